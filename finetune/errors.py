@@ -1,0 +1,30 @@
+"""The vocabulary of failure: what a person did wrong, and what went wrong while training."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FinetuneError(Exception):
+    """A person's mistake, or a request that cannot be honoured: exit status 2, no traceback.
+
+    Carries every problem that was found, so that all of them can be mended at once. Each says
+    what is wrong, where, what was got, and what to write instead.
+    """
+
+    exit_status = 2
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class TrainingFailure(FinetuneError):
+    """Training was started and could not go on: exit status 1."""
+
+    exit_status = 1
+
+
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """The closest known word as `; did you mean 'x'?`, or an empty string."""
+    close = difflib.get_close_matches(got, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

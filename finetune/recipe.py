@@ -1,0 +1,242 @@
+"""What is learned: the sections of a recipe and the Recipe itself, all frozen and validated values.
+
+A recipe says nothing about machines: how many processes, which sharding and which precision come
+from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, never stated.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from finetune.data.batch import MicroBatch
+    from finetune.data.formats import Sample
+    from finetune.data.render import Chat, Row
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True)
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Model:
+    """The network that is trained, and how it is held in memory."""
+
+    name: str | None = None
+    """Hub id or local folder of a pretrained model."""
+    config: dict[str, Any] | None = None
+    """Architecture to build from scratch instead: the fields of a `config.json`."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer; by default that of `name`."""
+    revision: str | None = None
+    """Branch, tag or commit of `name` on the hub."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Attention implementation, by its name in transformers."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: a third more compute for far less memory."""
+    chat_template: str | None = None
+    """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run code that the model's repository ships. Never turned on by anything but this field."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None and self.config is not None:
+            raise ValueError("give `name` (pretrained) or `config` (from scratch), not both")
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoRA:
+    """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685); the rest of the model is frozen."""
+
+    r: Positive = 16
+    """Rank of the update."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale: the update is multiplied by alpha / r. By default 2r."""
+    dropout: Share = 0.0
+    """Dropout on the adapter's input."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Modules that get an adapter: names, a regular expression, or `all-linear`."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole and saved with the adapter, such as `embed_tokens`."""
+    use_dora: bool = False
+    """Weight-decomposed LoRA (arXiv:2402.09353)."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) (arXiv:2312.03732)."""
+    init_lora_weights: bool | str = True
+    """Initial A and B by PEFT's name: true, `gaussian`, `pissa`, `olora`, `orthogonal`, ..."""
+    exclude_modules: str | tuple[str, ...] = ()
+    """Modules that get no adapter although `targets` matches them."""
+    layers_to_transform: tuple[int, ...] = ()
+    """Indices of the only layers that get an adapter; empty for all."""
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    """Ranks that differ from `r`, by module name or regular expression."""
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    """Alphas that differ from `alpha`, by module name or regular expression."""
+
+    @property
+    def scale_alpha(self) -> float:
+        return 2.0 * self.r if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, config=STRICT)
+class Data:
+    """One source of rows. A mixture is a tuple of these."""
+
+    source: str
+    """A file (JSONL, JSON, Parquet, CSV, text), a folder or glob of them, or a hub data set."""
+    format: str
+    """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set."""
+    first: Positive | None = None
+    """Use only the first so many rows."""
+    repeat: Positive = 1
+    """How often each row occurs in one epoch."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Batch:
+    """How many rows make a step, and how many of them a device sees at once."""
+
+    rows: Positive = 32
+    """Rows per optimizer step, over all processes and accumulation steps."""
+    micro_rows: Positive = 1
+    """Rows per forward pass on one device: a fact about memory."""
+    max_length: Positive = 1024
+    """Longest row in tokens."""
+    overlong: Literal["error", "drop", "truncate", "split"] = "error"
+    """What happens to a row longer than `max_length`; `split` makes several rows of it."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Optim:
+    """The optimizer and its schedule, both counted in optimizer steps of the whole job."""
+
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
+    """Update rule."""
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply `lr` by the number of processes, by its square root, or not at all."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after warmup."""
+    warmup: Annotated[float, Field(ge=0)] = 0.03
+    """Warmup: a share of all steps when below 1, else a number of steps."""
+    min_lr: Share = 0.0
+    """Share of `lr` at which the schedule ends."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay on matrices; vectors (biases, norms) are never decayed."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay rates of the running moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Term that keeps the denominator from zero."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the gradient to this norm over all parameters of all processes; null for no clipping."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Evaluation:
+    """What is measured on `eval_data` while training."""
+
+    every: Positive | None = None
+    """Optimizer steps between evaluations; by default once, at the end."""
+    micro_rows: Positive | None = None
+    """Rows per forward pass; by default that of the batch."""
+    patience: Positive | None = None
+    """Stop after so many evaluations in a row without a better loss; null to never stop early."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Saving:
+    """When checkpoints are written, and how many stay."""
+
+    every: Positive | None = None
+    """Optimizer steps between checkpoints; by default once, at the end."""
+    keep: Positive = 2
+    """Newest checkpoints that stay; the best one by evaluation loss stays besides."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recipe:
+    """What is learned. A method (`finetune.methods`) subclasses it and defines a row's loss."""
+
+    method: ClassVar[str] = ""
+    """The method's name in YAML and JSON."""
+
+    model: Model = Field(default_factory=Model)
+    data: tuple[Data, ...] = ()
+    eval_data: tuple[Data, ...] = ()
+    eval_rows: Positive | None = None
+    """Hold out so many rows of `data` for evaluation when there is no `eval_data`."""
+    adapter: LoRA | None = None
+    """Low-rank adapter; null trains all weights."""
+    batch: Batch = Field(default_factory=Batch)
+    optim: Optim = Field(default_factory=Optim)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    saving: Saving = Field(default_factory=Saving)
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data; ignored when `max_steps` is given."""
+    max_steps: Positive | None = None
+    """Optimizer steps of the whole run."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of initial weights, data order and dropout."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers that get the metrics besides `metrics.jsonl`."""
+    backend: str = "single"
+    """Backend that `finetune launch` uses when none is named."""
+
+    def with_model(self, model: Model) -> Self:
+        return dataclasses.replace(self, model=model)
+
+    def with_data(self, *data: Data, eval_data: tuple[Data, ...] | Data = ()) -> Self:
+        held_out = (eval_data,) if isinstance(eval_data, Data) else eval_data
+        return dataclasses.replace(self, data=data, eval_data=held_out or self.eval_data)
+
+    def with_lora(self, r: int = 16, **fields: Any) -> Self:
+        return dataclasses.replace(self, adapter=LoRA(r=r, **fields))
+
+    def with_qlora(self, r: int = 16, **fields: Any) -> Self:
+        """LoRA over a base in NF4 with double quantisation (arXiv:2305.14314)."""
+        model = dataclasses.replace(self.model, quantization="nf4")
+        return dataclasses.replace(self.with_lora(r, **fields), model=model)
+
+    def with_full_weights(self) -> Self:
+        model = dataclasses.replace(self.model, quantization="none")
+        return dataclasses.replace(self, adapter=None, model=model)
+
+    def with_batch(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, **fields))
+
+    def with_optim(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, optim=dataclasses.replace(self.optim, **fields))
+
+    def with_evaluation(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, evaluation=dataclasses.replace(self.evaluation, **fields))
+
+    def with_saving(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, saving=dataclasses.replace(self.saving, **fields))
+
+    def with_backend(self, name: str) -> Self:
+        return dataclasses.replace(self, backend=name)
+
+    def encode(self, sample: "Sample", chat: "Chat") -> "Row":
+        """Token ids of a sample and which of them are trained."""
+        raise NotImplementedError
+
+    def count(self, batch: "MicroBatch") -> int:
+        """Terms of the loss in a micro-batch, known before the forward pass."""
+        raise NotImplementedError
+
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
+        """Sum of the loss over the terms of a micro-batch: a scalar in fp32."""
+        raise NotImplementedError

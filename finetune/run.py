@@ -1,0 +1,124 @@
+"""A run is a directory: every file name of the record, in one place.
+
+RUN/
+  recipe.json        the recipe as it was resolved, with its method
+  plan.json          what was derived before anything was loaded
+  environment.json   library versions, devices, command
+  realised.json      what Accelerate built: engine, precision, elements held per rank
+  data.json          rows, tokens, trained tokens, dropped, truncated
+  metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
+  samples.json       generations before and after, where they were asked for
+  checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
+  best.json          {"step": ..., "loss": ...} of the best evaluation
+  final/             the result: PEFT adapter or whole model, tokenizer, model card (README.md)
+  loss.png
+  report.html
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Names and reads what a run directory holds; `root` need not exist yet."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def realised(self) -> Path:
+        return self.root / "realised.json"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.root / "best.json"
+
+    @property
+    def final(self) -> Path:
+        return self.root / "final"
+
+    @property
+    def loss_plot(self) -> Path:
+        return self.root / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        manifests = self.checkpoints.glob("step-????????/manifest.json")
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
+
+    def newest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """Step of the best evaluation, where one was made and its checkpoint is there."""
+        if not self.best.exists():
+            return None
+        step = json.loads(self.best.read_text())["step"]
+        return step if step in self.steps() else None
+
+    def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The records of `metrics.jsonl`, all or of one kind; a torn last line is left out."""
+        if not self.metrics.exists():
+            return
+        for line in self.metrics.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if kind is None or record.get("kind") == kind:
+                yield record
+
+
+def open_run(root: str | Path) -> Run:
+    """The run in a directory; raises FinetuneError where there is none."""
+    run = Run(Path(root))
+    if not run.recipe.is_file():
+        raise FinetuneError(f"{root}: not a run directory (it has no {run.recipe.name})")
+    return run
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a record whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(value, indent=2) + "\n")
+    scratch.replace(path)
