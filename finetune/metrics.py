@@ -225,8 +225,8 @@ class History:
     evaluated: tuple[Evaluated, ...] = ()
     saved: tuple[Saved, ...] = ()
     ends: tuple[Ended, ...] = ()
-    last: Record | None = None
-    """The newest record of any kind."""
+    records: tuple[Record, ...] = ()
+    """Of all kinds, in the order in which they were written."""
 
     @property
     def step(self) -> int:
@@ -240,9 +240,21 @@ class History:
         return min(finite, key=lambda record: record.loss, default=None)
 
     @property
+    def seconds(self) -> float:
+        """Wall time from each start to the last record before the next one, added up."""
+        total, begun = 0.0, None
+        for record in self.records:
+            if isinstance(record, Start):
+                begun = record.time
+            elif begun is not None:
+                total, begun = total + record.time - begun, record.time
+        return total
+
+    @property
     def end(self) -> Ended | None:
         """How training stopped; None while it runs, and after it was killed."""
-        return self.last if isinstance(self.last, Ended) else None
+        last = self.records[-1] if self.records else None
+        return last if isinstance(last, Ended) else None
 
 
 def read_history(run: Run) -> History:
@@ -254,7 +266,7 @@ def read_history(run: Run) -> History:
         evaluated=tuple(record for record in records if isinstance(record, Evaluated)),
         saved=tuple(record for record in records if isinstance(record, Saved)),
         ends=tuple(record for record in records if isinstance(record, Ended)),
-        last=records[-1] if records else None,
+        records=tuple(records),
     )
 
 
@@ -272,7 +284,7 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} that lacks or "
             f"should not have: {wrong}"
         )
-    numbers = {
+    numbers: dict[str, Any] = {
         name: math.nan if value is None and known[name].type is float else value
         for name, value in got.items()
     }

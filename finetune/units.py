@@ -2,7 +2,7 @@
 
 import math
 
-_NONE = "–"  # noqa: RUF001  what is not a number is shown as a dash
+_NONE = "-"
 
 
 def count(number: float) -> str:

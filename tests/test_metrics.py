@@ -298,11 +298,11 @@ def test_gathering_the_environment_imports_nothing_heavy() -> None:
         (units.duration(151), "2 min 31 s"),
         (units.duration(3_900), "1 h 05 min"),
         (units.duration(90_000 + 86_400), "2 d 1 h"),
-        (units.duration(math.inf), "–"),  # noqa: RUF001
+        (units.duration(math.inf), "-"),
         (units.share(1_210_000, 134_515_008), "0.9 %"),
         (units.share(5, 5), "100 %"),
         (units.share(0, 5), "0 %"),
-        (units.share(0, 0), "–"),  # noqa: RUF001
+        (units.share(0, 0), "-"),
         (units.learning_rate(2e-4), "2e-4"),
         (units.learning_rate(1.534e-05), "1.53e-5"),
         (units.learning_rate(0), "0"),
