@@ -15,10 +15,8 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -33,14 +31,16 @@ from finetune.trained import (
     Step,
     adapter_shapes,
     attach,
+    base_config,
     base_model,
     changes_base,
+    check_adapter,
     initial_adapter,
     load_tokenizer,
     load_weights,
     open_checkpoint,
+    plain_lora,
     read_recipe,
-    refuse_incomplete,
 )
 
 MARKER = "export.json"
@@ -147,9 +147,11 @@ def _sync(path: Path) -> None:
 
 def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: Path) -> None:
     """The adapter in PEFT format; where its initialisation changed the base, as a plain LoRA."""
-    config = LoraConfig.from_pretrained(str(adapter))
-    shapes = adapter_shapes(adapter)
-    refuse_incomplete(adapter, _skeleton(recipe, config), shapes)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
+        )
+    config = check_adapter(adapter, skeleton)
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     if changes_base(config):
         before = _initial_tensors(recipe, config, initial)
@@ -165,20 +167,6 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
     written = adapter_shapes(folder)
     if written != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise TrainingFailure(f"{folder / ADAPTER_WEIGHTS}: read back other tensors than written")
-
-
-def _skeleton(recipe: Recipe, config: LoraConfig) -> PeftModel:
-    """The base with the adapter's layers, all on the meta device: names and no numbers."""
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(_base_config(recipe))
-        return get_peft_model(base, _plain(config))
-
-
-def _plain(config: LoraConfig) -> LoraConfig:
-    """The same layers with an initialisation that reads and changes nothing of the base."""
-    plain = copy.deepcopy(config)
-    plain.init_lora_weights = True
-    return plain
 
 
 def _initial_tensors(
@@ -216,7 +204,7 @@ def _difference(
 def _twice_the_rank(config: LoraConfig) -> LoraConfig:
     """The configuration of a difference: twice every rank at the same scale."""
     growth = math.sqrt(2) if config.use_rslora else 2
-    twice = _plain(config)
+    twice = plain_lora(config)
     twice.r = 2 * config.r
     twice.lora_alpha = growth * config.lora_alpha
     twice.rank_pattern = {key: 2 * r for key, r in config.rank_pattern.items()}
@@ -304,18 +292,9 @@ def _refuse_lost(folder: Path, model: PreTrainedModel, wanted: dict[str, list[in
         raise TrainingFailure(*(f"{folder}: {problem}" for problem in problems))
 
 
-def _base_config(recipe: Recipe) -> PreTrainedConfig:
-    model = recipe.model
-    if model.name is None:
-        return AutoConfig.for_model(**(model.config or {}))
-    return AutoConfig.from_pretrained(
-        model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-    )
-
-
 def _stored_dtype(recipe: Recipe) -> torch.dtype:
     """Of the base model's files; fp32 for a model from scratch that names none."""
-    dtype = _base_config(recipe).dtype
+    dtype = base_config(recipe).dtype
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
 
 
@@ -326,7 +305,7 @@ def _generation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Generatio
             str(recipe.model.name), revision=recipe.model.revision or "main"
         )
     except OSError:  # it ships none
-        config = GenerationConfig.from_model_config(_base_config(recipe))
+        config = GenerationConfig.from_model_config(base_config(recipe))
     config.eos_token_id = list(stop_ids(config, tokenizer)) or None
     config.pad_token_id = tokenizer.pad_token_id
     return config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -21,6 +21,7 @@ from finetune.recipe import Recipe
 from finetune.run import Run, open_run
 from finetune.trained import (
     Step,
+    adapter_config,
     attach,
     base_model,
     initial_adapter,
@@ -64,11 +65,21 @@ def load(
 ) -> Loaded:
     """The model of a run as it was trained: a quantised base is quantised again."""
     run = run if isinstance(run, Run) else open_run(run)
+    recipe = read_recipe(run.recipe)
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
-        return _loaded(load_weights(checkpoint / "model", dtype), tokenizer)
-    base = base_model(read_recipe(run.recipe), dtype)
+        trust = recipe.model.trust_remote_code
+        return _loaded(
+            load_weights(
+                checkpoint / "model",
+                dtype,
+                trust_remote_code=trust,
+                attention=recipe.model.attention,
+            ),
+            tokenizer,
+        )
+    base = base_model(recipe, dtype)
     return _loaded(attach(base, checkpoint / "adapter", initial_adapter(run)), tokenizer)
 
 
@@ -83,7 +94,7 @@ def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
     """An exported folder: a whole model, or an adapter with the base that it names."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
-        config = LoraConfig.from_pretrained(str(folder))
+        config = adapter_config(folder)
         base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
         return _loaded(attach(base, folder), load_tokenizer(folder))
     if not (folder / "config.json").is_file():

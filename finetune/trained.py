@@ -4,6 +4,7 @@ A checkpoint is checked against its manifest before a byte of it is used, and an
 the base that it is put on: neither PEFT nor transformers objects to weights that are not there.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import transpose
 from pydantic import TypeAdapter
@@ -22,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -123,6 +125,19 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         raise FinetuneError(f"{name}: no tokenizer could be loaded: {error}") from error
 
 
+def base_config(recipe: Recipe) -> PreTrainedConfig:
+    """The architecture that a recipe names or spells out."""
+    model = recipe.model
+    if model.name is None:
+        fields = dict(model.config or {})
+        if "model_type" not in fields:
+            raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
+        return AutoConfig.for_model(**fields)
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+    )
+
+
 def base_model(
     recipe: Recipe,
     dtype: torch.dtype | None = None,
@@ -136,8 +151,8 @@ def base_model(
     """
     model = recipe.model
     if model.name is None:
-        config = AutoConfig.for_model(**(model.config or {}))
         torch.manual_seed(recipe.seed)
+        config = base_config(recipe)
         return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
     return load_weights(
         model.name,
@@ -216,9 +231,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
     training began; without it PEFT computes the initialisation again, where that is possible.
     Raises FinetuneError where a layer that should have an adapter finds none, or an empty one.
     """
-    config = LoraConfig.from_pretrained(str(adapter))
-    stored = adapter_shapes(adapter)
-    _resize_to(model, stored)
+    config = check_adapter(adapter, model)
     recompute = not changes_base(config)
     if str(config.init_lora_weights).lower() in RECOMPUTED:
         recompute = initial is None or "quantization_config" in model.config.to_dict()
@@ -228,12 +241,8 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
             f"and cannot be computed again; the run lacks {INITIAL_ADAPTER}/"
         )
     if not recompute:
-        config.init_lora_weights = True
-    try:
-        peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
-    except RuntimeError as error:  # a tensor of another size than its place
-        raise FinetuneError(f"{adapter}: does not fit its base model: {error}") from error
-    refuse_incomplete(adapter, peft_model, stored)
+        config = plain_lora(config)
+    peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
     if not recompute and initial is not None:
         _take_out(peft_model, load_file(initial / ADAPTER_WEIGHTS))
     return peft_model.eval()
@@ -245,18 +254,43 @@ def adapter_shapes(adapter: Path) -> dict[str, list[int]]:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
-def refuse_incomplete(adapter: Path, model: PeftModel, stored: dict[str, list[int]]) -> None:
-    """Every tensor that the adapter's configuration asks for must be in the file, and not empty.
+def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
+    """The configuration of an adapter that has every tensor that it asks for, none of them empty.
 
-    PEFT (0.21) itself loads an adapter without tensors, and answers as the base does.
+    PEFT (0.21) itself loads an adapter without tensors, and answers as the base does. Gives `base`
+    the vocabulary of an adapter that was trained with added tokens.
     """
-    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    problems = [f"{adapter}: {name} is missing" for name in wanted if name not in stored]
-    problems += [f"{adapter}: {name} is empty" for name, shape in stored.items() if 0 in shape]
+    config = adapter_config(adapter)
+    stored = adapter_shapes(adapter)
+    _resize_to(base, stored)
+    with torch.device("meta"):  # names and shapes, no numbers
+        twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
+    wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    for name, shape in stored.items():
+        if 0 in shape:
+            problems.append(f"{name} is empty")
+        elif name in wanted and shape != list(wanted[name].shape):
+            problems.append(f"{name} is {shape}, and the base needs {list(wanted[name].shape)}")
     if not wanted:
-        problems.append(f"{adapter}: its configuration matches no module of the base model")
+        problems.append("its configuration matches no module of the base")
     if problems:
-        raise FinetuneError(*problems)
+        raise FinetuneError(*(f"{adapter}: {problem}" for problem in problems))
+    return config
+
+
+def adapter_config(adapter: Path) -> LoraConfig:
+    config = LoraConfig.from_pretrained(str(adapter))
+    if not isinstance(config, LoraConfig):
+        raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
+    return config
+
+
+def plain_lora(config: LoraConfig) -> LoraConfig:
+    """The same layers with an initialisation that reads and changes nothing of the base."""
+    plain = copy.deepcopy(config)
+    plain.init_lora_weights = True
+    return plain
 
 
 def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
@@ -277,4 +311,4 @@ def _resize_to(model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
     name = next(name for name, module in model.named_modules() if module is table)
     for key in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):
         if key in stored and stored[key][0] != table.weight.shape[0]:
-            model.resize_token_embeddings(stored[key][0])
+            model.resize_token_embeddings(stored[key][0], mean_resizing=False)
