@@ -1,0 +1,327 @@
+"""Hand over a trained run: a folder that plain transformers and PEFT load, whole or not at all."""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.inference import stop_ids
+from finetune.recipe import Recipe
+from finetune.run import Run, open_run, write_json
+from finetune.trained import (
+    ADAPTER_WEIGHTS,
+    RECOMPUTED,
+    Step,
+    adapter_shapes,
+    attach,
+    base_config,
+    base_model,
+    changes_base,
+    check_adapter,
+    initial_adapter,
+    load_tokenizer,
+    load_weights,
+    open_checkpoint,
+    plain_lora,
+    read_recipe,
+)
+
+MARKER = "export.json"
+"""Lists the files of an export, so that only a folder of nothing else is ever replaced."""
+
+TOLERANCE = 1e-5
+"""Largest difference between logits before and after a merge in fp32, relative to the largest
+logit: fp32 sums in another order differ by about 1e-6 (measured on Llama and Qwen3, 2 layers)."""
+
+
+def export(
+    run: Run | str | Path,
+    to: str | Path,
+    merge: bool = False,
+    step: Step | None = None,
+    dtype: torch.dtype | None = None,
+    shard_size: str = "5GB",
+) -> Path:
+    """Write the adapter, the adapter merged into its base, or the whole model, with its tokenizer.
+
+    `dtype` is that of merged or whole weights; by default that of the base model's own files. A
+    merge is computed in fp32 on the unquantised base and rounded once. Raises FinetuneError for a
+    damaged checkpoint, an incomplete adapter, or a folder that is not an earlier export; raises
+    TrainingFailure when writing fails, and then leaves nothing behind.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    to = Path(to)
+    _refuse_foreign(to)
+    recipe = read_recipe(run.recipe)
+    checkpoint = open_checkpoint(run, step)
+    tokenizer = load_tokenizer(checkpoint / "tokenizer")
+    with _replacing(to) as folder:
+        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
+        if not (checkpoint / "adapter").is_dir():
+            model = load_weights(checkpoint / "model", torch.float32, device="cpu")
+            _write_model(model, recipe, tokenizer, dtype, folder, shard_size)
+            kind = "model"
+        elif merge:
+            model = _merge(recipe, checkpoint / "adapter", initial_adapter(run), tokenizer)
+            _write_model(model, recipe, tokenizer, dtype, folder, shard_size)
+            kind = "merged"
+        else:
+            _write_adapter(recipe, checkpoint / "adapter", initial_adapter(run), folder)
+            _generation(recipe, tokenizer).save_pretrained(folder)
+            kind = "adapter"
+        (folder / "README.md").write_text(_readme(recipe, kind, checkpoint.name))
+        files = sorted(path.name for path in folder.iterdir())
+        source = {"run": str(run.root.resolve()), "checkpoint": checkpoint.name, "kind": kind}
+        write_json(folder / MARKER, {**source, "files": [*files, MARKER]})
+    return to
+
+
+# --- the folder --------------------------------------------------------------------------------
+
+
+def _refuse_foreign(to: Path) -> None:
+    """Nothing but an empty folder or an earlier export, untouched since, may be in the way."""
+    if not to.exists() and not to.is_symlink():
+        return
+    if not to.is_dir() or to.is_symlink():
+        raise FinetuneError(f"{to}: exists and is not a folder; name another one")
+    there = {path.name for path in to.iterdir()}
+    marker = to / MARKER
+    ours = set(json.loads(marker.read_text())["files"]) if marker.is_file() else set()
+    if there - ours:
+        some = ", ".join(sorted(there - ours)[:3])
+        raise FinetuneError(
+            f"{to}: holds files that no export wrote ({some}); "
+            "name another folder, or move them away"
+        )
+
+
+@contextlib.contextmanager
+def _replacing(to: Path) -> Iterator[Path]:
+    """A scratch folder beside `to` that becomes `to` when everything in it is on the disk."""
+    scratch = to.with_name(f".{to.name}.{os.getpid()}")
+    old = to.with_name(f".{to.name}.{os.getpid()}.old")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        for path in [*scratch.iterdir(), scratch]:
+            _sync(path)
+        if to.exists():
+            to.rename(old)
+        scratch.rename(to)
+    except (OSError, SafetensorError) as error:
+        raise TrainingFailure(f"{to}: could not be written: {error}; nothing was left") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if old.exists():
+            shutil.rmtree(old) if to.exists() else old.rename(to)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: Path) -> None:
+    """The adapter in PEFT format; where its initialisation changed the base, as a plain LoRA."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
+        )
+    config = check_adapter(adapter, skeleton)
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    if changes_base(config):
+        before = _initial_tensors(recipe, config, initial)
+        tensors = _difference(tensors, before)
+        config = _twice_the_rank(config)
+    name = str(recipe.model.name)
+    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() else name
+    config.revision = recipe.model.revision
+    config.task_type = TaskType.CAUSAL_LM
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    written = adapter_shapes(folder)
+    if written != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise TrainingFailure(f"{folder / ADAPTER_WEIGHTS}: read back other tensors than written")
+
+
+def _initial_tensors(
+    recipe: Recipe, config: LoraConfig, initial: Path | None
+) -> dict[str, torch.Tensor]:
+    """The adapter before its first step: as it was stored, or computed again from the base."""
+    if initial is not None:
+        return load_file(initial / ADAPTER_WEIGHTS)
+    if str(config.init_lora_weights).lower() not in RECOMPUTED:
+        raise FinetuneError(
+            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be computed "
+            "again, and the run did not store it"
+        )
+    fresh = copy.deepcopy(config)
+    model = get_peft_model(base_model(recipe, torch.float32, device="cpu"), fresh)
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _difference(
+    tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """B A - B0 A0 as one product [B, -B0] [A; A0], which leaves the base as it was.
+
+    W = (W - s B0 A0) + s B A  is trained;  W + s (B A - B0 A0)  is the same sum.
+    """
+    result = dict(tensors)
+    for name in tensors:
+        if name.endswith("lora_A.weight"):
+            result[name] = torch.cat([tensors[name], before[name].to(tensors[name])], dim=0)
+        elif name.endswith("lora_B.weight"):
+            result[name] = torch.cat([tensors[name], -before[name].to(tensors[name])], dim=1)
+    return result
+
+
+def _twice_the_rank(config: LoraConfig) -> LoraConfig:
+    """The configuration of a difference: twice every rank at the same scale."""
+    growth = math.sqrt(2) if config.use_rslora else 2
+    twice = plain_lora(config)
+    twice.r = 2 * config.r
+    twice.lora_alpha = growth * config.lora_alpha
+    twice.rank_pattern = {key: 2 * r for key, r in config.rank_pattern.items()}
+    twice.alpha_pattern = {key: growth * alpha for key, alpha in config.alpha_pattern.items()}
+    return twice
+
+
+# --- whole models ------------------------------------------------------------------------------
+
+
+def _merge(
+    recipe: Recipe, adapter: Path, initial: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Base and adapter as one model in fp32, whose logits were compared with the adapter's."""
+    base = base_model(recipe, torch.float32, quantized=False, device="cpu")
+    tied = base.config.tie_word_embeddings
+    model = attach(base, adapter, initial)
+    ids = torch.tensor([tokenizer("Write one line about the sea.")["input_ids"]])
+    with torch.inference_mode():
+        before = model(input_ids=ids).logits  # (1, tokens, vocabulary)
+    _untie(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    if tied:
+        _tie_if_equal(merged)
+    with torch.inference_mode():
+        after = merged(input_ids=ids).logits
+    difference = ((after - before).abs().max() / before.abs().max()).item()
+    if not difference <= TOLERANCE:
+        raise TrainingFailure(
+            f"{adapter}: the merged model's logits differ from the adapter's by "
+            f"{difference:.1e} of the largest (at most {TOLERANCE:.0e} is rounding); export "
+            "without merging"
+        )
+    return merged
+
+
+def _untie(model: PeftModel) -> None:
+    """Give an adapted embedding or head its own weight, so that a merge changes only that one."""
+    base = model.get_base_model()
+    for layer in (base.get_output_embeddings(), base.get_input_embeddings()):
+        if isinstance(layer, LoraLayer):
+            inner = layer.get_base_layer()
+            inner.weight = torch.nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
+
+
+def _tie_if_equal(model: PreTrainedModel) -> None:
+    """Tied weights stay tied where training left them equal; else both are written."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if torch.equal(table.weight, head.weight):
+        head.weight = table.weight
+    else:
+        model.config.tie_word_embeddings = False
+
+
+def _write_model(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+    folder: Path,
+    shard_size: str,
+) -> None:
+    model.to(dtype or _stored_dtype(recipe))
+    model.generation_config = _generation(recipe, tokenizer)
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    _refuse_lost(folder, model, wanted)
+
+
+def _refuse_lost(folder: Path, model: PreTrainedModel, wanted: dict[str, list[int]]) -> None:
+    """Read the files back: every tensor of the model is there, in its shape, and none is empty."""
+    written: dict[str, list[int]] = {}
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            written |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    problems = [f"{name} is missing" for name in wanted if name not in written and name not in tied]
+    problems += [
+        f"{name} is {shape} instead of {wanted[name]}"
+        for name, shape in written.items()
+        if name in wanted and shape != wanted[name]
+    ]
+    problems += [f"{name} is empty" for name, shape in written.items() if 0 in shape]
+    if problems:
+        raise TrainingFailure(*(f"{folder}: {problem}" for problem in problems))
+
+
+def _stored_dtype(recipe: Recipe) -> torch.dtype:
+    """Of the base model's files; fp32 for a model from scratch that names none."""
+    dtype = base_config(recipe).dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+
+
+def _generation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The base model's own settings, and the tokens that end an answer and fill a batch."""
+    try:
+        config = GenerationConfig.from_pretrained(
+            str(recipe.model.name), revision=recipe.model.revision or "main"
+        )
+    except OSError:  # it ships none
+        config = GenerationConfig.from_model_config(base_config(recipe))
+    config.eos_token_id = list(stop_ids(config, tokenizer)) or None
+    config.pad_token_id = tokenizer.pad_token_id
+    return config
+
+
+def _readme(recipe: Recipe, kind: str, checkpoint: str) -> str:
+    base = recipe.model.name or "a model from scratch"
+    lines = {
+        "adapter": f"A LoRA adapter in PEFT format for `{base}`.",
+        "merged": f"`{base}` with a LoRA adapter merged into its weights.",
+        "model": f"A whole model; training started from `{base}`.",
+    }
+    text = f"# Export of {checkpoint}\n\n{lines[kind]}\n"
+    if kind == "merged" and recipe.model.quantization != "none":
+        text += (
+            f"\nThe adapter was trained on the base in {recipe.model.quantization} and is merged "
+            "into the unquantised base: answers may differ slightly from those during training.\n"
+        )
+    return text

@@ -1,0 +1,355 @@
+"""Load what was trained, and let it answer.
+
+A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template; a
+prompt is a plain text that the model continues.
+"""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.run import Run, open_run
+from finetune.trained import (
+    Step,
+    adapter_config,
+    attach,
+    base_model,
+    initial_adapter,
+    load_tokenizer,
+    load_weights,
+    open_checkpoint,
+    read_recipe,
+)
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model that can answer."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+    """Token ids that end an answer: every eos of the model, and the end of a turn."""
+    context: int | None
+    """Most tokens of a prompt and its answer together; None where the model names no limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a chat template writes around the assistant's words."""
+
+    scaffold: str
+    """Text between the generation prompt and the words, such as an empty block of thought."""
+    end: int | None
+    """Token that follows the words; None where no single special token does."""
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def load(
+    run: Run | str | Path, step: Step | None = None, dtype: torch.dtype | None = None
+) -> Loaded:
+    """The model of a run as it was trained: a quantised base is quantised again."""
+    run = run if isinstance(run, Run) else open_run(run)
+    recipe = read_recipe(run.recipe)
+    checkpoint = open_checkpoint(run, step)
+    tokenizer = load_tokenizer(checkpoint / "tokenizer")
+    if not (checkpoint / "adapter").is_dir():
+        trust = recipe.model.trust_remote_code
+        return _loaded(
+            load_weights(
+                checkpoint / "model",
+                dtype,
+                trust_remote_code=trust,
+                attention=recipe.model.attention,
+            ),
+            tokenizer,
+        )
+    base = base_model(recipe, dtype)
+    return _loaded(attach(base, checkpoint / "adapter", initial_adapter(run)), tokenizer)
+
+
+def load_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+    """The model before training. Give it the tokenizer of a run to ask it in the same words."""
+    if tokenizer is None:
+        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
+    return _loaded(base_model(recipe), tokenizer)
+
+
+def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
+    """An exported folder: a whole model, or an adapter with the base that it names."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file():
+        config = adapter_config(folder)
+        base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
+        return _loaded(attach(base, folder), load_tokenizer(folder))
+    if not (folder / "config.json").is_file():
+        raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
+    return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
+
+
+def _loaded(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+    stops = stop_ids(model.generation_config, tokenizer)
+    fields = model.config.get_text_config().to_dict()
+    context = fields.get("max_position_embeddings") or fields.get("n_positions")
+    return Loaded(model, tokenizer, stops, context)
+
+
+# --- the words around an answer ----------------------------------------------------------------
+
+
+def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
+    """How the tokenizer's chat template wraps an answer, found by rendering one."""
+    words = "\u2042answer\u2042"
+    asked = [{"role": "user", "content": "question"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    answered = [*asked, {"role": "assistant", "content": words}]
+    whole = tokenizer.apply_chat_template(answered, tokenize=False)
+    before, _, after = whole.partition(words)
+    scaffold = before.removeprefix(prompt) if before.startswith(prompt) else ""
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    single = bool(ids) and ids[0] in tokenizer.added_tokens_decoder
+    return Turn(scaffold, ids[0] if single else None)
+
+
+def stop_ids(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Every token that ends an answer: eos of the model and the tokenizer, and the turn's end."""
+    eos = generation.eos_token_id if generation is not None else None
+    ids = set(eos) if isinstance(eos, list) else {eos}
+    ids.add(tokenizer.eos_token_id)
+    if tokenizer.chat_template is not None:
+        ids.add(turn(tokenizer).end)
+    return tuple(sorted(id for id in ids if id is not None))
+
+
+def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
+    """Token ids of a prompt, or of a conversation up to where the assistant speaks."""
+    if isinstance(asked, str):
+        return list(loaded.tokenizer(asked)["input_ids"])
+    if loaded.tokenizer.chat_template is None:
+        raise FinetuneError(
+            "the tokenizer has no chat template: ask with a plain prompt instead of messages, or "
+            "train with model.chat_template"
+        )
+    text = loaded.tokenizer.apply_chat_template(
+        [dict(message) for message in asked], tokenize=False, add_generation_prompt=True
+    )
+    return list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
+    """Text of `new` where it follows `prompt`: some tokenizers drop a leading space otherwise."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+# --- answering ---------------------------------------------------------------------------------
+
+
+def generate(
+    loaded: Loaded,
+    prompts: Sequence[str | Conversation],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[str]:
+    """The new text for each prompt, in order; greedy at temperature 0.
+
+    An answer ends at a stop token, after `max_new_tokens`, or where the model's context is full,
+    and does not depend on what else is in its batch. Raises FinetuneError for prompts that leave
+    no room to answer.
+    """
+    rows = [prompt_ids(loaded, asked) for asked in prompts]
+    rooms = [_room(loaded, len(row), max_new_tokens) for row in rows]
+    full = [
+        f"prompt {i}: {len(rows[i])} tokens leave no room in a context of {loaded.context}"
+        for i, room in enumerate(rooms)
+        if room < 1
+    ]
+    if full:
+        raise FinetuneError(*full)
+    answers = [""] * len(rows)
+    for room, batch in _batches(rows, rooms, batch_rows):
+        new = _continue(loaded, [rows[i] for i in batch], room, temperature, top_p)
+        for i, ids in zip(batch, new, strict=True):
+            answers[i] = _new_text(loaded.tokenizer, rows[i], ids)
+    return answers
+
+
+def _room(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
+    if loaded.context is None:
+        return max_new_tokens
+    return min(max_new_tokens, loaded.context - tokens)
+
+
+def _batches(
+    rows: list[list[int]], rooms: list[int], batch_rows: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Indices of rows with the same room, of similar length so that little is padded."""
+    order = sorted(range(len(rows)), key=lambda i: (rooms[i], len(rows[i])))
+    for room, same in itertools.groupby(order, key=lambda i: rooms[i]):
+        indices = list(same)
+        for start in range(0, len(indices), batch_rows):
+            yield room, indices[start : start + batch_rows]
+
+
+def _continue(
+    loaded: Loaded,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    streamer: BaseStreamer | None = None,
+) -> list[list[int]]:
+    """New token ids of each row, cut before its first stop token."""
+    pad = _pad_id(loaded)
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # (rows, longest)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=list(loaded.stops) or None,
+        pad_token_id=pad,
+        repetition_penalty=1.0,
+        num_beams=1,
+        **sampling,
+    )
+    device = loaded.model.device
+    with torch.inference_mode():
+        out = loaded.model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            streamer=streamer,
+        )
+    stops = set(loaded.stops)
+    new = out[:, longest:].tolist()
+    return [list(itertools.takewhile(lambda id: id not in stops, row)) for row in new]
+
+
+def _pad_id(loaded: Loaded) -> int:
+    """Fills rows on the left, where the attention mask hides it, and after their stop token.
+
+    Answers are cut at their first stop token, so any id does, even one that is also an eos.
+    """
+    pad = loaded.tokenizer.pad_token_id
+    return 0 if pad is None else pad
+
+
+# --- talking -----------------------------------------------------------------------------------
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class _Stream(BaseStreamer):
+    """Writes an answer while it grows, without its stop token and without half a character."""
+
+    def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
+        self.loaded, self.prompt, self.write = loaded, prompt, write
+        self.ids: list[int] | None = None
+        self.text = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.ids is None:  # the first call brings the prompt
+            self.ids = []
+            return
+        self.ids += [id for id in value.flatten().tolist() if id not in self.loaded.stops]
+        text = _new_text(self.loaded.tokenizer, self.prompt, self.ids)
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(_new_text(self.loaded.tokenizer, self.prompt, self.ids or []))
+
+    def _show(self, text: str) -> None:
+        self.write(text[len(self.text) :])
+        self.text = text
+
+
+def stream(
+    loaded: Loaded,
+    asked: str | Conversation,
+    write: Callable[[str], None] = _write,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+) -> str:
+    """Answer one prompt, writing the text token by token; returns all of it."""
+    ids = prompt_ids(loaded, asked)
+    room = _room(loaded, len(ids), max_new_tokens)
+    if room < 1:
+        raise FinetuneError(f"{len(ids)} tokens leave no room in a context of {loaded.context}")
+    streamer = _Stream(loaded, ids, write)
+    _continue(loaded, [ids], room, temperature, 1.0, streamer)
+    return streamer.text
+
+
+def chat(
+    loaded: Loaded,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = _write,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+) -> None:
+    """Talk until /exit, Ctrl-D or Ctrl-C; /reset forgets what was said.
+
+    A model without a chat template continues each line by itself.
+    """
+    history: list[Message] = []
+    write("/reset forgets the conversation, /exit ends it\n")
+    while True:
+        try:
+            line = read("> ").strip()
+            if line == "/exit":
+                return
+            if line == "/reset":
+                history = []
+            elif line:
+                history = _exchange(loaded, history, line, write, max_new_tokens, temperature)
+        except (EOFError, KeyboardInterrupt):
+            write("\n")
+            return
+
+
+def _exchange(
+    loaded: Loaded,
+    history: list[Message],
+    line: str,
+    write: Callable[[str], None],
+    max_new_tokens: int,
+    temperature: float,
+) -> list[Message]:
+    """One question and its answer: the history that follows from it."""
+    templated = loaded.tokenizer.chat_template is not None
+    asked = [*history, {"role": "user", "content": line}]
+    try:
+        answer = stream(loaded, asked if templated else line, write, max_new_tokens, temperature)
+    except FinetuneError as error:
+        write(f"{error}; /reset starts anew\n")
+        return history
+    write("\n")
+    return [*asked, {"role": "assistant", "content": answer}]

@@ -1,0 +1,314 @@
+"""What training left behind: checkpoints that are intact, and the models in them.
+
+A checkpoint is checked against its manifest before a byte of it is used, and an adapter against
+the base that it is put on: neither PEFT nor transformers objects to weights that are not there.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import transpose
+from pydantic import TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from finetune.errors import FinetuneError
+from finetune.methods import METHODS
+from finetune.recipe import Recipe
+from finetune.run import Run
+
+Step = int | Literal["best", "last"]
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+INITIAL_ADAPTER = "initial_adapter"
+"""Folder of a run with the adapter before its first step, in PEFT format: needed where the
+initialisation took something out of the base weights and cannot be computed again."""
+
+RECOMPUTED = ("pissa", "olora")
+"""Initialisations that change the base weights, and that follow from the base alone."""
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def find_checkpoint(run: Run, step: Step | None = None) -> Path:
+    """Folder of a complete checkpoint: by its step, the best one, or (by default) the last one."""
+    steps = run.steps()
+    if not steps:
+        raise FinetuneError(f"{run.checkpoints}: no complete checkpoint; train the run first")
+    if step is None or step == "last":
+        return run.checkpoint(steps[-1])
+    if step == "best":
+        best = run.best_step()
+        if best is None:
+            raise FinetuneError(f"{run.best}: no best checkpoint was kept; ask for the last one")
+        return run.checkpoint(best)
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise FinetuneError(f"{run.checkpoints}: no complete checkpoint of step {step}; {there}")
+    return run.checkpoint(step)
+
+
+def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
+    """What differs from the manifest in these folders of a checkpoint, one line a file."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    problems = []
+    for name, known in manifest["files"].items():
+        if name.split("/")[0] not in folders:
+            continue
+        path = checkpoint / name
+        if not path.is_file():
+            problems.append(f"{path}: missing, though the manifest lists it")
+        elif path.stat().st_size != known["bytes"]:
+            size = path.stat().st_size
+            problems.append(f"{path}: damaged, {size} bytes instead of {known['bytes']}")
+        else:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != known["sha256"]:
+                problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
+    return problems
+
+
+def open_checkpoint(run: Run, step: Step | None = None) -> Path:
+    """A checkpoint whose weights and tokenizer are, byte for byte, what was saved.
+
+    Raises FinetuneError that names each damaged file and the next older intact checkpoint.
+    """
+    checkpoint = find_checkpoint(run, step)
+    weights = "adapter" if (checkpoint / "adapter").is_dir() else "model"
+    folders = (weights, "tokenizer")
+    problems = damage(checkpoint, folders)
+    absent = [
+        f"{checkpoint / name}: missing" for name in folders if not (checkpoint / name).is_dir()
+    ]
+    if not problems and not absent:
+        return checkpoint
+    at = int(checkpoint.name.removeprefix("step-"))
+    older = (s for s in reversed(run.steps()) if s < at and not damage(run.checkpoint(s), folders))
+    instead = next(older, None)
+    advice = "no older intact checkpoint" if instead is None else f"use step {instead} instead"
+    raise FinetuneError(*(f"{problem}; {advice}" for problem in problems + absent))
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The resolved recipe of a run."""
+    # Stands in for `finetune.catalog.load_recipe` until that exists.
+    fields = json.loads(path.read_text())
+    method = fields.pop("method")
+    if method not in METHODS:
+        raise FinetuneError(f"{path}: method: '{method}' is not one of {', '.join(METHODS)}")
+    return TypeAdapter(METHODS[method]).validate_python(fields)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"{name}: no tokenizer could be loaded: {error}") from error
+
+
+def base_config(recipe: Recipe) -> PreTrainedConfig:
+    """The architecture that a recipe names or spells out."""
+    model = recipe.model
+    if model.name is None:
+        fields = dict(model.config or {})
+        if "model_type" not in fields:
+            raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
+        return AutoConfig.for_model(**fields)
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+    )
+
+
+def base_model(
+    recipe: Recipe,
+    dtype: torch.dtype | None = None,
+    quantized: bool = True,
+    device: str | None = None,
+) -> PreTrainedModel:
+    """The model that training started from.
+
+    `quantized=False` leaves the weights as they are stored, whatever the recipe says. A model from
+    scratch has the weights that its seed gives.
+    """
+    model = recipe.model
+    if model.name is None:
+        torch.manual_seed(recipe.seed)
+        config = base_config(recipe)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
+    return load_weights(
+        model.name,
+        dtype,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        attention=model.attention,
+        quantization=model.quantization if quantized else "none",
+        device=device,
+    )
+
+
+def load_weights(
+    name: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str = "sdpa",
+    quantization: str = "none",
+    device: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless said."""
+    device = device or ("auto" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(name),
+            output_loading_info=True,
+            dtype=dtype,
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            quantization_config=_quantization(quantization, dtype),
+            device_map=device if device == "auto" else {"": device},
+        )
+    except OSError as error:
+        raise FinetuneError(f"model.name: '{name}' could not be loaded: {error}") from error
+    # transformers fills what is missing with random numbers, and only warns.
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        raise FinetuneError(
+            *(f"{name}: the tensor {key} is missing or misshapen" for key in missing)
+        )
+    return model.eval()
+
+
+def _quantization(name: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    if name == "none":
+        return None
+    if name == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def initial_adapter(run: Run) -> Path | None:
+    folder = run.root / INITIAL_ADAPTER
+    return folder if folder.is_dir() else None
+
+
+def changes_base(config: LoraConfig) -> bool:
+    """Whether the adapter's initialisation takes its product out of the base weights."""
+    name = str(config.init_lora_weights).lower()
+    return name.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
+def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -> PeftModel:
+    """Put an adapter on its base, which is changed as the adapter's initialisation changed it.
+
+    With `initial` (the adapter before its first step) the base loses exactly what it lost when
+    training began; without it PEFT computes the initialisation again, where that is possible.
+    Raises FinetuneError where a layer that should have an adapter finds none, or an empty one.
+    """
+    config = check_adapter(adapter, model)
+    recompute = not changes_base(config)
+    if str(config.init_lora_weights).lower() in RECOMPUTED:
+        recompute = initial is None or "quantization_config" in model.config.to_dict()
+    if not recompute and initial is None:
+        raise FinetuneError(
+            f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
+            f"and cannot be computed again; the run lacks {INITIAL_ADAPTER}/"
+        )
+    if not recompute:
+        config = plain_lora(config)
+    peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
+    if not recompute and initial is not None:
+        _take_out(peft_model, load_file(initial / ADAPTER_WEIGHTS))
+    return peft_model.eval()
+
+
+def adapter_shapes(adapter: Path) -> dict[str, list[int]]:
+    """Shape of every tensor of an adapter file."""
+    with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
+    """The configuration of an adapter that has every tensor that it asks for, none of them empty.
+
+    PEFT (0.21) itself loads an adapter without tensors, and answers as the base does. Gives `base`
+    the vocabulary of an adapter that was trained with added tokens.
+    """
+    config = adapter_config(adapter)
+    stored = adapter_shapes(adapter)
+    _resize_to(base, stored)
+    with torch.device("meta"):  # names and shapes, no numbers
+        twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
+    wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    for name, shape in stored.items():
+        if 0 in shape:
+            problems.append(f"{name} is empty")
+        elif name in wanted and shape != list(wanted[name].shape):
+            problems.append(f"{name} is {shape}, and the base needs {list(wanted[name].shape)}")
+    if not wanted:
+        problems.append("its configuration matches no module of the base")
+    if problems:
+        raise FinetuneError(*(f"{adapter}: {problem}" for problem in problems))
+    return config
+
+
+def adapter_config(adapter: Path) -> LoraConfig:
+    config = LoraConfig.from_pretrained(str(adapter))
+    if not isinstance(config, LoraConfig):
+        raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
+    return config
+
+
+def plain_lora(config: LoraConfig) -> LoraConfig:
+    """The same layers with an initialisation that reads and changes nothing of the base."""
+    plain = copy.deepcopy(config)
+    plain.init_lora_weights = True
+    return plain
+
+
+def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
+    """W <- W - scale B0 A0 for every layer with an adapter, in fp32, rounded once as PEFT does."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or f"{name}.lora_A.weight" not in initial:
+            continue
+        weight = layer.get_base_layer().weight
+        down = initial[f"{name}.lora_A.weight"].to(weight.device, torch.float32)  # (r, in)
+        up = initial[f"{name}.lora_B.weight"].to(weight.device, torch.float32)  # (out, r)
+        lost = transpose(layer.scaling["default"] * up @ down, layer.fan_in_fan_out)
+        weight.data = (weight.data.float() - lost).to(weight.dtype)
+
+
+def _resize_to(model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
+    """Give the base the vocabulary of an adapter that was trained with added tokens."""
+    table = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is table)
+    for key in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):
+        if key in stored and stored[key][0] != table.weight.shape[0]:
+            model.resize_token_embeddings(stored[key][0], mean_resizing=False)

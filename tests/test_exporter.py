@@ -1,0 +1,324 @@
+"""What is exported is what was trained, and plain transformers and PEFT load it."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_run import (
+    disturb,
+    logits,
+    lora_run,
+    relative,
+    save_base,
+    save_checkpoint,
+    sign,
+    start_run,
+    tiny_llama,
+    tiny_tied_qwen,
+    trained_adapter,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporter import export
+from finetune.inference import load
+from finetune.recipe import LoRA
+
+# Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
+ROUNDING = 1e-5
+
+VARIANTS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "pissa with rslora and ranks": {
+        "init_lora_weights": "pissa",
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"v_proj": 3},
+    },
+    "dora with olora": {"init_lora_weights": "olora", "use_dora": True},
+    "whole modules": {"modules_to_save": ["lm_head", "norm"]},
+}
+
+
+def plain_model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def plain_adapter(base: Path, folder: Path) -> torch.nn.Module:
+    return PeftModel.from_pretrained(plain_model(base), str(folder)).eval()
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_an_exported_adapter_in_plain_peft_gives_the_logits_of_training(tmp_path, fields):
+    trained = lora_run(tmp_path, **fields)
+    folder = export(trained.run, tmp_path / "out")
+    assert relative(logits(plain_adapter(trained.base, folder)), trained.logits) < ROUNDING
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_merged_export_in_plain_transformers_gives_the_logits_of_training(tmp_path, fields):
+    trained = lora_run(tmp_path, **fields)
+    folder = export(trained.run, tmp_path / "out", merge=True)
+    assert relative(logits(plain_model(folder)), trained.logits) < ROUNDING
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_loading_a_run_gives_the_logits_of_training(tmp_path, fields):
+    trained = lora_run(tmp_path, **fields)
+    assert relative(logits(load(trained.run).model), trained.logits) < ROUNDING
+
+
+TIED = {
+    "attention only": ({"target_modules": ["q_proj"]}, True),
+    "adapter on the head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "adapter on the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    "embedding trained whole": ({"modules_to_save": ["embed_tokens"]}, False),
+    "head trained whole": ({"modules_to_save": ["lm_head"]}, False),
+    "both trained whole": ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "both trained as one": (
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "stays"), TIED.values(), ids=TIED.keys())
+def test_a_merge_of_a_tied_model_keeps_embedding_and_head_as_trained(tmp_path, fields, stays):
+    trained = lora_run(tmp_path, tiny_tied_qwen(), **fields)
+    folder = export(trained.run, tmp_path / "out", merge=True)
+    model = plain_model(folder)
+    assert relative(logits(model), trained.logits) < ROUNDING
+    assert model.config.tie_word_embeddings is stays
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not stays
+
+
+@pytest.mark.parametrize(("fields", "stays"), TIED.values(), ids=TIED.keys())
+def test_an_adapter_of_a_tied_model_loads_in_plain_peft(tmp_path, fields, stays):
+    trained = lora_run(tmp_path, tiny_tied_qwen(), **fields)
+    folder = export(trained.run, tmp_path / "out")
+    assert relative(logits(plain_adapter(trained.base, folder)), trained.logits) < ROUNDING
+
+
+@pytest.mark.parametrize("base", [tiny_llama, tiny_tied_qwen])
+def test_a_whole_model_is_exported_bit_for_bit_in_shards(tmp_path, base):
+    model = base()
+    run = start_run(tmp_path / "run", save_base(model, tmp_path / "base"))
+    disturb(model)
+    save_checkpoint(run, 10, model)
+    folder = export(run, tmp_path / "out", shard_size="100KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert torch.equal(logits(plain_model(folder)), logits(model))
+
+
+def test_merged_weights_have_the_dtype_of_the_base_and_are_rounded_once(tmp_path):
+    base = tiny_llama(torch.bfloat16)
+    folder = save_base(base, tmp_path / "base")
+    run = start_run(tmp_path / "run", folder, LoRA(r=4))
+    save_checkpoint(run, 10, trained_adapter(base))
+    exact = load_file(export(run, tmp_path / "a", True, dtype=torch.float32) / "model.safetensors")
+    stored = load_file(export(run, tmp_path / "b", True) / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in stored.items()} == dict.fromkeys(
+        exact, torch.bfloat16
+    )
+    assert all(torch.equal(stored[name], exact[name].bfloat16()) for name in exact)
+
+
+def test_the_tokenizer_travels_with_its_template_and_answers_end_at_the_turns_end(tmp_path):
+    trained = lora_run(tmp_path)
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        saved = AutoTokenizer.from_pretrained(trained.run.checkpoint(10) / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.chat_template == saved.chat_template
+        generation = GenerationConfig.from_pretrained(folder)
+        ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
+        assert (generation.eos_token_id, generation.pad_token_id) == (ends, 257)
+
+
+def test_an_adapter_names_the_base_that_it_belongs_to(tmp_path):
+    trained = lora_run(tmp_path)
+    config = json.loads((export(trained.run, tmp_path / "out") / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained.base)
+    assert config["inference_mode"] is True
+
+
+def test_a_merge_of_a_quantised_run_says_that_the_base_was_unquantised(tmp_path):
+    base = tiny_llama()
+    run = start_run(
+        tmp_path / "run", save_base(base, tmp_path / "base"), LoRA(r=4), quantization="nf4"
+    )
+    model = trained_adapter(base)
+    save_checkpoint(run, 10, model)
+    folder = export(run, tmp_path / "out", merge=True)
+    assert "trained on the base in nf4 and is merged into the unquantised base" in " ".join(
+        (folder / "README.md").read_text().split()
+    )
+    assert relative(logits(plain_model(folder)), logits(model)) < ROUNDING
+
+
+def test_a_random_initialisation_is_exported_from_the_stored_initial_adapter(tmp_path):
+    base = tiny_llama()
+    run = start_run(tmp_path / "run", save_base(base, tmp_path / "base"), LoRA(r=4))
+    fields = {"init_lora_weights": "pissa_niter_1"}
+    model = trained_adapter(base, **fields)
+    now = logits(model)
+    save_checkpoint(run, 10, model)
+    with pytest.raises(FinetuneError, match="cannot be computed again"):
+        export(run, tmp_path / "out")
+    with pytest.raises(FinetuneError, match="cannot be computed again"):
+        load(run)
+    disturb_back(model)
+    model.save_pretrained(run.root / "initial_adapter")
+    assert relative(logits(load(run).model), now) < ROUNDING
+    folder = export(run, tmp_path / "out")
+    assert relative(logits(plain_adapter(tmp_path / "base", folder)), now) < ROUNDING
+    folder = export(run, tmp_path / "merged", merge=True)
+    assert relative(logits(plain_model(folder)), now) < ROUNDING
+
+
+def disturb_back(model: torch.nn.Module) -> None:
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data -= 0.05 * torch.randn_like(parameter)
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def rewrite(checkpoint: Path, change) -> None:
+    """Change the adapter's tensors and sign the checkpoint again."""
+    path = checkpoint / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    sign(checkpoint, 10)
+
+
+NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_adapter_without_its_tensors_is_refused_by_name(tmp_path, merge):
+    trained = lora_run(tmp_path)
+    rewrite(trained.run.checkpoint(10), lambda tensors: tensors.pop(NAME))
+    with pytest.raises(FinetuneError, match=f"{NAME} is missing"):
+        export(trained.run, tmp_path / "out", merge)
+    rewrite(trained.run.checkpoint(10), dict.clear)
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out", merge)
+    assert len(caught.value.problems) == 2 * 7 * 2  # A and B of 7 linear modules in 2 layers
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_empty_tensor_is_refused(tmp_path, merge):
+    trained = lora_run(tmp_path)
+    rewrite(trained.run.checkpoint(10), lambda tensors: tensors.update({NAME: torch.empty(0)}))
+    with pytest.raises(FinetuneError, match=NAME):
+        export(trained.run, tmp_path / "out", merge)
+
+
+def test_a_whole_model_that_lacks_a_tensor_is_refused(tmp_path):
+    model = tiny_llama()
+    run = start_run(tmp_path / "run", save_base(model, tmp_path / "base"))
+    checkpoint = save_checkpoint(run, 10, model)
+    path = checkpoint / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    sign(checkpoint, 10)
+    with pytest.raises(FinetuneError, match=r"model.layers.0.mlp.up_proj.weight is missing"):
+        export(run, tmp_path / "out")
+
+
+def test_a_damaged_file_is_named_with_the_checkpoint_to_use_instead(tmp_path):
+    trained = lora_run(tmp_path)
+    for step in (20, 30):
+        save_checkpoint(trained.run, step, trained_adapter(tiny_llama()))
+        path = trained.run.checkpoint(step) / "adapter" / "adapter_model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out")
+    assert caught.value.problems == (
+        f"{path}: damaged, its sha256 is not that of the manifest; use step 10 instead",
+    )
+    assert export(trained.run, tmp_path / "out", step=10) == tmp_path / "out"
+
+
+def test_a_file_that_is_gone_or_cut_is_named(tmp_path):
+    trained = lora_run(tmp_path)
+    checkpoint = trained.run.checkpoint(10)
+    (checkpoint / "tokenizer" / "tokenizer.json").unlink()
+    weights = checkpoint / "adapter" / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out")
+    assert sorted(caught.value.problems) == [
+        f"{weights}: damaged, 1000 bytes instead of {size}; no older intact checkpoint",
+        f"{checkpoint}/tokenizer/tokenizer.json: missing, though the manifest lists it; "
+        "no older intact checkpoint",
+    ]
+
+
+def test_a_folder_with_other_files_is_never_touched(tmp_path):
+    trained = lora_run(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(FinetuneError, match=r"no export wrote \(thesis.txt\)"):
+        export(trained.run, out)
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+def test_an_earlier_export_is_replaced_unless_something_was_added_to_it(tmp_path):
+    trained = lora_run(tmp_path)
+    out = export(trained.run, tmp_path / "out")
+    export(trained.run, out, merge=True)
+    assert (out / "model.safetensors").exists()
+    assert not (out / "adapter_config.json").exists()
+    (out / "model.gguf").write_text("mine")
+    with pytest.raises(FinetuneError, match=r"no export wrote \(model.gguf\)"):
+        export(trained.run, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_disk_that_fills_up_leaves_the_earlier_export_as_it_was(tmp_path, merge):
+    trained = lora_run(tmp_path)
+    out = export(trained.run, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # bytes: less than the weights
+    try:
+        with pytest.raises(TrainingFailure, match=f"{out}: could not be written"):
+            export(trained.run, out, merge)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
+
+
+def test_no_tensor_of_an_export_is_empty(tmp_path):
+    trained = lora_run(tmp_path)
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+            assert len(shapes) > 20
+            assert all(0 not in shape for shape in shapes)
