@@ -1,6 +1,7 @@
 # Every target is a line over the command line of `finetune`; set-up happens by itself.
 #   make train RECIPE=qwen3_0_6b_lora BACKEND=fsdp_full_shard PROCESSES=2 ARGS="optim.lr=1e-4"
-# PYTHON=/path/to/python chooses the interpreter that .venv is made with.
+# PYTHON=/path/to/python chooses the interpreter that .venv is made with, TORCH=torch==...+cu126 another
+# build of the pinned PyTorch (with PIP_EXTRA_INDEX_URL saying where it is).
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
@@ -20,10 +21,10 @@ quickstart: $(READY) ## Train a small Llama, fine-tune it with QLoRA and compare
 	$(BIN)/finetune quickstart $(ARGS)
 
 train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
-	$(BIN)/finetune launch $(call job,train) $(ARGS)
+	$(BIN)/finetune launch $(JOB) $(ARGS)
 
 plan: $(READY) ## Say what `make train` with the same variables would do and need, and load nothing.
-	$(BIN)/finetune plan $(call job,plan) $(ARGS)
+	$(BIN)/finetune plan $(JOB) $(ARGS)
 
 test: $(READY) ## Run the everyday tests.
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
@@ -53,8 +54,13 @@ clean: ## Remove .venv and what tools left behind; runs and models stay.
 
 SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-job = $(or $(RECIPE),$(error name a recipe: make $1 RECIPE=quickstart BACKEND=ddp PROCESSES=2))$(if \
-	$(BACKEND), --backend $(BACKEND))$(if $(PROCESSES), --processes $(PROCESSES))
+JOB = $(RECIPE)$(if $(BACKEND), --backend $(BACKEND))$(if $(PROCESSES), --processes $(PROCESSES))
+
+ifneq ($(filter train plan,$(MAKECMDGOALS)),)
+ifndef RECIPE
+$(error name a recipe: make $(MAKECMDGOALS) RECIPE=quickstart BACKEND=ddp PROCESSES=2)
+endif
+endif
 
 # --- set-up: once, and again when a pin or a dependency changes -----------------------------------
 # An interrupted set-up leaves its mark in .venv, and the next one starts from an empty folder: a
@@ -68,7 +74,7 @@ done; \
 if [ -z "$$python" ]; then \
 	echo "finetune needs Python 3.11 or newer with its venv module; none of these is one:" \
 		"$(or $(PYTHON),python3 python3.11 python3.12 python3.13)." \
-		"Install one (Debian: apt-get install python3-venv) or say where it is: make $@ PYTHON=/path/to/python3" >&2; \
+		"Install one (Debian: apt-get install python3-venv) or say where it is: make setup PYTHON=/path/to/python3" >&2; \
 	exit 1; \
 fi
 endef
@@ -78,24 +84,29 @@ define make_venv
 "$$python" -m venv .venv >/dev/null 2>&1 || { \
 	"$$python" -m venv --without-pip .venv && \
 	"$$python" -m pip --python $(BIN)/python install --quiet pip; \
-} || { echo "could not make .venv: apt-get install python3-venv, then the same command again" >&2; exit 1; }
+} || { \
+	echo "cannot make .venv with $$python (Debian: apt-get install python3-venv)" >&2; \
+	exit 1; \
+}
 endef
 
-# The package index has the CUDA build for Linux, several gigabytes. A CPU build has the local version
-# `+cpu`: in a folder that pip knows (find-links), asked first because that needs no network, or on
-# PyTorch's own index. `===` is for machines where both builds are known.
+# On Linux the package index has the large CUDA build. A CPU build has the local version `+cpu`: in a
+# folder that pip knows (find-links), asked first because that needs no network, or on PyTorch's own
+# index. `===` keeps `+cpu` from passing for 2.x on a machine that has a GPU.
 define install_torch
 torch=$$(sed -n 's/^torch==//p' constraints.txt); \
-pip="$(BIN)/python -m pip install -c constraints.txt"; \
-if [ "$$(uname -s)" != Linux ]; then \
+pip="$(BIN)/python -m pip install --no-deps"; \
+if [ -n "$(TORCH)" ]; then \
+	echo "PyTorch as asked for: $(TORCH)"; $$pip "$(TORCH)"; \
+elif [ "$$(uname -s)" != Linux ]; then \
 	echo "PyTorch $$torch"; $$pip "torch==$$torch"; \
 elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
 	echo "PyTorch $$torch for the NVIDIA GPU of this machine"; $$pip "torch===$$torch"; \
 else \
 	echo "PyTorch $$torch, CPU build (no NVIDIA GPU answers nvidia-smi)"; \
-	$$pip --no-index --no-deps "torch==$$torch+cpu" 2>/dev/null || \
-	$$pip --extra-index-url $(CPU_INDEX) --timeout 15 --retries 2 "torch==$$torch+cpu" || { \
-		echo "no CPU build of PyTorch can be reached; taking the package index's build, which may be large"; \
+	$$pip --no-index "torch==$$torch+cpu" 2>/dev/null || \
+	$$pip --index-url $(CPU_INDEX) --timeout 15 --retries 2 "torch==$$torch+cpu" || { \
+		echo "no CPU build of PyTorch can be reached; taking the package index's build, which is large"; \
 		$$pip "torch==$$torch"; \
 	}; \
 fi
@@ -103,13 +114,17 @@ endef
 
 $(READY): pyproject.toml constraints.txt
 	@if [ -e $(UNFINISHED) ]; then \
+		if kill -0 "$$(cat $(UNFINISHED))" 2>/dev/null; then \
+			echo "process $$(cat $(UNFINISHED)) is setting up .venv: try again when it is done" >&2; \
+			exit 1; \
+		fi; \
 		echo "the last set-up did not finish: starting from an empty .venv"; \
 		rm -rf .venv/* && rm -rf .venv; \
 	fi
 	@$(find_python); \
 	echo "setting up .venv with $$("$$python" --version) (once; a few minutes)"; \
-	mkdir -p .venv && touch $(UNFINISHED) && rm -f $(READY); \
-	$(make_venv)
+	mkdir -p .venv && echo $$PPID >$(UNFINISHED) && rm -f $(READY); \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(make_venv)
 	@$(install_torch)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $(READY) && rm -f $(UNFINISHED)
