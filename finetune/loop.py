@@ -88,7 +88,7 @@ def _micro_batches(
 ) -> Iterator[tuple[int, MicroBatch]]:
     """This rank's micro-batches of a step, with their number in the global batch."""
     batch = engine.plan.recipe.batch
-    chosen = rows_of_step(step, batch.rows, len(rows), engine.plan.recipe.seed)
+    chosen = rows_of_step(step, len(rows), batch.rows, engine.plan.recipe.seed)
     mine = micro_batches(chosen, batch.micro_rows, engine.rank, engine.world)
     for offset, indices in enumerate(mine):
         number = engine.rank * engine.plan.accumulation + offset

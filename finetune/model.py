@@ -65,8 +65,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapted = _with_adapter(model, recipe.adapter)
-    if recipe.adapter.init_lora_weights is True:
-        draw_adapter(adapted, seed)
+    if recipe.adapter.init_lora_weights in (True, "gaussian"):
+        draw_adapter(adapted, recipe.adapter, seed)
     return adapted
 
 
@@ -102,7 +102,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
     # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or _reads_base(plan.recipe.adapter)
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():
             return AutoModelForCausalLM.from_pretrained(
@@ -120,8 +120,11 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
         ) from None
 
 
-def _reads_base(adapter: LoRA | None) -> bool:
-    return adapter is not None and isinstance(adapter.init_lora_weights, str)
+def reads_base(adapter: LoRA | None) -> bool:
+    """Whether the adapter's initial values are a decomposition of the base weights."""
+    plain = (None, "gaussian", "orthogonal")
+    init = adapter.init_lora_weights if adapter is not None else None
+    return isinstance(init, str) and init not in plain
 
 
 def quantization(kind: str, plan: Plan) -> BitsAndBytesConfig | None:
@@ -174,19 +177,22 @@ def _linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def draw_adapter(model: nn.Module, seed: int) -> None:
-    """Draw every LoRA A anew as PEFT does (He et al. 2015, a = sqrt(5)), from its own generator.
+def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
+    """Draw every LoRA A anew as PEFT does, from a generator of its own.
 
-    PEFT draws in the order of construction, which differs between engines.
+    That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
+    (`gaussian`). PEFT draws in the order of construction, which differs between engines.
     """
     for name, parameter in model.named_parameters():
         if re.search(r"\.lora_(A|embedding_B)\.", name):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
-            if "lora_A" in name:
-                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-            else:
+            if "lora_A" not in name:
                 nn.init.normal_(drawn, generator=generator)
+            elif adapter.init_lora_weights == "gaussian":
+                nn.init.normal_(drawn, std=1 / parameter.shape[0], generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
             with torch.no_grad():
                 parameter.copy_(drawn)
 

@@ -56,6 +56,10 @@ class Run:
         return self.root / "metrics.jsonl"
 
     @property
+    def initial_adapter(self) -> Path:
+        return self.root / "initial_adapter"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

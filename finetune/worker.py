@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -66,8 +67,12 @@ def train(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     nvme = options.nvme_path or options.output / "offload"
-    engine = Engine(settled, nvme, datetime.timedelta(minutes=options.timeout_minutes))
-    return Training(engine, Run(options.output), options).go()
+    try:
+        engine = Engine(settled, nvme, datetime.timedelta(minutes=options.timeout_minutes))
+        return Training(engine, Run(options.output), options).go()
+    finally:
+        if processes == 1:  # a notebook trains again, perhaps with another plan, in this process
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Training:
@@ -139,6 +144,9 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
+        if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
+            # Such an adapter took its product out of the base: to undo that, the product is kept.
+            network.save_pretrained(self.run.initial_adapter)
         if folder is not None:
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
