@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
@@ -57,6 +58,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     model.config.use_cache = False
+    keep_nf4_exact(model)
     if recipe.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -112,7 +114,6 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 attn_implementation=model.attention,
                 trust_remote_code=model.trust_remote_code,
                 quantization_config=quantization(model.quantization, plan),
-                device_map=None if model.quantization == "none" else {"": engine.device},
             )
     except (OSError, ValueError, ImportError) as error:
         raise FinetuneError(
@@ -140,6 +141,18 @@ def quantization(kind: str, plan: Plan) -> BitsAndBytesConfig | None:
         bnb_4bit_compute_dtype=compute_dtype(plan),
         bnb_4bit_quant_storage=getattr(torch, plan.quant_storage),
     )
+
+
+def keep_nf4_exact(model: nn.Module) -> None:
+    """Keep bitsandbytes from rounding NF4 weights in place on a CPU.
+
+    On a processor with AVX-512 BF16, bitsandbytes 0.50 repacks a layer at its first forward pass in
+    evaluation mode: the scales become bf16 for good, and a layer whose rows are no multiple of 32
+    fails. Training would go on with other weights after the first evaluation.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def lora_config(adapter: LoRA) -> LoraConfig:

@@ -85,24 +85,8 @@ def build_tiny(folder: Path) -> Tiny:
 def conversations(count: int) -> list[list[dict[str, str]]]:
     """Questions with answers of one to forty words, so that masks are uneven."""
     rng = random.Random(11)
-    words = [
-        "the",
-        "a",
-        "cat",
-        "dog",
-        "sees",
-        "red",
-        "blue",
-        "house",
-        "tree",
-        "runs",
-        "sings",
-        "over",
-        "under",
-        "quickly",
-        "and",
-        "then",
-    ]
+    text = "the a cat dog sees red blue house tree runs sings over under quickly and then"
+    words = text.split()
     return [
         [
             {"role": "user", "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))},
