@@ -13,13 +13,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
+from typing import Any, ClassVar, Literal, TextIO
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.run import Run
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,6 +237,12 @@ class History:
         return min(finite, key=lambda record: record.loss, default=None)
 
     @property
+    def peak_memory(self) -> int:
+        """Bytes, of the process that held most; 0 where nothing is recorded."""
+        steps = [record.memory for record in self.trained]
+        return max([*steps, *(end.peak_memory for end in self.ends)], default=0)
+
+    @property
     def seconds(self) -> float:
         """Wall time from each start to the last record before the next one, added up."""
         total, begun = 0.0, None
@@ -289,57 +292,3 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
         for name, value in got.items()
     }
     return kind(**numbers)
-
-
-def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
-    """Start the trackers that `Accelerator(log_with=..., project_dir=run.root)` was asked for.
-
-    `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
-    Raises FinetuneError where one is not installed: Accelerate 1.15 leaves it out silently.
-    """
-    started = {str(tracker) for tracker in accelerator.log_with}
-    missing = [name for name in recipe.get("trackers", ()) if name not in started]
-    if missing:
-        raise FinetuneError(
-            *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
-        )
-    accelerator.init_trackers(
-        "finetune",
-        config=_flat(recipe),
-        init_kwargs={"wandb": {"name": run.root.name, "dir": str(run.root)}},
-    )
-
-
-def track(accelerator: "Accelerator") -> Listener:
-    """A listener that sends the numbers of steps and evaluations to Accelerate's trackers."""
-
-    def log(record: Record) -> None:
-        values = tracked(record)
-        if values:
-            accelerator.log(values, step=record.step)
-
-    return log
-
-
-def tracked(record: Record) -> dict[str, float]:
-    """What trackers see of a record, such as `train/loss`; nothing but steps and evaluations."""
-    if not isinstance(record, Trained | Evaluated):
-        return {}
-    fields = dataclasses.asdict(record)
-    return {
-        f"{record.kind}/{name}": float(value)
-        for name, value in fields.items()
-        if name not in ("step", "time", "best")
-    }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        elif value is None or isinstance(value, str | int | float):
-            flat[prefix + name] = value
-        else:
-            flat[prefix + name] = json.dumps(value)
-    return flat

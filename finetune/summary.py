@@ -11,8 +11,10 @@ from typing import Any
 
 from finetune import units
 from finetune.metrics import History, Trained
+from finetune.run import Run
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst"}
 
 
 def read_record(path: Path) -> Any:
@@ -20,9 +22,15 @@ def read_record(path: Path) -> Any:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
+def read_samples(run: Run) -> list[dict[str, Any]]:
+    """Generations before and after training, where they were asked for."""
+    return read_record(run.root / "samples.json") or []
+
+
 def hub_name(name: str | None) -> str | None:
     """A name that can be one of the hub's, and is no file or folder here."""
-    if name is None or not _HUB_ID.fullmatch(name) or Path(name).exists():
+    known = name is not None and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILES
+    if name is None or not known or Path(name).exists():
         return None
     return name
 
@@ -61,7 +69,8 @@ def verdict(history: History, now: float) -> str:
 
     `now` is unix seconds; it tells the age of a record without an end.
     """
-    return f"{_progress(history, now)} {_outcome(history)}"
+    progress = _progress(history, now)
+    return f"{progress} {_outcome(history)}" if history.trained else progress
 
 
 def _progress(history: History, now: float) -> str:
@@ -84,7 +93,7 @@ def _progress(history: History, now: float) -> str:
 
 def _outcome(history: History) -> str:
     trained = history.trained
-    if trained and not math.isfinite(trained[-1].loss):
+    if not math.isfinite(trained[-1].loss):
         broken = next(record for record in trained if not math.isfinite(record.loss))
         return f"The training loss is not finite since step {broken.step:,}."
     if history.best is not None:
@@ -95,12 +104,11 @@ def _outcome(history: History) -> str:
             f"Evaluation loss {units.loss(first.loss)} at step {first.step:,}, best "
             f"{units.loss(best.loss)} at step {best.step:,}."
         )
-    if not trained:
-        return "No step is recorded."
+    first, last = trained[0], trained[-1]
+    begun = f"{units.loss(first.loss)} at step {first.step:,}, " if first is not last else ""
     return (
-        f"Training loss {units.loss(trained[0].loss)} at step {trained[0].step:,}, "
-        f"{units.loss(trained[-1].loss)} at step {trained[-1].step:,}; nothing was evaluated on "
-        "held-out rows."
+        f"Training loss {begun}{units.loss(last.loss)} at step {last.step:,}; nothing was "
+        "evaluated on held-out rows."
     )
 
 
@@ -116,7 +124,6 @@ class Throughput:
     median_seconds: float
     slowest_seconds: float
     slowest_step: int
-    peak_memory: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,5 +143,19 @@ def throughput(trained: Sequence[Trained]) -> Throughput | None:
         median_seconds=statistics.median(record.seconds for record in trained),
         slowest_seconds=slowest.seconds,
         slowest_step=slowest.step,
-        peak_memory=max(record.memory for record in trained),
     )
+
+
+def is_exact(sample: Mapping[str, Any], side: str) -> bool:
+    """Whether the answer `before` or `after` training is what was expected, outer space aside."""
+    expected, answer = sample.get("expected"), sample.get(side)
+    return None not in (expected, answer) and str(answer).strip() == str(expected).strip()
+
+
+def exact_answers(samples: Sequence[Mapping[str, Any]]) -> str:
+    """How many recorded answers are exactly as expected; empty where nothing was expected."""
+    asked = [sample for sample in samples if sample.get("expected") is not None]
+    if not asked:
+        return ""
+    before, after = (sum(is_exact(s, side) for s in asked) for side in ("before", "after"))
+    return f"Answers exactly as expected: {before:,} of {len(asked):,} before, {after:,} after."

@@ -22,11 +22,10 @@ from finetune.metrics import (
     Saved,
     Start,
     Trained,
-    open_trackers,
     read_history,
-    track,
 )
 from finetune.run import Run
+from finetune.trackers import open_trackers, track
 
 START = Start(
     step=0,
