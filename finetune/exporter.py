@@ -8,11 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +30,6 @@ from finetune.trained import (
     ADAPTER_WEIGHTS,
     RECOMPUTED,
     Step,
-    adapter_shapes,
     attach,
     base_config,
     base_model,
@@ -41,6 +41,7 @@ from finetune.trained import (
     open_checkpoint,
     plain_lora,
     read_recipe,
+    tensor_shapes,
 )
 
 MARKER = "export.json"
@@ -164,7 +165,7 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
     config.inference_mode = True
     config.save_pretrained(str(folder))
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    written = adapter_shapes(folder)
+    written = tensor_shapes(folder / ADAPTER_WEIGHTS)
     if written != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise TrainingFailure(f"{folder / ADAPTER_WEIGHTS}: read back other tensors than written")
 
@@ -203,12 +204,13 @@ def _difference(
 
 def _twice_the_rank(config: LoraConfig) -> LoraConfig:
     """The configuration of a difference: twice every rank at the same scale."""
-    growth = math.sqrt(2) if config.use_rslora else 2
+    growth: Any = math.sqrt(2) if config.use_rslora else 2  # PEFT's hint for alpha is int
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     twice = plain_lora(config)
     twice.r = 2 * config.r
     twice.lora_alpha = growth * config.lora_alpha
-    twice.rank_pattern = {key: 2 * r for key, r in config.rank_pattern.items()}
-    twice.alpha_pattern = {key: growth * alpha for key, alpha in config.alpha_pattern.items()}
+    twice.rank_pattern = {key: 2 * r for key, r in ranks.items()}
+    twice.alpha_pattern = {key: growth * alpha for key, alpha in alphas.items()}
     return twice
 
 
@@ -220,17 +222,13 @@ def _merge(
 ) -> PreTrainedModel:
     """Base and adapter as one model in fp32, whose logits were compared with the adapter's."""
     base = base_model(recipe, torch.float32, quantized=False, device="cpu")
-    tied = base.config.tie_word_embeddings
     model = attach(base, adapter, initial)
-    ids = torch.tensor([tokenizer("Write one line about the sea.")["input_ids"]])
-    with torch.inference_mode():
-        before = model(input_ids=ids).logits  # (1, tokens, vocabulary)
+    ids = torch.tensor([tokenizer("Write one line about the sea.")["input_ids"]])  # (1, tokens)
+    before = _logits(model, ids)
     _untie(model)
-    merged = model.merge_and_unload(safe_merge=True)
-    if tied:
-        _tie_if_equal(merged)
-    with torch.inference_mode():
-        after = merged(input_ids=ids).logits
+    merge: Any = model.merge_and_unload  # PEFT's wrapper has no type for what it forwards
+    merged = merge(safe_merge=True)
+    after = _logits(merged, ids)
     difference = ((after - before).abs().max() / before.abs().max()).item()
     if not difference <= TOLERANCE:
         raise TrainingFailure(
@@ -241,22 +239,24 @@ def _merge(
     return merged
 
 
+@torch.inference_mode()
+def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits  # (1, tokens, vocabulary)
+
+
 def _untie(model: PeftModel) -> None:
-    """Give an adapted embedding or head its own weight, so that a merge changes only that one."""
-    base = model.get_base_model()
+    """Give an adapted embedding or head its own weight, so that a merge changes only that one.
+
+    PEFT (0.21) adds the product to the weight that both share; afterwards it sees by itself that
+    they differ, and says so in the model's config.
+    """
+    base: Any = model.get_base_model()
+    if not base.config.tie_word_embeddings:
+        return
     for layer in (base.get_output_embeddings(), base.get_input_embeddings()):
         if isinstance(layer, LoraLayer):
             inner = layer.get_base_layer()
             inner.weight = torch.nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
-
-
-def _tie_if_equal(model: PreTrainedModel) -> None:
-    """Tied weights stay tied where training left them equal; else both are written."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if torch.equal(table.weight, head.weight):
-        head.weight = table.weight
-    else:
-        model.config.tie_word_embeddings = False
 
 
 def _write_model(
@@ -267,29 +267,20 @@ def _write_model(
     folder: Path,
     shard_size: str,
 ) -> None:
-    model.to(dtype or _stored_dtype(recipe))
+    weights: Any = model  # torch's hint for `Module.to` hides that of a model
+    weights.to(dtype=dtype or _stored_dtype(recipe))
     model.generation_config = _generation(recipe, tokenizer)
-    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     model.save_pretrained(folder, max_shard_size=shard_size)
-    _refuse_lost(folder, model, wanted)
+    _refuse_lost(folder, recipe.model.trust_remote_code)
 
 
-def _refuse_lost(folder: Path, model: PreTrainedModel, wanted: dict[str, list[int]]) -> None:
-    """Read the files back: every tensor of the model is there, in its shape, and none is empty."""
-    written: dict[str, list[int]] = {}
+def _refuse_lost(folder: Path, trust_remote_code: bool) -> None:
+    """Read the files back: they give every tensor of the model its shape, and none is empty."""
+    load_weights(folder, trust_remote_code=trust_remote_code, device="meta")
     for path in folder.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            written |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-    problems = [f"{name} is missing" for name in wanted if name not in written and name not in tied]
-    problems += [
-        f"{name} is {shape} instead of {wanted[name]}"
-        for name, shape in written.items()
-        if name in wanted and shape != wanted[name]
-    ]
-    problems += [f"{name} is empty" for name, shape in written.items() if 0 in shape]
-    if problems:
-        raise TrainingFailure(*(f"{folder}: {problem}" for problem in problems))
+        empty = [name for name, shape in tensor_shapes(path).items() if 0 in shape]
+        if empty:
+            raise TrainingFailure(*(f"{path}: {name} is empty" for name in empty))
 
 
 def _stored_dtype(recipe: Recipe) -> torch.dtype:
@@ -300,14 +291,19 @@ def _stored_dtype(recipe: Recipe) -> torch.dtype:
 
 def _generation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The base model's own settings, and the tokens that end an answer and fill a batch."""
-    try:
-        config = GenerationConfig.from_pretrained(
-            str(recipe.model.name), revision=recipe.model.revision or "main"
-        )
-    except OSError:  # it ships none
-        config = GenerationConfig.from_model_config(base_config(recipe))
+    config = GenerationConfig.from_model_config(base_config(recipe))
+    if recipe.model.name is not None:
+        with contextlib.suppress(OSError):  # it ships none
+            config = GenerationConfig.from_pretrained(
+                recipe.model.name, revision=recipe.model.revision or "main"
+            )
     config.eos_token_id = list(stop_ids(config, tokenizer)) or None
     config.pad_token_id = tokenizer.pad_token_id
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        # Some models ship a temperature without `do_sample`, which transformers refuses to save.
+        config.do_sample = True
     return config
 
 

@@ -6,8 +6,7 @@ prompt is a plain text that the model continues.
 
 import dataclasses
 import itertools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from finetune.trained import (
     load_weights,
     open_checkpoint,
     read_recipe,
+    trained_dtype,
 )
 
 Message = Mapping[str, Any]
@@ -63,24 +63,26 @@ class Turn:
 def load(
     run: Run | str | Path, step: Step | None = None, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """The model of a run as it was trained: a quantised base is quantised again."""
+    """The model of a run as it was trained: by default its best checkpoint, else the last.
+
+    A quantised base is quantised again, from the precision that training had.
+    """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = read_recipe(run.recipe)
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
-        trust = recipe.model.trust_remote_code
-        return _loaded(
-            load_weights(
-                checkpoint / "model",
-                dtype,
-                trust_remote_code=trust,
-                attention=recipe.model.attention,
-            ),
-            tokenizer,
+        model = load_weights(
+            checkpoint / "model",
+            dtype,
+            trust_remote_code=recipe.model.trust_remote_code,
+            attention=recipe.model.attention,
         )
-    base = base_model(recipe, dtype)
-    return _loaded(attach(base, checkpoint / "adapter", initial_adapter(run)), tokenizer)
+        return _loaded(model, tokenizer)
+    if recipe.model.quantization != "none":
+        dtype = dtype or trained_dtype(run)
+    adapted = attach(base_model(recipe, dtype), checkpoint / "adapter", initial_adapter(run))
+    return _loaded(adapted, tokenizer)
 
 
 def load_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
@@ -103,8 +105,11 @@ def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
 
 
 def _loaded(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-    stops = stop_ids(model.generation_config, tokenizer)
-    fields = model.config.get_text_config().to_dict()
+    network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    stops = stop_ids(network.generation_config, tokenizer)
+    # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
+    network.generation_config = GenerationConfig()
+    fields = network.config.get_text_config().to_dict()
     context = fields.get("max_position_embeddings") or fields.get("n_positions")
     return Loaded(model, tokenizer, stops, context)
 
@@ -116,12 +121,12 @@ def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
     """How the tokenizer's chat template wraps an answer, found by rendering one."""
     words = "\u2042answer\u2042"
     asked = [{"role": "user", "content": "question"}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    prompt = _render(tokenizer, asked, header=True)
     answered = [*asked, {"role": "assistant", "content": words}]
-    whole = tokenizer.apply_chat_template(answered, tokenize=False)
+    whole = _render(tokenizer, answered, header=False)
     before, _, after = whole.partition(words)
     scaffold = before.removeprefix(prompt) if before.startswith(prompt) else ""
-    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    ids = _encode(tokenizer, after.lstrip())
     single = bool(ids) and ids[0] in tokenizer.added_tokens_decoder
     return Turn(scaffold, ids[0] if single else None)
 
@@ -141,25 +146,38 @@ def stop_ids(
 def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
     """Token ids of a prompt, or of a conversation up to where the assistant speaks."""
     if isinstance(asked, str):
-        return list(loaded.tokenizer(asked)["input_ids"])
+        return _opening(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
     if loaded.tokenizer.chat_template is None:
         raise FinetuneError(
             "the tokenizer has no chat template: ask with a plain prompt instead of messages, or "
             "train with model.chat_template"
         )
-    text = loaded.tokenizer.apply_chat_template(
-        [dict(message) for message in asked], tokenize=False, add_generation_prompt=True
+    return _encode(loaded.tokenizer, _render(loaded.tokenizer, asked, header=True))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Conversation, header: bool) -> str:
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], tokenize=False, add_generation_prompt=header
     )
-    return list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return str(text)
 
 
-def _new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS, for a tokenizer that begins every text with it."""
+    first = list(tokenizer("")["input_ids"])[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
     """Text of `new` where it follows `prompt`: some tokenizers drop a leading space otherwise."""
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
-    if whole.startswith(before):
-        return whole[len(before) :]
-    return tokenizer.decode(new, skip_special_tokens=True)
+    before, whole, alone = (
+        str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
+    )
+    return whole[len(before) :] if whole.startswith(before) else alone
 
 
 # --- answering ---------------------------------------------------------------------------------
@@ -180,30 +198,43 @@ def generate(
     no room to answer.
     """
     rows = [prompt_ids(loaded, asked) for asked in prompts]
-    rooms = [_room(loaded, len(row), max_new_tokens) for row in rows]
-    full = [
+    return generate_from_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
+
+
+def generate_from_ids(
+    loaded: Loaded,
+    rows: Sequence[list[int]],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[str]:
+    """`generate` for prompts that are token ids already."""
+    rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
+    problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
+    problems += [
         f"prompt {i}: {len(rows[i])} tokens leave no room in a context of {loaded.context}"
         for i, room in enumerate(rooms)
         if room < 1
     ]
-    if full:
-        raise FinetuneError(*full)
+    if problems:
+        raise FinetuneError(*problems)
     answers = [""] * len(rows)
     for room, batch in _batches(rows, rooms, batch_rows):
-        new = _continue(loaded, [rows[i] for i in batch], room, temperature, top_p)
+        new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
         for i, ids in zip(batch, new, strict=True):
-            answers[i] = _new_text(loaded.tokenizer, rows[i], ids)
+            answers[i] = new_text(loaded.tokenizer, rows[i], ids)
     return answers
 
 
-def _room(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
+def room_for(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
     if loaded.context is None:
         return max_new_tokens
     return min(max_new_tokens, loaded.context - tokens)
 
 
 def _batches(
-    rows: list[list[int]], rooms: list[int], batch_rows: int
+    rows: Sequence[list[int]], rooms: list[int], batch_rows: int
 ) -> Iterator[tuple[int, list[int]]]:
     """Indices of rows with the same room, of similar length so that little is padded."""
     order = sorted(range(len(rows)), key=lambda i: (rooms[i], len(rows[i])))
@@ -213,7 +244,7 @@ def _batches(
             yield room, indices[start : start + batch_rows]
 
 
-def _continue(
+def continue_rows(
     loaded: Loaded,
     rows: list[list[int]],
     max_new_tokens: int,
@@ -232,15 +263,14 @@ def _continue(
         do_sample=temperature > 0,
         eos_token_id=list(loaded.stops) or None,
         pad_token_id=pad,
-        repetition_penalty=1.0,
-        num_beams=1,
+        use_cache=True,
         **sampling,
     )
-    device = loaded.model.device
+    model: Any = loaded.model  # PEFT's wrapper has no type for what it forwards
     with torch.inference_mode():
-        out = loaded.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
             generation_config=config,
             streamer=streamer,
         )
@@ -255,101 +285,4 @@ def _pad_id(loaded: Loaded) -> int:
     Answers are cut at their first stop token, so any id does, even one that is also an eos.
     """
     pad = loaded.tokenizer.pad_token_id
-    return 0 if pad is None else pad
-
-
-# --- talking -----------------------------------------------------------------------------------
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-class _Stream(BaseStreamer):
-    """Writes an answer while it grows, without its stop token and without half a character."""
-
-    def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
-        self.loaded, self.prompt, self.write = loaded, prompt, write
-        self.ids: list[int] | None = None
-        self.text = ""
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.ids is None:  # the first call brings the prompt
-            self.ids = []
-            return
-        self.ids += [id for id in value.flatten().tolist() if id not in self.loaded.stops]
-        text = _new_text(self.loaded.tokenizer, self.prompt, self.ids)
-        if not text.endswith("\ufffd"):
-            self._show(text)
-
-    def end(self) -> None:
-        self._show(_new_text(self.loaded.tokenizer, self.prompt, self.ids or []))
-
-    def _show(self, text: str) -> None:
-        self.write(text[len(self.text) :])
-        self.text = text
-
-
-def stream(
-    loaded: Loaded,
-    asked: str | Conversation,
-    write: Callable[[str], None] = _write,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-) -> str:
-    """Answer one prompt, writing the text token by token; returns all of it."""
-    ids = prompt_ids(loaded, asked)
-    room = _room(loaded, len(ids), max_new_tokens)
-    if room < 1:
-        raise FinetuneError(f"{len(ids)} tokens leave no room in a context of {loaded.context}")
-    streamer = _Stream(loaded, ids, write)
-    _continue(loaded, [ids], room, temperature, 1.0, streamer)
-    return streamer.text
-
-
-def chat(
-    loaded: Loaded,
-    read: Callable[[str], str] = input,
-    write: Callable[[str], None] = _write,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-) -> None:
-    """Talk until /exit, Ctrl-D or Ctrl-C; /reset forgets what was said.
-
-    A model without a chat template continues each line by itself.
-    """
-    history: list[Message] = []
-    write("/reset forgets the conversation, /exit ends it\n")
-    while True:
-        try:
-            line = read("> ").strip()
-            if line == "/exit":
-                return
-            if line == "/reset":
-                history = []
-            elif line:
-                history = _exchange(loaded, history, line, write, max_new_tokens, temperature)
-        except (EOFError, KeyboardInterrupt):
-            write("\n")
-            return
-
-
-def _exchange(
-    loaded: Loaded,
-    history: list[Message],
-    line: str,
-    write: Callable[[str], None],
-    max_new_tokens: int,
-    temperature: float,
-) -> list[Message]:
-    """One question and its answer: the history that follows from it."""
-    templated = loaded.tokenizer.chat_template is not None
-    asked = [*history, {"role": "user", "content": line}]
-    try:
-        answer = stream(loaded, asked if templated else line, write, max_new_tokens, temperature)
-    except FinetuneError as error:
-        write(f"{error}; /reset starts anew\n")
-        return history
-    write("\n")
-    return [*asked, {"role": "assistant", "content": answer}]
+    return pad if isinstance(pad, int) else 0

@@ -1,0 +1,434 @@
+"""A loaded run answers as it was trained, however its questions are batched."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_run import (
+    CHATML,
+    byte_tokenizer,
+    disturb,
+    logits,
+    lora_run,
+    relative,
+    sample_ids,
+    save_base,
+    save_checkpoint,
+    start_run,
+    tiny_llama,
+    tiny_tied_qwen,
+    trained_adapter,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from finetune.chat import chat, stream
+from finetune.errors import FinetuneError
+from finetune.evaluate import answers, exact_match, samples
+from finetune.exporter import export
+from finetune.inference import Loaded, generate, load, load_base, load_folder, turn
+from finetune.methods import SFT
+from finetune.recipe import LoRA, Model
+from finetune.run import write_json
+from finetune.trained import read_recipe
+
+ROUNDING = 1e-5
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def qa(question: str, answer: str) -> list[dict[str, str]]:
+    return [*user(question), {"role": "assistant", "content": answer}]
+
+
+def tiny(tmp: Path, template: str | None = CHATML) -> Loaded:
+    return load_folder(save_base(tiny_llama(), tmp / "tiny", template))
+
+
+QUESTIONS = [user(text) for text in ("hi", "what is the sea?", "", "a" * 40, "tell me more", "x")]
+
+
+# --- generating --------------------------------------------------------------------------------
+
+
+def test_the_greedy_text_of_a_real_model_is_its_reference(assets):
+    folder = assets / "models" / "stories260K"
+    reference = (folder / "greedy_reference.txt").read_text().rstrip("\n")
+    loaded = load_folder(folder)
+    assert loaded.stops == (1, 2)  # bos ends a document too
+    assert generate(loaded, [""], max_new_tokens=256) == [reference]
+
+
+def test_the_text_of_a_real_model_goes_on_where_the_prompt_ends(assets):
+    loaded = load_folder(assets / "models" / "stories260K")
+    reference = (assets / "models" / "stories260K" / "greedy_reference.txt").read_text()
+    (text,) = generate(loaded, ["Once upon a time"], max_new_tokens=40)
+    assert text.startswith(", there was a little girl named Lily.")
+    assert ("Once upon a time" + text) == reference[: len("Once upon a time" + text)]
+    (text,) = generate(loaded, ["Once upon a time, there was a"], max_new_tokens=4)
+    assert text.startswith(" little")  # with the space that its tokens alone would lose
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
+def test_a_padded_batch_answers_as_each_question_alone(tmp_path, build):
+    loaded = load_folder(save_base(build(), tmp_path / "tiny"))
+    alone = [generate(loaded, [question], 24)[0] for question in QUESTIONS]
+    assert len(set(alone)) > 1
+    assert generate(loaded, QUESTIONS, 24, batch_rows=4) == alone
+    assert generate(loaded, QUESTIONS, 24, batch_rows=1) == alone
+
+
+def test_a_pad_token_that_is_also_eos_changes_no_answer(tmp_path):
+    loaded = tiny(tmp_path)
+    expected = generate(loaded, QUESTIONS, 24)
+    loaded.tokenizer.pad_token = "<|end|>"
+    assert generate(loaded, QUESTIONS, 24) == expected
+    loaded.tokenizer.pad_token = None
+    assert generate(loaded, QUESTIONS, 24) == expected
+
+
+def say(model: torch.nn.Module, script: dict[int, int]) -> None:
+    """Make the model say script[t] after token t, whatever came before: a bigram table."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    table = torch.zeros_like(model.model.embed_tokens.weight)
+    head = torch.zeros_like(model.lm_head.weight)
+    for column, (token, following) in enumerate(script.items()):
+        table[token, column] = 1.0
+        head[following, column] = 1.0
+    model.model.embed_tokens.weight.data = table
+    model.lm_head.weight.data = head
+
+
+NEWLINE, END, TURN_END = byte_tokenizer()("\n<|end|><|im_end|>")["input_ids"]
+YES = byte_tokenizer()("yes")["input_ids"]
+
+
+def saying(tmp: Path, last: int) -> Loaded:
+    """A model that answers `yes`, ends with a token, and would go on with newlines."""
+    model = tiny_llama()
+    script = dict(zip([NEWLINE, *YES], [*YES, last], strict=True))
+    say(model, {**script, last: NEWLINE})
+    return load_folder(save_base(model, tmp / "saying"))
+
+
+@pytest.mark.parametrize("last", [END, TURN_END])
+def test_an_answer_ends_at_eos_and_at_the_end_of_a_turn(tmp_path, last):
+    loaded = saying(tmp_path, last)
+    assert loaded.stops == (END, TURN_END)
+    assert generate(loaded, QUESTIONS, 20) == ["yes"] * len(QUESTIONS)
+
+
+def test_an_answer_stops_where_the_context_is_full_and_no_prompt_may_fill_it(tmp_path):
+    loaded = tiny(tmp_path)
+    assert loaded.context == 128
+    prompts = ["a" * 120, "b" * 125, "c"]
+    alone = [generate(loaded, [prompt], 20)[0] for prompt in prompts]
+    assert generate(loaded, prompts, 20) == alone
+    with pytest.raises(FinetuneError) as caught:
+        generate(loaded, ["a", "a" * 128, "", "a" * 130], 20)
+    assert caught.value.problems == (
+        "prompt 2: it is empty",
+        "prompt 1: 128 tokens leave no room in a context of 128",
+        "prompt 3: 130 tokens leave no room in a context of 128",
+    )
+
+
+def test_greedy_ignores_the_penalties_that_a_model_ships(tmp_path):
+    folder = save_base(tiny_llama(), tmp_path / "tiny")
+    plain = generate(load_folder(folder), QUESTIONS, 24)
+    path = folder / "generation_config.json"
+    fields = json.loads(path.read_text())
+    shipped = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "temperature": 0.1}
+    path.write_text(json.dumps({**fields, **shipped, "do_sample": True}))
+    assert generate(load_folder(folder), QUESTIONS, 24) == plain
+
+
+def test_sampling_follows_the_seed(tmp_path):
+    loaded = tiny(tmp_path)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(generate(loaded, QUESTIONS, 12, temperature=1.0))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_messages_need_a_template_and_prompts_do_not(tmp_path):
+    loaded = tiny(tmp_path, template=None)
+    assert loaded.stops == (END,)
+    assert len(generate(loaded, ["once"], 5)) == 1
+    with pytest.raises(FinetuneError, match="has no chat template"):
+        generate(loaded, [user("once")], 5)
+
+
+ENDS = {
+    "Qwen-Qwen2.5-7B-Instruct": "<|im_end|>",
+    "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
+    "meta-llama-Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "google-gemma-2-2b-it": "<end_of_turn>",
+    "microsoft-Phi-3.5-mini-instruct": "<|end|>",
+}
+
+
+@pytest.mark.parametrize(("name", "end"), ENDS.items())
+def test_the_end_of_a_turn_is_found_in_real_templates(assets, name, end):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": [end]})
+    template = assets / "configs" / "chat_templates" / f"{name}.jinja"
+    tokenizer.chat_template = template.read_text()
+    assert turn(tokenizer).end == tokenizer.convert_tokens_to_ids(end)
+    assert turn(tokenizer).scaffold == ""
+
+
+def test_the_empty_thought_of_a_real_template_is_not_part_of_an_answer(assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "qwen3")
+    assert turn(tokenizer).scaffold == "<think>\n\n</think>\n\n"
+    assert tokenizer.convert_ids_to_tokens(turn(tokenizer).end) == "<|im_end|>"
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def test_a_run_is_loaded_at_a_step_the_last_or_the_best(tmp_path):
+    trained = lora_run(tmp_path)
+    now = {}
+    for step in (20, 30):
+        model = trained_adapter(tiny_llama(), r=step // 10)
+        save_checkpoint(trained.run, step, model)
+        now[step] = logits(model)
+    assert relative(logits(load(trained.run).model), now[30]) < ROUNDING
+    write_json(trained.run.best, {"step": 20, "loss": 1.0})
+    assert relative(logits(load(trained.run, "last").model), now[30]) < ROUNDING
+    assert relative(logits(load(str(trained.run.root)).model), now[20]) < ROUNDING
+    assert relative(logits(load(trained.run, "best").model), now[20]) < ROUNDING
+    assert relative(logits(load(trained.run, 10).model), trained.logits) < ROUNDING
+    with pytest.raises(FinetuneError, match="no complete checkpoint of step 15; 10, 20, 30"):
+        load(trained.run, 15)
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path):
+    run = start_run(tmp_path / "run", save_base(tiny_llama(), tmp_path / "base"))
+    with pytest.raises(FinetuneError, match="no complete checkpoint; train the run first"):
+        load(run)
+    save_checkpoint(run, 10, tiny_llama())
+    with pytest.raises(FinetuneError, match="no best checkpoint was kept"):
+        load(run, "best")
+    with pytest.raises(FinetuneError, match="not a run directory"):
+        load(tmp_path)
+
+
+def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
+    folder = save_base(tiny_llama(), tmp_path / "base")
+    run = start_run(tmp_path / "run", folder, LoRA(r=4), quantization="nf4")
+    write_json(run.realised, {"mixed_precision": "bf16"})
+    quantised = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+        device_map={"": "cpu"},
+    )
+    model = trained_adapter(quantised)
+    save_checkpoint(run, 10, model)
+    loaded = load(run)
+    model.train()  # no dropout: only where bitsandbytes computes otherwise is this another mode
+    assert torch.equal(logits(loaded.model), logits(model))
+    unquantised = trained_adapter(tiny_llama(torch.bfloat16))
+    assert relative(logits(loaded.model), logits(unquantised)) > 0.1  # what NF4 changes
+
+
+def test_the_base_is_what_training_started_from(tmp_path):
+    base = tiny_llama()
+    trained = lora_run(tmp_path, base)
+    plain = AutoModelForCausalLM.from_pretrained(trained.base)
+    before = load_base(read_recipe(trained.run.recipe))
+    assert torch.equal(logits(before.model), logits(plain))
+
+
+def test_a_base_from_scratch_has_the_weights_of_its_seed(tmp_path):
+    fields = tiny_llama().config.to_dict()
+    recipe = SFT(model=Model(config=fields), seed=5)
+    first, second = (load_base(recipe, byte_tokenizer()) for _ in range(2))
+    assert torch.equal(logits(first.model), logits(second.model))
+    other = load_base(dataclasses.replace(recipe, seed=6), byte_tokenizer())
+    assert not torch.equal(logits(first.model), logits(other.model))
+
+
+def test_an_exported_folder_answers_as_the_run_does(tmp_path):
+    trained = lora_run(tmp_path)
+    expected = generate(load(trained.run), QUESTIONS, 24)
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        assert generate(load_folder(folder), QUESTIONS, 24) == expected
+    with pytest.raises(FinetuneError, match="neither a model"):
+        load_folder(tmp_path)
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(5)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 260}
+    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).eval()
+
+
+def tiny_experts() -> PreTrainedModel:
+    torch.manual_seed(6)
+    sizes = tiny_tied_qwen().config.to_dict()
+    known = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+    known |= {"vocab_size", "max_position_embeddings", "head_dim", "eos_token_id"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    fields = {key: sizes[key] for key in known}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts, initializer_range=0.2)).eval()
+
+
+@pytest.mark.parametrize("init", [True, "pissa"])
+@pytest.mark.parametrize(
+    ("build", "targets"),
+    [(tiny_gpt2, ["c_attn", "c_fc"]), (tiny_experts, ["q_proj", "o_proj"])],
+    ids=["transposed weights", "experts"],
+)
+def test_other_architectures_are_loaded_and_exported_as_trained(tmp_path, build, targets, init):
+    trained = lora_run(tmp_path, build(), target_modules=targets, init_lora_weights=init)
+    assert relative(logits(load(trained.run).model), trained.logits) < ROUNDING
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        assert relative(logits(load_folder(folder).model), trained.logits) < ROUNDING
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
+def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
+    folder = save_base(build(), tmp_path / "base")
+    run = start_run(tmp_path / "run", folder, LoRA(r=4))
+    model = build()
+    model.resize_token_embeddings(264)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+    )
+    adapted = get_peft_model(model, config).eval()
+    disturb(adapted)
+    save_checkpoint(run, 10, adapted)
+    assert relative(logits(load(run).model), logits(adapted)) < ROUNDING
+    merged = load_folder(export(run, tmp_path / "merged", merge=True))
+    assert logits(merged.model).shape == (*sample_ids().shape, 264)
+    assert relative(logits(merged.model), logits(adapted)) < ROUNDING
+    again = load_folder(export(run, tmp_path / "adapter"))
+    assert relative(logits(again.model), logits(adapted)) < ROUNDING
+
+
+# --- scoring -----------------------------------------------------------------------------------
+
+
+def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
+    loaded = saying(tmp_path, TURN_END)
+    rows = [qa("a", "yes"), qa("b", "no"), qa("c", " yes\n"), qa("d", "Yes")]
+    score = exact_match(loaded, rows, max_new_tokens=20)
+    assert (score.rows, score.matched, score.share) == (4, 2, 0.5)
+    assert [example.matched for example in score.examples] == [True, False, True, False]
+    assert (score.examples[1].prompt, score.examples[1].answer) == ("b", "yes")
+    assert exact_match(loaded, rows, limit=1).share == 1.0
+
+
+def test_samples_hold_both_answers_beside_the_reference(tmp_path):
+    loaded = saying(tmp_path, TURN_END)
+    rows = [qa("a", "yes"), qa("b", "no")]
+    assert samples(rows, ["?", "!"], answers(loaded, rows, 20)) == [
+        {"prompt": "a", "before": "?", "after": "yes", "expected": "yes"},
+        {"prompt": "b", "before": "!", "after": "yes", "expected": "no"},
+    ]
+
+
+def test_every_row_that_cannot_be_scored_is_named(tmp_path):
+    loaded = tiny(tmp_path)
+    with pytest.raises(FinetuneError) as caught:
+        exact_match(loaded, [qa("a", "b"), user("a"), []])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "conversation 1",
+        "conversation 2",
+    ]
+    with pytest.raises(FinetuneError, match="nothing to evaluate"):
+        exact_match(loaded, [])
+
+
+# --- talking -----------------------------------------------------------------------------------
+
+
+class Script:
+    """Lines that a person types; then Ctrl-D, or what is raised instead."""
+
+    def __init__(self, *lines: str, then: type[BaseException] = EOFError) -> None:
+        self.lines, self.then = list(lines), then
+
+    def __call__(self, _prompt: str) -> str:
+        if not self.lines:
+            raise self.then
+        return self.lines.pop(0)
+
+
+def test_a_streamed_answer_arrives_in_pieces_and_is_that_of_generate(tmp_path):
+    loaded = tiny(tmp_path)
+    for question in QUESTIONS:
+        pieces: list[str] = []
+        text = stream(loaded, question, pieces.append, 24)
+        assert text == "".join(pieces) == generate(loaded, [question], 24)[0]
+    assert stream(saying(tmp_path, TURN_END), user("a"), pieces.append, 24) == "yes"
+
+
+def test_no_half_character_is_ever_written(tmp_path):
+    model = tiny_llama()
+    sea = byte_tokenizer()("é☂.")["input_ids"]
+    say(model, dict(zip([NEWLINE, *sea], [*sea, TURN_END], strict=True)))
+    loaded = load_folder(save_base(model, tmp_path / "saying"))
+    pieces: list[str] = []
+    assert stream(loaded, user("a"), pieces.append, 24) == "é☂."
+    assert [piece for piece in pieces if piece] == ["é", "☂", "."]
+
+
+@pytest.mark.parametrize("then", [EOFError, KeyboardInterrupt])
+def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
+    loaded = tiny(tmp_path)
+    written: list[str] = []
+    chat(loaded, Script("hi", "and?", "", "/reset", "hi", then=then), written.append, 8)
+    (first,) = generate(loaded, [user("hi")], 8)
+    history = [*qa("hi", first), *user("and?")]
+    (second,) = generate(loaded, [history], 8)
+    intro = "/reset forgets the conversation, /exit ends it\n"
+    assert "".join(written) == f"{intro}{first}\n{second}\n{first}\n\n"
+    before = len(written)
+    chat(loaded, Script("/exit", "never read"), written.append, 8)
+    assert written[before:] == [intro]
+
+
+def test_a_chat_that_no_longer_fits_says_so_and_goes_on(tmp_path):
+    loaded = tiny(tmp_path)
+    written: list[str] = []
+    chat(loaded, Script("a" * 130, "hi"), written.append, 8)
+    text = "".join(written)
+    assert "leave no room in a context of 128; /reset starts anew\n" in text
+    assert text.endswith(generate(loaded, [user("hi")], 8)[0] + "\n\n")
+
+
+def test_a_model_without_a_template_continues_each_line(tmp_path):
+    loaded = tiny(tmp_path, template=None)
+    written: list[str] = []
+    chat(loaded, Script("once", "once"), written.append, 8)
+    (text,) = generate(loaded, ["once"], 8)
+    assert "".join(written).endswith(f"it\n{text}\n{text}\n\n")
