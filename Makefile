@@ -21,10 +21,10 @@ quickstart: $(READY) ## Train a small Llama, fine-tune it with QLoRA and compare
 	$(BIN)/finetune quickstart $(ARGS)
 
 train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
-	$(BIN)/finetune launch $(JOB) $(ARGS)
+	$(BIN)/finetune launch $(JOB)
 
 plan: $(READY) ## Say what `make train` with the same variables would do and need, and load nothing.
-	$(BIN)/finetune plan $(JOB) $(ARGS)
+	$(BIN)/finetune plan $(JOB)
 
 test: $(READY) ## Run the everyday tests.
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
@@ -39,7 +39,7 @@ test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it 
 check: $(READY) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(READY) ## Measure start-up, throughput and memory of each backend on this machine.
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -54,7 +54,8 @@ clean: ## Remove .venv and what tools left behind; runs and models stay.
 
 SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-JOB = $(RECIPE)$(if $(BACKEND), --backend $(BACKEND))$(if $(PROCESSES), --processes $(PROCESSES))
+JOB = $(strip $(RECIPE) $(ARGS) $(if $(BACKEND),--backend $(BACKEND)) \
+	$(if $(PROCESSES),--processes $(PROCESSES)))
 
 ifneq ($(filter train plan,$(MAKECMDGOALS)),)
 ifndef RECIPE
