@@ -18,9 +18,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (training failed) or 2 (a person's mistake)."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(words)
-    if unknown and arguments.verb is not launch_recipe:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.flags = unknown
+    _sort_out(parser, arguments, unknown)
     quiet()
     try:
         return arguments.verb(arguments)
@@ -31,6 +29,25 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def _sort_out(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, unknown: list[str]
+) -> None:
+    """Give `key=value` words that stand behind options to the recipe, other flags to `launch`."""
+    after_flag = [False, *(word.startswith("--") and "=" not in word for word in unknown)]
+    pairs = [
+        word
+        for word, value in zip(unknown, after_flag, strict=False)
+        if "=" in word and not word.startswith("-") and not value
+    ]
+    arguments.flags = [word for word in unknown if word not in pairs]
+    if "overrides" in arguments:
+        arguments.overrides += pairs
+    elif pairs:
+        arguments.flags += pairs
+    if arguments.flags and arguments.verb is not launch_recipe:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.flags)}")
 
 
 def _tell(error: FinetuneError) -> int:

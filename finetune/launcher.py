@@ -49,7 +49,7 @@ def launch(
         words += ["--resume"] if resume else []
         given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
         command = build_command(settled, words, [*given, *flags])
-        _run(command, status)
+        _run(command, status, threads=max(1, (os.cpu_count() or 1) // settled.processes))
     return Run(root)
 
 
@@ -60,9 +60,6 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     command += ["--num_processes", str(settled.processes)]
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
-    threads = max(1, (os.cpu_count() or 1) // settled.processes)
-    if not any(flag.startswith("--num_cpu_threads_per_process") for flag in flags):
-        command += ["--num_cpu_threads_per_process", str(threads)]
     return [*command, *flags, "-m", "finetune", *words]
 
 
@@ -73,9 +70,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run(command: list[str], status: Path) -> None:
+def _run(command: list[str], status: Path, threads: int) -> None:
     """Run to the end, passing its output on; a worker's own error is raised as such."""
-    environment = os.environ | {STATUS_FILE: str(status)}
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {STATUS_FILE: str(status)}
     process = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
     )

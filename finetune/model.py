@@ -6,14 +6,12 @@ import zlib
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,6 +19,7 @@ from transformers import (
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
 
 
@@ -58,7 +57,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     model.config.use_cache = False
-    keep_nf4_exact(model)
+    keep_unpacked(model)
     if recipe.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -113,7 +112,9 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 dtype=_weight_dtype(plan),
                 attn_implementation=model.attention,
                 trust_remote_code=model.trust_remote_code,
-                quantization_config=quantization(model.quantization, plan),
+                quantization_config=quantization_config(
+                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                ),
             )
     except (OSError, ValueError, ImportError) as error:
         raise FinetuneError(
@@ -126,33 +127,6 @@ def reads_base(adapter: LoRA | None) -> bool:
     plain = (None, "gaussian", "orthogonal")
     init = adapter.init_lora_weights if adapter is not None else None
     return isinstance(init, str) and init not in plain
-
-
-def quantization(kind: str, plan: Plan) -> BitsAndBytesConfig | None:
-    """How bitsandbytes stores frozen weights: NF4 with double quantisation, or LLM.int8."""
-    if kind == "none":
-        return None
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype(plan),
-        bnb_4bit_quant_storage=getattr(torch, plan.quant_storage),
-    )
-
-
-def keep_nf4_exact(model: nn.Module) -> None:
-    """Keep bitsandbytes from rounding NF4 weights in place on a CPU.
-
-    On a processor with AVX-512 BF16, bitsandbytes 0.50 repacks a layer at its first forward pass in
-    evaluation mode: the scales become bf16 for good, and a layer whose rows are no multiple of 32
-    fails. Training would go on with other weights after the first evaluation.
-    """
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def lora_config(adapter: LoRA) -> LoraConfig:

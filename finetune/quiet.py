@@ -7,8 +7,15 @@ LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transfo
 
 
 def quiet() -> None:
-    """Show only errors of the libraries below; to be called before they are imported."""
+    """Show only errors of the libraries above; to be called before they are imported.
+
+    A filter stays where a library sets its logger's level anew when it is imported.
+    """
     for name in LOUD:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

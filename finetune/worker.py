@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune import catalog, checkpoint, model, optim
+from finetune.card import write_card
 from finetune.checkpoint import Progress
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
@@ -25,10 +26,12 @@ from finetune.environment import environment
 from finetune.errors import FinetuneError
 from finetune.loop import evaluate, train_step
 from finetune.memory import peak_bytes
-from finetune.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained, open_trackers, track
+from finetune.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
 from finetune.planner import Plan, plan
+from finetune.plot import plot_loss
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
+from finetune.trackers import open_trackers, track
 
 T = TypeVar("T")
 
@@ -68,7 +71,8 @@ def train(
     transformers_logging.disable_progress_bar()
     nvme = options.nvme_path or options.output / "offload"
     try:
-        engine = Engine(settled, nvme, datetime.timedelta(minutes=options.timeout_minutes))
+        timeout = datetime.timedelta(minutes=options.timeout_minutes)
+        engine = Engine(settled, options.output, nvme, timeout)
         return Training(engine, Run(options.output), options).go()
     finally:
         if processes == 1:  # a notebook trains again, perhaps with another plan, in this process
@@ -119,7 +123,7 @@ class Training:
     def _write_record(self) -> None:
         write_json(self.run.recipe, catalog.to_fields(self.recipe))
         write_json(self.run.plan, self.plan.summary())
-        write_json(self.run.environment, environment())
+        write_json(self.run.environment, environment(accelerators()))
 
     def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
         tokenizer = model.load_tokenizer(self.recipe)
@@ -158,15 +162,13 @@ class Training:
 
     def _open_metrics(self) -> None:
         engine, recipe, counts = self.engine, self.recipe, self.data.counts
-        self.display = Display(self.run, speaks=engine.speaks)
+        self.display = Display(self.run, speaks=engine.speaks, warnings=self.plan.notes())
         listeners = [self.display.show]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
             listeners.append(track(engine.accelerator))
         self.metrics = Metrics(self.run, speaks=engine.speaks, listeners=listeners)
         self.metrics.resume_at(self.progress.step)
-        for note in self.plan.notes():
-            self.display.note(note)
         trainable, total = self.parameters
         self.metrics.write(
             Start(
@@ -221,7 +223,8 @@ class Training:
             self._save_if_due(done or stop, better)
             if stop:
                 break
-        self._finish()
+        if self.engine.speaks:
+            publish(self.run)
         self.metrics.write(
             Ended(
                 step=self.progress.step,
@@ -231,6 +234,11 @@ class Training:
                 tokens_per_second=tokens / spent if spent else 0.0,
             )
         )
+        if self.engine.speaks:
+            plot_loss(self.run)
+            if self.run.final.exists():
+                write_card(self.run, self.run.final)
+        self.engine.accelerator.wait_for_everyone()
 
     def _peak_memory(self) -> int:
         """Largest peak of any rank, in bytes."""
@@ -303,17 +311,12 @@ class Training:
         seconds = time.perf_counter() - begun
         self.metrics.write(Saved(step=self.progress.step, seconds=seconds, bytes=size))
 
-    def _finish(self) -> None:
-        """Leave the result where it is looked for: the best checkpoint's, else the last one's."""
-        if self.engine.speaks:
-            step = self.run.best_step() or self.run.newest()
-            if step is not None:
-                publish(self.run, step)
-        self.engine.accelerator.wait_for_everyone()
 
-
-def publish(run: Run, step: int) -> None:
-    """Put the adapter or model of a checkpoint, with its tokenizer, into `final/`."""
+def publish(run: Run) -> None:
+    """Put the result into `final/`: adapter or model of the best checkpoint, else the last one."""
+    step = run.best_step() or run.newest()
+    if step is None:
+        return
     source = run.checkpoint(step)
     kind = "adapter" if (source / "adapter").exists() else "model"
     scratch = run.final.with_name(".final.partial")
@@ -350,6 +353,12 @@ def claim(run: Run, recipe: Recipe, resume: bool) -> int | None:
             "or choose another --output"
         )
     return None
+
+
+def accelerators() -> list[str]:
+    """Names of the accelerators of this machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
 
 
 def data_cache() -> Path:
