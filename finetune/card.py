@@ -119,7 +119,7 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
     for section in ("optim", "adapter"):
         for name, value in (recipe.get(section) or {}).items():
             if value not in (None, [], {}, ""):
-                rows.append((f"{section}.{name}", code(str(value))))
+                rows.append((f"{section}.{name}", code(_written(value))))
     if "seed" in recipe:
         rows.append(("Seed", cell(recipe["seed"])))
     return rows
@@ -205,6 +205,11 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
     )
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
     return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _written(value: Any) -> str:
+    """A field as a recipe's YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def code(text: str) -> str:

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 
 def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
-    """Start the trackers that `Accelerator(log_with=..., project_dir=run.root)` was asked for.
+    """Start the trackers that a recipe asks for, with their files in the run's directory.
 
     `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
     Raises FinetuneError where one is not installed: Accelerate 1.15 leaves it out silently.
     """
-    started = {str(tracker) for tracker in accelerator.log_with}
-    missing = [name for name in recipe.get("trackers", ()) if name not in started]
+    from accelerate.tracking import filter_trackers  # heavy: only where one was asked for
+
+    accelerator.project_configuration.set_directories(str(run.root))
+    accelerator.log_with = filter_trackers(list(recipe["trackers"]), run.root)
+    found = {str(tracker) for tracker in accelerator.log_with}
+    missing = [name for name in recipe["trackers"] if name not in found]
     if missing:
         raise FinetuneError(
             *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)

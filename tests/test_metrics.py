@@ -201,7 +201,7 @@ def test_the_best_evaluation_is_the_first_lowest_finite_one(tmp_path: Path) -> N
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=run.root)
+    accelerator = Accelerator(cpu=True)
     recipe = {"optim": {"lr": 2e-4, "betas": [0.9, 0.999]}, "adapter": None, "data": [{"a": 1}]}
     open_trackers(accelerator, run, recipe | {"trackers": ["tensorboard"]})
     metrics = Metrics(run, speaks=True, listeners=(track(accelerator),))
@@ -224,8 +224,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
     with pytest.raises(FinetuneError, match="trackers: 'trackio' is not installed") as caught:
         open_trackers(accelerator, Run(tmp_path), {"trackers": ["tensorboard", "trackio"]})
     assert len(caught.value.problems) == 1
