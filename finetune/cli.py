@@ -4,6 +4,7 @@ Verbs that need torch import it inside, so that `list`, `show` and `plan` answer
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluating.add_argument("--data", help="data file, instead of the recipe's eval_data")
     evaluating.add_argument("--format", default="messages", help="format of --data")
     evaluating.add_argument("--limit", type=int, default=200, help="rows")
+    evaluating.add_argument("--max-new-tokens", type=int, default=256)
     evaluating.add_argument("--json", action="store_true", help="print JSON")
 
     reporting = verb("report", report_run, "write a run's report as one HTML page")
@@ -228,13 +230,14 @@ def export_run(arguments: argparse.Namespace) -> int:
 
 
 def chat_with_run(arguments: argparse.Namespace) -> int:
-    from finetune import inference
+    from finetune.chat import answer, chat
+    from finetune.inference import open_model
 
-    loaded = inference.open_model(arguments.run)
+    loaded = open_model(arguments.run)
     if arguments.prompt is not None:
-        inference.stream(loaded, arguments.prompt, max_new_tokens=arguments.max_new_tokens)
+        answer(loaded, arguments.prompt, arguments.max_new_tokens)
     else:
-        inference.chat(loaded, max_new_tokens=arguments.max_new_tokens)
+        chat(loaded, max_new_tokens=arguments.max_new_tokens)
     return 0
 
 
@@ -247,7 +250,27 @@ def report_run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_run(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from finetune import catalog
+    from finetune.evaluate import exact_match, references
+    from finetune.inference import open_model
+    from finetune.recipe import Data
+    from finetune.run import open_run
+
+    run = open_run(arguments.run)
+    held_out = catalog.load(run.recipe).eval_data
+    if arguments.data is None and not held_out:
+        raise FinetuneError(f"{run.root}: its recipe has no eval_data; give --data and --format")
+    data = Data(arguments.data, arguments.format) if arguments.data else held_out[0]
+    score = exact_match(
+        open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
+    )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(score) | {"share": score.share}, indent=2))
+    else:
+        print(
+            f"exact match {score.share:.1%}: {score.matched} of {score.rows} rows of {data.source}"
+        )
+    return 0
 
 
 def run_quickstart(arguments: argparse.Namespace) -> int:

@@ -51,12 +51,10 @@ class Held:
 class Engine:
     """One process's end of the job: the accelerator, the model, and how a step is taken."""
 
-    def __init__(
-        self, plan: Plan, folder: Path, nvme_path: Path, timeout: datetime.timedelta
-    ) -> None:
+    def __init__(self, plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> None:
         self.plan = plan
         cpu = not torch.accelerator.is_available()
-        self.accelerator = _accelerator(plan, folder, nvme_path, timeout, cpu)
+        self.accelerator = _accelerator(plan, nvme_path, timeout, cpu)
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.held_gradients = 0
@@ -220,7 +218,7 @@ def _zero_gradient_elements(zero: Any, stage: int) -> int:
 
 
 def _accelerator(
-    plan: Plan, folder: Path, nvme_path: Path, timeout: datetime.timedelta, cpu: bool
+    plan: Plan, nvme_path: Path, timeout: datetime.timedelta, cpu: bool
 ) -> Accelerator:
     shared: dict[str, Any] = {
         # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
@@ -228,8 +226,6 @@ def _accelerator(
             num_steps=plan.accumulation, sync_with_dataloader=False
         ),
         "mixed_precision": "bf16" if plan.backend.precision == "bf16" else "no",
-        "log_with": list(plan.recipe.trackers) or None,
-        "project_dir": folder,
     }
     if plan.backend.engine == "deepspeed":
         # Without gloo by name Accelerate 1.15 on CPU believes that each rank is alone.

@@ -92,6 +92,11 @@ def load_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) 
     return _loaded(base_model(recipe), tokenizer)
 
 
+def open_model(path: str | Path) -> Loaded:
+    """The model of a run directory, or of a folder that was exported."""
+    return load(path) if (Path(path) / "recipe.json").is_file() else load_folder(path)
+
+
 def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
     """An exported folder: a whole model, or an adapter with the base that it names."""
     folder = Path(path)

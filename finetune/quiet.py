@@ -9,9 +9,11 @@ LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transfo
 def quiet() -> None:
     """Show only errors of the libraries above; to be called before they are imported.
 
-    A filter stays where a library sets its logger's level anew when it is imported.
+    Their inner loggers inherit the level; the filter stays where a library, when it is imported,
+    sets the level of its own logger anew.
     """
     for name in LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")

@@ -56,6 +56,14 @@ class Run:
         return self.root / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.root / "samples.json"
+
+    @property
+    def proof(self) -> Path:
+        return self.root / "proof.json"
+
+    @property
     def initial_adapter(self) -> Path:
         return self.root / "initial_adapter"
 

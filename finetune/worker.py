@@ -72,7 +72,7 @@ def train(
     nvme = options.nvme_path or options.output / "offload"
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
-        engine = Engine(settled, options.output, nvme, timeout)
+        engine = Engine(settled, nvme, timeout)
         return Training(engine, Run(options.output), options).go()
     finally:
         if processes == 1:  # a notebook trains again, perhaps with another plan, in this process
@@ -133,6 +133,7 @@ class Training:
 
     def _data(self) -> Prepared:
         chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
+        self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
         cache = data_cache()
         counts = self._on_one(lambda: prepare(self.recipe, chat, cache).counts)
         prepared = prepare(self.recipe, chat, cache)
