@@ -12,15 +12,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from finetune.data.formats import Completion, Conversation, Sample, Text
 from finetune.data.marks import Span
-from finetune.data.turns import Turns, excerpt
+from finetune.data.turns import ANSWER, QUESTION, Turns, excerpt
 from finetune.errors import FinetuneError, did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 TrainOn = Literal["assistant", "completion", "all"]
 
@@ -40,7 +40,7 @@ class Row:
 class Chat:
     """A tokenizer with the chat template that it renders conversations with."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerFast"
     template: str | None
     """Jinja source; None for a tokenizer without one, which renders text and completions only."""
 
@@ -67,6 +67,15 @@ class Chat:
             return self._opened(self._encode(sample.prompt)[0])
         return self._encode(self._turns.mark(sample, add_generation_prompt=True).text)[0]
 
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens at which an answer ends: the EOS, and the one that ends a turn."""
+        ends = {self._eos} if self._eos is not None else set[int]()
+        if self.template is not None:
+            row = self.render(Conversation((QUESTION, ANSWER)), "completion")
+            ends.add([token for token, said in zip(row.ids, row.trained, strict=True) if said][-1])
+        return sorted(ends)
+
     # Prompt and completion.
 
     def _completion(self, sample: Completion, train_on: TrainOn) -> Row:
@@ -77,28 +86,35 @@ class Chat:
         return Row([*start, *answer], [*given, *[True] * len(answer)])
 
     def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
-        """Ids of the prompt and of what follows it, the prompt tokenised as serving does.
+        """Ids of the prompt as serving tokenises it, and of what follows.
 
-        A tokenizer that puts a space before every text would put one between the two: there the
-        whole is tokenised at once, and a token across the boundary belongs to the completion.
+        Tokenised at once, a token may lie across the border. Then the completion is tokenised by
+        itself: behind a newline where the tokenizer puts a space before every text, which does not
+        belong here.
         """
         prompt, _ = self._encode(sample.prompt)
-        whole, offsets = self._encode(sample.prompt + sample.completion)
+        whole, _ = self._encode(sample.prompt + sample.completion)
         if whole[: len(prompt)] == prompt:
             return prompt, whole[len(prompt) :]
-        apart = [*prompt, *self._encode(sample.completion)[0]]
-        if self.tokenizer.decode(apart) == self.tokenizer.decode(whole):
-            return prompt, apart[len(prompt) :]
-        border = sum(end <= len(sample.prompt) for _, end in offsets)
-        return whole[:border], whole[border:]
+        alone, _ = self._encode(sample.completion)
+        newline, _ = self._encode("\n")
+        behind_newline, _ = self._encode("\n" + sample.completion)
+        text = self.tokenizer.decode(whole)
+        for completion in (alone, behind_newline[len(newline) :]):
+            if self.tokenizer.decode([*prompt, *completion]) == text:
+                return prompt, completion
+        raise FinetuneError(
+            f"the prompt ends inside a token ({excerpt(sample.prompt[-20:])} before "
+            f"{excerpt(sample.completion[:20])}); end it at a word"
+        )
 
     def _opened(self, ids: list[int]) -> list[int]:
         """With the tokenizer's BOS in front, where it adds one and the text has none."""
-        bos = self.tokenizer.bos_token_id
-        return [bos, *ids] if self._adds_bos and ids[:1] != [bos] else ids
+        bos = self._bos
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def _closed(self, ids: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
+        eos = self._eos
         if eos is None:
             raise FinetuneError(
                 "tokenizer: it has no end-of-sequence token, so a model could not learn to stop; "
@@ -107,8 +123,14 @@ class Chat:
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
     @cached_property
-    def _adds_bos(self) -> bool:
-        return adds_bos(self.tokenizer)
+    def _bos(self) -> int | None:
+        """The BOS that the tokenizer begins every text with; None where it does not."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        return bos if adds_bos(self.tokenizer) else None
+
+    @cached_property
+    def _eos(self) -> int | None:
+        return cast("int | None", self.tokenizer.eos_token_id)
 
     # Conversations.
 
@@ -153,8 +175,8 @@ class Chat:
         return Turns(self.tokenizer, self.template)
 
     @cached_property
-    def _end_tokens(self) -> set[int]:
-        return {*self.tokenizer.added_tokens_decoder, self.tokenizer.eos_token_id}
+    def _end_tokens(self) -> set[int | None]:
+        return {*self.tokenizer.added_tokens_decoder, self._eos}
 
     # Tokens.
 
@@ -166,7 +188,7 @@ class Chat:
         return encoding["input_ids"], encoding["offset_mapping"]
 
 
-def load_chat(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None) -> Chat:
+def load_chat(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> Chat:
     """A tokenizer with its own template (None), a built-in one by name, or one from a file.
 
     Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that gives
@@ -185,13 +207,13 @@ def load_chat(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None) -
     return Chat(tokenizer, _template_file(chat_template))
 
 
-def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
     """Whether the tokenizer begins every text with its BOS."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
 
-def _built_in(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
     vocabulary = tokenizer.get_added_vocab()
     needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
     missing = [token for token in needed if token not in vocabulary]
@@ -200,9 +222,9 @@ def _built_in(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
             f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "
             "does not have as tokens; use 'plain'"
         )
-    if tokenizer.eos_token is None:
+    if name == "plain" and tokenizer.eos_token is None:
         raise FinetuneError(
-            f"model.chat_template: '{name}' needs an end-of-sequence token, the tokenizer has none"
+            "model.chat_template: 'plain' needs an end-of-sequence token, the tokenizer has none"
         )
     bos = "{{- bos_token }}" if adds_bos(tokenizer) else ""
     return bos + (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")

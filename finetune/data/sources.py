@@ -92,7 +92,7 @@ def _beside(path: Path) -> str:
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            yield number, _parse(line, f"{path} row {number}")
+            yield number, _parse(line.strip(), f"{path} row {number}")
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -130,8 +130,10 @@ def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows of a CSV file with a header; a field may be as long as it likes."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(_lines(path), strict=True)
+    number = 0
     try:
-        for number, row in enumerate(reader, 1):
+        for row in reader:
+            number += 1
             surplus = row.get(None)  # where the csv module puts cells without a column
             if surplus:
                 raise FinetuneError(
@@ -139,7 +141,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
                 )
             yield number, row
     except csv.Error as error:
-        raise FinetuneError(f"{path} line {reader.line_num}: broken CSV: {error}") from None
+        raise FinetuneError(f"{path} row {number + 1}: broken CSV: {error}") from None
 
 
 def read_text(path: Path) -> Iterator[tuple[int, Any]]:
@@ -186,9 +188,11 @@ def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
+        line = f"line {error.lineno} " if "\n" in text else ""
         near = text[max(0, error.pos - 20) : error.pos + 20]
-        raise FinetuneError(f"{place}: broken JSON at {where}: {error.msg} near {near!r}") from None
+        raise FinetuneError(
+            f"{place}: broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
+        ) from None
     except RecursionError:
         raise FinetuneError(f"{place}: JSON nested too deeply") from None
 
@@ -204,11 +208,13 @@ def hub_rows(data: Data) -> Iterator[SourceRow]:
 
 def load_hub(data: Data) -> Any:
     """A hub data set's split; raises FinetuneError with the reason where it cannot be had."""
-    import datasets  # takes over a second, and local files do not need it
+    # Takes over a second, and local files do not need it.
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(data.source, data.subset, split=data.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        return load_dataset(data.source, data.subset, split=data.split)
+    except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FinetuneError(
             f"data.source: '{data.source}' is no file or folder here, and the hub gave: {reason}"

@@ -17,18 +17,19 @@ from finetune.data.messages import Message
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 PROBE = "\ue000"
 """A private-use character: the answer of a turn of which only the header is looked for."""
 QUESTION: Message = {"role": "user", "content": "Hello"}
+ANSWER: Message = {"role": "assistant", "content": PROBE}
 
 
 @dataclass(frozen=True)
 class Turns:
     """A chat template that says where each assistant turn is."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerFast"
     template: str
 
     def render(self, sample: Conversation) -> Marked:
@@ -41,6 +42,7 @@ class Turns:
             chat_template=self.template,
             tokenize=False,
         )
+        assert isinstance(theirs, str)
         if ours.text != theirs:
             raise FinetuneError(
                 "chat template: its assistant turns cannot be marked; with marks it renders "
@@ -115,7 +117,7 @@ class Turns:
         if turn.startswith(self._header):
             return len(self._header)
         messages = list(sample.messages)
-        messages[number] = {"role": "assistant", "content": PROBE}
+        messages[number] = ANSWER
         other = self.mark(Conversation(tuple(messages), sample.tools)).written(number)
         common = _common_prefix(self._header, turn, other)
         if not common.strip():
@@ -140,8 +142,7 @@ class Turns:
     @cached_property
     def _hidden_header(self) -> str:
         """What stands before an answer of a template whose generation prompt is empty."""
-        answer: Message = {"role": "assistant", "content": PROBE}
-        written = self.mark(Conversation((QUESTION, answer))).written(1)
+        written = self.mark(Conversation((QUESTION, ANSWER))).written(1)
         return written.partition(PROBE)[0].strip()
 
 

@@ -1,0 +1,619 @@
+"""What the assistant says is trained, with the token that ends it, and nothing else."""
+
+import json
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizer import SPECIAL, small_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from finetune.data.formats import Completion, Conversation, Text, read_row
+from finetune.data.render import Chat, Row, load_chat
+from finetune.data.sources import READERS
+from finetune.errors import FinetuneError
+
+
+def trained_pieces(chat: Chat, row: Row) -> list[list[str]]:
+    """The trained tokens, decoded one by one, each run of them by itself."""
+    tokens = zip(row.ids, row.trained, strict=True)
+    return [
+        [chat.tokenizer.decode([token]) for token, _ in run]
+        for said, run in groupby(tokens, key=lambda pair: pair[1])
+        if said
+    ]
+
+
+def trained_texts(chat: Chat, row: Row) -> list[str]:
+    tokens = zip(row.ids, row.trained, strict=True)
+    return [
+        chat.tokenizer.decode([token for token, _ in run])
+        for said, run in groupby(tokens, key=lambda pair: pair[1])
+        if said
+    ]
+
+
+def talk(*contents: str, system: str | None = None) -> Conversation:
+    """Messages of user and assistant in turn."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return Conversation((*first, *said))
+
+
+def chat_of(template: str, **tokenizer: Any) -> Chat:
+    return Chat(small_tokenizer(**tokenizer), template)
+
+
+TWO_TURNS = talk("Hi", "Hello there", "What is two and two", "The answer is four")
+
+CHATML_UNMARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+# The built-in templates and the golden pieces.
+
+
+@pytest.mark.parametrize("template", ["chatml", CHATML_UNMARKED])
+def test_every_assistant_turn_is_trained_with_its_end_token(template: str):
+    tokenizer = small_tokenizer()
+    chat = load_chat(tokenizer, template) if template == "chatml" else Chat(tokenizer, template)
+    row = chat.render(TWO_TURNS, "assistant")
+    assert tokenizer.decode(row.ids) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"
+        "<|im_start|>user\nWhat is two and two<|im_end|>\n"
+        "<|im_start|>assistant\nThe answer is four<|im_end|>\n"
+    )
+    assert trained_pieces(chat, row) == [
+        ["Hello", " there", "<|im_end|>"],
+        ["The", " answer", " is", " four", "<|im_end|>"],
+    ]
+
+
+def test_only_the_last_turn_is_trained_on_request():
+    chat = load_chat(small_tokenizer(), "chatml")
+    row = chat.render(TWO_TURNS, "completion")
+    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+
+
+def test_everything_is_trained_on_request():
+    chat = load_chat(small_tokenizer(), "chatml")
+    row = chat.render(TWO_TURNS, "all")
+    assert all(row.trained)
+    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
+
+
+def test_the_plain_template_needs_nothing_but_an_end_token():
+    chat = load_chat(small_tokenizer(special=()), "plain")
+    row = chat.render(talk("Hi", "Hello there", "Bye", "Bye", system="fast"), "assistant")
+    assert chat.tokenizer.decode(row.ids) == (
+        "### System:\nfast\n\n### User:\nHi\n\n### Assistant:\nHello there</s>\n"
+        "### User:\nBye\n\n### Assistant:\nBye</s>\n"
+    )
+    assert trained_pieces(chat, row) == [["Hello", " there", "</s>"], ["Bye", "</s>"]]
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_built_in_templates_write_tools_and_train_the_calls(name: str):
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    sample = Conversation(
+        (
+            {"role": "system", "content": "Be fast"},
+            {"role": "user", "content": "Weather in Oslo"},
+            {
+                "role": "assistant",
+                "content": "Hello",
+                "tool_calls": [{"id": "call00000", "type": "function", "function": function}] * 2,
+            },
+            {"role": "tool", "content": "rain", "tool_call_id": "call00000"},
+            {"role": "assistant", "content": "cold rain"},
+        ),
+        ({"type": "function", "function": {"name": "weather", "parameters": {}}},),
+    )
+    chat = load_chat(small_tokenizer(), name)
+    row = chat.render(sample, "assistant")
+    text = chat.tokenizer.decode(row.ids)
+    assert '{"type": "function", "function": {"name": "weather", "parameters": {}}}' in text
+    assert text.count("Be fast") == 1
+    space, end = ("\n", "<|im_end|>") if name == "chatml" else ("", "</s>")
+    call = (
+        f'<tool_call>{space}{{"name": "weather", "arguments": {{"city": "Oslo"}}}}{space}'
+        "</tool_call>"
+    )
+    assert trained_texts(chat, row) == [f"Hello\n{call}\n{call}{end}", f"cold rain{end}"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_generation_marks_agree_with_the_mask_of_transformers(name: str):
+    chat = load_chat(small_tokenizer(), name)
+    theirs = chat.tokenizer.apply_chat_template(
+        list(TWO_TURNS.messages),
+        chat_template=chat.template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    row = chat.render(TWO_TURNS, "assistant")
+    assert row.ids == theirs["input_ids"]
+    assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
+
+
+def test_a_prompt_is_the_beginning_of_the_row_that_was_trained():
+    chat = load_chat(small_tokenizer(), "chatml")
+    row = chat.render(TWO_TURNS, "completion")
+    prompt = chat.prompt(Conversation(TWO_TURNS.messages[:-1]))
+    assert row.ids[: len(prompt)] == prompt
+    assert row.trained.index(True) == len(prompt)
+
+
+def test_given_messages_are_context():
+    chat = load_chat(small_tokenizer(), "chatml")
+    sample = Conversation(TWO_TURNS.messages, given=3)
+    row = chat.render(sample, "assistant")
+    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+
+
+def test_a_conversation_without_an_assistant_trains_nothing():
+    chat = load_chat(small_tokenizer(), "chatml")
+    for train_on in ("assistant", "completion"):
+        assert not any(chat.render(talk("Hi"), train_on).trained)
+
+
+def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
+    chat = chat_of(CHATML_UNMARKED)
+    row = chat.render(talk("Hi", "Hi", "Hi", "assistant\nHi"), "assistant")
+    assert trained_texts(chat, row) == ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]
+
+
+def test_content_that_ends_in_white_space_keeps_it():
+    chat = chat_of(CHATML_UNMARKED)
+    assert trained_texts(chat, chat.render(talk("Hi", "Hello \n\n"), "assistant")) == [
+        "Hello \n\n<|im_end|>"
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text(), min_size=2, max_size=6), st.booleans())
+def test_whatever_is_said_is_what_is_trained(contents: list[str], marked: bool):
+    chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
+    row = chat.render(talk(*contents), "assistant")
+    assert trained_texts(chat, row) == [f"{said}<|im_end|>" for said in contents[1::2]]
+
+
+small_tokenizer_once = cache(small_tokenizer)
+UNMARKED = Chat(small_tokenizer_once(), CHATML_UNMARKED)
+
+
+def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
+    tokenizer = small_tokenizer()
+    ends = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    assert load_chat(tokenizer, "chatml").stop_ids == sorted(ends)
+    assert load_chat(tokenizer, "plain").stop_ids == ends[:1]
+    assert load_chat(tokenizer, None).stop_ids == ends[:1]
+
+
+# Templates of other shapes.
+
+
+def test_a_template_without_a_header_trains_all_that_the_turn_writes():
+    chat = chat_of(
+        "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
+        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    )
+    row = chat.render(TWO_TURNS, "assistant")
+    assert trained_texts(chat, row) == [" Hello there </s>", " The answer is four </s>"]
+
+
+def test_a_header_that_opens_a_thought_is_trimmed_where_the_turn_has_none():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    chat = chat_of(template)
+    row = chat.render(talk("Hi", "<tiny> Hello", "Bye", "Bye"), "assistant")
+    assert trained_texts(chat, row) == ["<tiny> Hello<|im_end|>", "</think>\nBye<|im_end|>"]
+
+
+def test_a_template_that_loops_twice_over_slices_is_marked():
+    template = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+        "{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages[::-1] %}{% if m.role == 'user' %}{% set x = m %}{% endif %}"
+        "{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{% for word in m.content.split() %}{{ word }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = chat_of(template)
+    row = chat.render(talk("Hi", "Hello there", system="Bye"), "assistant")
+    assert trained_texts(chat, row) == ["Hellothere<|im_end|>"]
+
+
+def test_a_token_across_the_end_of_the_header_is_not_trained():
+    """Serving ends the prompt at the header, so a model can never say such a token."""
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["assistant\nHello"])
+    chat = Chat(tokenizer, CHATML_UNMARKED)
+    row = chat.render(talk("Hi", "Hello there"), "assistant")
+    assert trained_pieces(chat, row) == [[" there", "<|im_end|>"]]
+
+
+def test_the_date_of_a_template_is_fixed():
+    chat = chat_of("{{ strftime_now('%d %b %Y') }}\n" + CHATML_UNMARKED)
+    row = chat.render(talk("Hi", "Hello"), "assistant")
+    assert chat.tokenizer.decode(row.ids).startswith("26 Jul 2024\n<|im_start|>")
+    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
+
+
+# BOS and EOS.
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(
+    name: str, adds_bos: bool
+):
+    chat = load_chat(small_tokenizer(adds_bos=adds_bos), name)
+    ids = chat.render(TWO_TURNS, "assistant").ids
+    bos = chat.tokenizer.convert_tokens_to_ids("<s>")
+    assert (ids[0] == bos, ids.count(bos)) == ((True, 1) if adds_bos else (False, 0))
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_text_is_trained_whole_with_its_end(adds_bos: bool):
+    chat = Chat(small_tokenizer(adds_bos=adds_bos), None)
+    row = chat.render(Text("Hello there"), "assistant")
+    bos = ["<s>"] if adds_bos else []
+    assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
+
+
+def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():
+    chat = Chat(small_tokenizer(adds_bos=True), None)
+    row = chat.render(Text("<s>Hello</s>"), "all")
+    assert trained_pieces(chat, row) == [["<s>", "Hello", "</s>"]]
+
+
+def test_of_a_prompt_with_completion_the_completion_is_trained():
+    chat = Chat(small_tokenizer(adds_bos=True), None)
+    sample = Completion("What is two and two", " four")
+    row = chat.render(sample, "completion")
+    assert chat.tokenizer.decode(row.ids) == "<s>What is two and two four</s>"
+    assert trained_pieces(chat, row) == [[" four", "</s>"]]
+    assert row == chat.render(sample, "assistant")
+    assert all(chat.render(sample, "all").trained)
+    assert chat.prompt(sample) == row.ids[:-2]
+
+
+def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():
+    chat = Chat(small_tokenizer(), None)
+    row = chat.render(Completion("The answer ", "four"), "completion")
+    pieces = [chat.tokenizer.decode([token]) for token in row.ids]
+    assert pieces == ["The", " answer", " ", "four", "</s>"]
+    assert trained_pieces(chat, row) == [["four", "</s>"]]
+
+
+# What cannot be marked is refused.
+
+
+def refusal(chat: Chat, sample: Conversation) -> str:
+    with pytest.raises(FinetuneError) as error:
+        chat.render(sample, "assistant")
+    return str(error.value)
+
+
+def test_a_conversation_without_a_template_names_the_built_in_ones():
+    assert refusal(Chat(small_tokenizer(), None), TWO_TURNS) == (
+        "model.chat_template: the data has conversations and the tokenizer has no chat template; "
+        "set model.chat_template to a file or to one of chatml, plain"
+    )
+
+
+def test_a_header_without_a_generation_prompt_is_refused():
+    template = CHATML_UNMARKED.partition("{% if add_generation_prompt")[0]
+    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
+        "chat template: it begins an assistant turn with '<|im_start|>assistant' and writes no "
+        "generation prompt, so the turn cannot be marked: got "
+        "'<|im_start|>assistant\\nHello<|im_end|>\\n'; add {% if add_generation_prompt %} with "
+        "that header"
+    )
+
+
+def test_a_generation_prompt_that_turns_do_not_begin_with_is_refused_with_both_texts():
+    template = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% endif")
+    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
+        "chat template: its generation prompt is '### Bot:', but the assistant turn is "
+        "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"
+    )
+
+
+def test_a_turn_that_does_not_end_in_an_end_token_is_refused():
+    chat = load_chat(small_tokenizer(), None)
+    bad = Chat(chat.tokenizer, CHATML_UNMARKED.replace("<|im_end|>", "##"))
+    assert refusal(bad, talk("Hi", "Hello")) == (
+        "chat template: the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
+        "which is no end token of this tokenizer, so a model could not learn to stop; end it with "
+        "{{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"
+    )
+
+
+def test_generation_marks_that_leave_out_the_end_token_are_refused():
+    marked = CHATML_UNMARKED.replace(
+        "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    assert "closes with 'Hello', which is no end token" in refusal(
+        chat_of(marked), talk("Hi", "Hello")
+    )
+
+
+def test_generation_marks_that_skip_the_assistant_are_refused():
+    marked = CHATML_UNMARKED.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    )
+    assert refusal(chat_of(marked), talk("Hi", "Hello")) == (
+        "chat template: it has {% generation %} marks, but none in the assistant turn "
+        "'<|im_start|>assistant\\nHello<|im_end|>'"
+    )
+
+
+def test_a_template_whose_text_depends_on_being_read_is_refused():
+    template = (
+        "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
+        "{{ all | length }}" + CHATML_UNMARKED
+    )
+    assert "its assistant turns cannot be marked; with marks it renders" in refusal(
+        chat_of(template), talk("Hi", "Hello")
+    )
+
+
+def test_a_template_that_leaves_out_a_message_is_refused():
+    template = CHATML_UNMARKED.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+    )
+    assert refusal(chat_of(template), talk("Hi", "Hello", system="Be fast")) == (
+        "chat template: it leaves out message 0 (system: 'Be fast'); take it out of the data, or "
+        "set model.chat_template to a template that writes it"
+    )
+
+
+def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    asked = {"role": "user", "content": "Hi"}
+    calling = Conversation((asked, {"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert "it leaves out the tool calls of message 1" in refusal(chat_of(CHATML_UNMARKED), calling)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    offered = Conversation(talk("Hi", "Hello").messages, (tool,))
+    assert refusal(chat_of(CHATML_UNMARKED), offered) == (
+        "chat template: it leaves out the tools (weather); set model.chat_template to a template "
+        "that writes them"
+    )
+
+
+def test_a_template_that_refuses_a_conversation_says_why():
+    template = "{{ raise_exception('roles must alternate') }}"
+    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
+        "chat template: it refuses this conversation (user, assistant): roles must alternate"
+    )
+
+
+def test_a_template_that_is_not_jinja_is_refused():
+    assert refusal(chat_of("{% for m in %}"), talk("Hi", "Hello")).startswith(
+        "chat template: it is not valid Jinja: "
+    )
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    with pytest.raises(FinetuneError, match="it has no end-of-sequence token"):
+        Chat(small_tokenizer(eos=None), None).render(Text("Hi"), "all")
+    with pytest.raises(FinetuneError, match="'plain' needs an end-of-sequence token"):
+        load_chat(small_tokenizer(eos=None), "plain")
+
+
+def test_chatml_is_refused_where_its_tokens_are_not_tokens():
+    with pytest.raises(FinetuneError) as error:
+        load_chat(small_tokenizer(special=SPECIAL[:1]), "chatml")
+    assert str(error.value) == (
+        "model.chat_template: 'chatml' needs <|im_end|>, which the tokenizer does not have as "
+        "tokens; use 'plain'"
+    )
+
+
+def test_an_unknown_template_names_the_built_in_ones(tmp_path: Path):
+    with pytest.raises(FinetuneError) as error:
+        load_chat(small_tokenizer(), "chatlm")
+    assert str(error.value) == (
+        "model.chat_template: 'chatlm' is neither a file nor a built-in template; did you mean "
+        "'chatml'? (built in: chatml, plain)"
+    )
+    (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
+    with pytest.raises(FinetuneError, match=r"latin.jinja is not UTF-8 \(byte 6\)"):
+        load_chat(small_tokenizer(), str(tmp_path / "latin.jinja"))
+
+
+def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path: Path):
+    path = tmp_path / "own.jinja"
+    path.write_text(CHATML_UNMARKED)
+    tokenizer = small_tokenizer()
+    assert load_chat(tokenizer, str(path)).template == CHATML_UNMARKED
+    assert load_chat(tokenizer, None).template is None
+    tokenizer.chat_template = CHATML_UNMARKED
+    assert load_chat(tokenizer, None).template == CHATML_UNMARKED
+
+
+# Real templates on real tokenizers.
+
+MARKS = {
+    "google-gemma-2-2b-it": ("<start_of_turn>", "<end_of_turn>"),
+    "meta-llama-Llama-3.1-8B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "meta-llama-Llama-3.2-3B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "microsoft-Phi-3.5-mini-instruct": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "Qwen-Qwen2.5-7B-Instruct": (),
+    "mistralai-Mistral-Nemo-Instruct-2407": (),
+    "qwen3": (),
+    "chatml": (),
+    "plain": (),
+}
+ENDS = {
+    "google-gemma-2-2b-it": "<end_of_turn>",
+    "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
+    "meta-llama-Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "microsoft-Phi-3.5-mini-instruct": "<|end|>",
+    "mistralai-Mistral-Nemo-Instruct-2407": "</s>",
+}
+NO_TOOLS = {"google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"}
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@cache
+def real_chat(assets: Path, name: str) -> Chat:
+    """A real template on the tokenizer it fits, or on one that is given its special tokens."""
+    base = "mistral-v3" if name.startswith("mistral") else "qwen3"
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(assets / "tokenizers" / base)
+    if MARKS[name]:
+        tokenizer.add_tokens([*MARKS[name], "<bos>"], special_tokens=True)
+        tokenizer.bos_token = "<bos>"
+    if name in ("qwen3", "chatml", "plain"):
+        return load_chat(tokenizer, None if name == "qwen3" else name)
+    return load_chat(tokenizer, str(assets / "configs/chat_templates" / f"{name}.jinja"))
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_real_templates_train_what_was_said_token_by_token(assets: Path, name: str):
+    chat = real_chat(assets, name)
+    row = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "assistant")
+    end = ENDS.get(name, "<|im_end|>")
+    thought = ["<think>", "\n\n", "</think>", "\n\n"] if name == "qwen3" else []
+    first = ["Hello", "there"] if name.startswith("mistral") else ["Hello", " there"]
+    last = (
+        ["It", "is", "", "4", "."] if name.startswith("mistral") else ["It", " is", " ", "4", "."]
+    )
+    assert trained_pieces(chat, row) == [[*first, end], [*thought, *last, end]]
+    completion = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "completion")
+    assert completion.ids == row.ids
+    assert trained_pieces(chat, completion) == [[*thought, *last, end]]
+    bos = chat.tokenizer.bos_token_id
+    assert row.ids.count(bos) == (1 if chat.tokenizer.bos_token and "Phi" not in name else 0)
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_real_templates_are_trained_from_where_serving_asks(assets: Path, name: str):
+    """The prompt of each turn, rendered and tokenised by itself, ends where training begins."""
+    chat = real_chat(assets, name)
+    sample = talk("Hi", "Hello there", "2+2?", "It is 4.", "Why?", "Because.")
+    row = chat.render(sample, "assistant")
+    starts = [i for i in range(1, len(row.ids)) if row.trained[i] and not row.trained[i - 1]]
+    for start, turn in zip(starts, (1, 3, 5), strict=True):
+        served = chat.tokenizer.apply_chat_template(
+            list(sample.messages[:turn]),
+            chat_template=chat.template,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        if "3.2" in name:  # it writes the date of the day
+            served = chat.prompt(Conversation(sample.messages[:turn]))
+        assert row.ids[:start] == served
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_real_tool_calls_are_trained_and_their_results_are_not(assets: Path, name: str):
+    path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
+    sample = read_row("sharegpt", json.loads(path.read_text())[0])
+    assert isinstance(sample, Conversation)
+    chat = real_chat(assets, name)
+    if name in NO_TOOLS:
+        with pytest.raises(FinetuneError, match=r"it (leaves out the tool|refuses this)"):
+            chat.render(sample, "assistant")
+        return
+    said = [m["content"] for m in sample.messages if m["role"] == "assistant" and m["content"]]
+    end = ENDS.get(name, "<|im_end|>")
+    arguments = '{"ingredients": ["chicken", "bell peppers", "rice"]}'
+    call = f'{{"name": "search_recipes", "arguments": {arguments}}}'
+    tagged = f"<tool_call>\n{call}\n</tool_call>"
+    call = {
+        "meta-llama-Llama-3.1-8B-Instruct": call.replace("arguments", "parameters"),
+        "meta-llama-Llama-3.2-3B-Instruct": call.replace("arguments", "parameters"),
+        "mistralai-Mistral-Nemo-Instruct-2407": f'[TOOL_CALLS] [{call[:-1]}, "id": "call00000"}}]',
+        "plain": f"<tool_call>{call}</tool_call>",
+    }.get(name, tagged)
+    last = (THOUGHT if name == "qwen3" else "") + said[2]
+    row = chat.render(sample, "assistant")
+    assert trained_texts(chat, row) == [f"{text}{end}" for text in (said[0], call, said[1], last)]
+
+
+def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets: Path):
+    chat = real_chat(assets, "qwen3")
+    sample = talk("Hi", "<think>\nhm\n</think>\n\nHello", "Bye", "<think>\nso\n</think>\n\nBye")
+    assert trained_texts(chat, chat.render(sample, "assistant")) == [
+        "Hello<|im_end|>",
+        "<think>\nso\n</think>\n\nBye<|im_end|>",
+    ]
+
+
+def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets: Path):
+    """Its template writes the system message only into a conversation that ends with the user."""
+    chat = real_chat(assets, "mistralai-Mistral-Nemo-Instruct-2407")
+    assert "it leaves out message 0 (system: 'Be brief')" in refusal(
+        chat, talk("Hi", "Hello", system="Be brief")
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets: Path, name: str):
+    chat = real_chat(assets, name)
+    path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
+    for raw in json.loads(path.read_text())[:60]:
+        sample = read_row("sharegpt", raw)
+        assert isinstance(sample, Conversation)
+        theirs = chat.tokenizer.apply_chat_template(
+            list(sample.messages),
+            tools=list(sample.tools) or None,
+            chat_template=chat.template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        row = chat.render(sample, "assistant")
+        assert row.ids == theirs["input_ids"]
+        assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
+
+
+def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path):
+    chat = real_chat(assets, "Qwen-Qwen2.5-7B-Instruct")
+    path = assets / "data/oasst_sample/en_100_tree.jsonl"
+    for _, raw in READERS[".jsonl"](path):
+        sample = read_row("oasst", raw)
+        assert isinstance(sample, Conversation)
+        said = [m["content"] for m in sample.messages if m["role"] == "assistant"]
+        row = chat.render(sample, "assistant")
+        assert trained_texts(chat, row) == [f"{text}<|im_end|>" for text in said]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "completion", "pieces"),
+    [
+        ("gpt2", "Q: 2+2?\nA:", " 4", [" 4", "<|endoftext|>"]),
+        ("gpt2", "Q: 2+2?\nA: ", "4", ["4", "<|endoftext|>"]),
+        ("qwen3", "A:\n", "\nHello", ["\n", "Hello", "<|im_end|>"]),
+        ("mistral-v3", "Q: 2+2?\nA:", " four", ["four", "</s>"]),
+        ("mistral-v3", "def f", "our", ["our", "</s>"]),
+        ("mistral-v3", "x = [", "1]", ["1", "]", "</s>"]),
+        ("stories260K", "Once", " upon", ["upon", "</s>"]),
+    ],
+)
+def test_completions_of_real_tokenizers_are_trained_whole(
+    assets: Path, tokenizer: str, prompt: str, completion: str, pieces: list[str]
+):
+    real = AutoTokenizer.from_pretrained(assets / "tokenizers" / tokenizer)
+    chat = load_chat(real, None)
+    row = chat.render(Completion(prompt, completion), "completion")
+    assert trained_pieces(chat, row) == [pieces]
+    assert real.decode(row.ids, skip_special_tokens=True) == prompt + completion
+    assert row.ids[: row.trained.index(True)] == real(prompt)["input_ids"]
