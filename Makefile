@@ -65,7 +65,8 @@ endif
 
 # --- set-up: once, and again when a pin or a dependency changes -----------------------------------
 # An interrupted set-up leaves its mark in .venv, and the next one starts from an empty folder: a
-# package that pip had half written would otherwise pass for installed.
+# package that pip had half written would otherwise pass for installed. pip compiles what it installs: with
+# PYTHONDONTWRITEBYTECODE set, as in many containers, Python would else compile at every import.
 
 define find_python
 for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
