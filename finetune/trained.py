@@ -126,7 +126,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
-        raise FinetuneError(f"{name}: no tokenizer could be loaded: {error}") from error
+        reason = str(error).strip().split("\n")[0]
+        raise FinetuneError(f"{name}: no tokenizer could be loaded: {reason}") from None
 
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
@@ -137,9 +138,12 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
         if "model_type" not in fields:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
         return AutoConfig.for_model(**fields)
-    return AutoConfig.from_pretrained(
-        model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _unloadable(model.name, error) from None
 
 
 def base_model(
@@ -194,8 +198,8 @@ def load_weights(
             quantization_config=_quantization(quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
-    except OSError as error:
-        raise FinetuneError(f"model.name: '{name}' could not be loaded: {error}") from error
+    except (OSError, ValueError) as error:
+        raise _unloadable(name, error) from None
     model, info = loaded
     # transformers fills what is missing with random numbers, and only warns.
     problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
@@ -206,6 +210,11 @@ def load_weights(
     if quantization == "nf4":
         keep_unpacked(model)
     return model.eval()
+
+
+def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
+    reason = str(error).strip().split("\n")[0]
+    return FinetuneError(f"model.name: '{name}' could not be loaded: {reason}")
 
 
 def _quantization(name: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -226,10 +235,9 @@ def keep_unpacked(model: PreTrainedModel) -> None:
 
     There bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
     a kernel that sums in bf16 (3 % of a logit in a tiny model), refuses layers of other than 32n
-    rows and 64n columns, and makes later gradients silently wrong. The price is its speed: 0.4 ms
-    instead of 2.4 ms for 2048 x 2048 and one token on one core.
+    rows and 64n columns, and makes later gradients silently wrong.
     """
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     for layer in model.modules():
         if isinstance(layer, Linear4bit):

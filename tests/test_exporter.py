@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    byte_tokenizer,
     disturb,
     logits,
     lora_run,
@@ -144,6 +146,29 @@ def test_the_tokenizer_travels_with_its_template_and_answers_end_at_the_turns_en
         generation = GenerationConfig.from_pretrained(folder)
         ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
         assert (generation.eos_token_id, generation.pad_token_id) == (ends, 257)
+
+
+def test_the_sampling_settings_of_the_base_are_kept(tmp_path):
+    trained = lora_run(tmp_path)
+    path = trained.base / "generation_config.json"
+    shipped = {"temperature": 0.6, "top_p": 0.9}  # without do_sample, as some models ship them
+    path.write_text(json.dumps({**json.loads(path.read_text()), **shipped}))
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        generation = GenerationConfig.from_pretrained(folder)
+        kept = (generation.do_sample, generation.temperature, generation.top_p)
+        assert kept == (True, 0.6, 0.9)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_python_in_the_readme_of_an_export_runs(tmp_path, merge, monkeypatch):
+    trained = lora_run(tmp_path)
+    monkeypatch.chdir(export(trained.run, tmp_path / "out", merge))
+    _, code, _ = Path("README.md").read_text().split("```")
+    names: dict[str, Any] = {}
+    exec(code.removeprefix("python"), names)
+    assert relative(logits(names["model"].eval()), trained.logits) < ROUNDING
+    assert names["tokenizer"].chat_template == byte_tokenizer().chat_template
 
 
 def test_an_adapter_names_the_base_that_it_belongs_to(tmp_path):
