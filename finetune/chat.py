@@ -65,6 +65,18 @@ def stream(
     return streamer.text
 
 
+def answer(loaded: Loaded, prompt: str, max_new_tokens: int = 512) -> str:
+    """Answer one message of a user, writing the text while it grows; returns it.
+
+    A model without a chat template continues the prompt.
+    """
+    message = [{"role": "user", "content": prompt}]
+    asked = prompt if loaded.tokenizer.chat_template is None else message
+    text = stream(loaded, asked, max_new_tokens=max_new_tokens)
+    _write("\n")
+    return text
+
+
 def chat(
     loaded: Loaded,
     read: Callable[[str], str] = input,

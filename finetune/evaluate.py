@@ -4,8 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from finetune.data import formats
+from finetune.data.formats import RowProblem, find_format, read_row
+from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.inference import Conversation, Loaded, generate, turn
+from finetune.recipe import Data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +96,30 @@ def _check(conversations: Sequence[Conversation]) -> None:
     ]
     if problems:
         raise FinetuneError(*problems)
+
+
+def references(data: Data) -> list[Conversation]:
+    """Conversations of a data source, each with an answer to compare with at its end.
+
+    Raises:
+        FinetuneError: the source cannot be read, or a row is no such conversation.
+    """
+    find_format(data.format)
+    rows: list[Conversation] = []
+    for row in find_source(data).rows():
+        try:
+            sample = read_row(data.format, row.value)
+        except RowProblem as problem:
+            raise FinetuneError(f"{row.place}: {problem}") from None
+        match sample:
+            case formats.Conversation():
+                rows.append(sample.messages)
+            case formats.Completion():
+                user = {"role": "user", "content": sample.prompt}
+                rows.append([user, {"role": "assistant", "content": sample.completion}])
+            case formats.Text():
+                raise FinetuneError(f"{row.place}: a text has no answer to compare with")
+        if data.first is not None and len(rows) >= data.first:
+            break
+    _check(rows)
+    return rows

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference import stop_ids
 from finetune.recipe import Recipe
@@ -40,7 +41,6 @@ from finetune.trained import (
     load_weights,
     open_checkpoint,
     plain_lora,
-    read_recipe,
     tensor_shapes,
 )
 
@@ -71,7 +71,7 @@ def export(
     run = run if isinstance(run, Run) else open_run(run)
     to = Path(to)
     _refuse_foreign(to)
-    recipe = read_recipe(run.recipe)
+    recipe = catalog.load(run.recipe)
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     with _replacing(to) as folder:

@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.run import Run, open_run
@@ -27,7 +28,6 @@ from finetune.trained import (
     load_tokenizer,
     load_weights,
     open_checkpoint,
-    read_recipe,
     trained_dtype,
 )
 
@@ -68,7 +68,7 @@ def load(
     A quantised base is quantised again, from the precision that training had.
     """
     run = run if isinstance(run, Run) else open_run(run)
-    recipe = read_recipe(run.recipe)
+    recipe = catalog.load(run.recipe)
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
@@ -94,6 +94,11 @@ def load_base(
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
     return _loaded(base_model(recipe, dtype), tokenizer)
+
+
+def open_model(path: str | Path) -> Loaded:
+    """The model of a run directory, or of a folder that was exported."""
+    return load(path) if (Path(path) / "recipe.json").is_file() else load_folder(path)
 
 
 def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:

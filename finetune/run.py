@@ -56,6 +56,18 @@ class Run:
         return self.root / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.root / "samples.json"
+
+    @property
+    def proof(self) -> Path:
+        return self.root / "proof.json"
+
+    @property
+    def initial_adapter(self) -> Path:
+        return self.root / "initial_adapter"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -5,7 +5,6 @@ the base that it is put on: neither PEFT nor transformers objects to weights tha
 """
 
 import copy
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,32 +14,27 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import transpose
-from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 
+from finetune.checkpoint import sha256
 from finetune.errors import FinetuneError
-from finetune.methods import METHODS
+from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import Recipe
 from finetune.run import Run
 
 Step = int | Literal["best", "last"]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-INITIAL_ADAPTER = "initial_adapter"
-"""Folder of a run with the adapter before its first step, in PEFT format: needed where the
-initialisation took something out of the base weights and cannot be computed again."""
 
 RECOMPUTED = ("pissa", "olora")
 """Initialisations that change the base weights, and that follow from the base alone."""
@@ -84,9 +78,7 @@ def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
             size = path.stat().st_size
             problems.append(f"{path}: damaged, {size} bytes instead of {known['bytes']}")
         else:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != known["sha256"]:
+            if sha256(path) != known["sha256"]:
                 problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
     return problems
 
@@ -110,16 +102,6 @@ def open_checkpoint(run: Run, step: Step | None = None) -> Path:
     instead = next(older, None)
     advice = "no older intact checkpoint" if instead is None else f"use step {instead} instead"
     raise FinetuneError(*(f"{problem}; {advice}" for problem in problems + absent))
-
-
-def read_recipe(path: Path) -> Recipe:
-    """The resolved recipe of a run."""
-    # Stands in for `finetune.catalog.load_recipe` until that exists.
-    fields = json.loads(path.read_text())
-    method = fields.pop("method")
-    if method not in METHODS:
-        raise FinetuneError(f"{path}: method: '{method}' is not one of {', '.join(METHODS)}")
-    return TypeAdapter(METHODS[method]).validate_python(fields)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -195,7 +177,7 @@ def load_weights(
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
             attn_implementation=attention,
-            quantization_config=_quantization(quantization, dtype),
+            quantization_config=quantization_config(quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
     except (OSError, ValueError) as error:
@@ -217,33 +199,6 @@ def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
     return FinetuneError(f"model.name: '{name}' could not be loaded: {reason}")
 
 
-def _quantization(name: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    if name == "none":
-        return None
-    if name == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-
-
-def keep_unpacked(model: PreTrainedModel) -> None:
-    """Let NF4 layers compute in evaluation as they do in training, on CPUs with AVX512-BF16.
-
-    There bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
-    a kernel that sums in bf16 (3 % of a logit in a tiny model), refuses layers of other than 32n
-    rows and 64n columns, and makes later gradients silently wrong.
-    """
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for layer in model.modules():
-        if isinstance(layer, Linear4bit):
-            layer.support_avx512bf16_for_cpu = False
-
-
 def trained_dtype(run: Run) -> torch.dtype | None:
     """What the run computed with, and so what its base was quantised from; None before it ran."""
     if not run.realised.is_file():
@@ -253,8 +208,7 @@ def trained_dtype(run: Run) -> torch.dtype | None:
 
 
 def initial_adapter(run: Run) -> Path | None:
-    folder = run.root / INITIAL_ADAPTER
-    return folder if folder.is_dir() else None
+    return run.initial_adapter if run.initial_adapter.is_dir() else None
 
 
 def changes_base(config: LoraConfig) -> bool:
@@ -277,7 +231,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
     if not recompute and initial is None:
         raise FinetuneError(
             f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
-            f"and cannot be computed again; the run lacks {INITIAL_ADAPTER}/"
+            f"and cannot be computed again; the run lacks initial_adapter/"
         )
     if not recompute:
         config = plain_lora(config)

@@ -33,6 +33,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from finetune import catalog
 from finetune.chat import chat, stream
 from finetune.errors import FinetuneError
 from finetune.evaluate import answers, exact_match, samples
@@ -41,7 +42,6 @@ from finetune.inference import Loaded, generate, load, load_base, load_folder, t
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model
 from finetune.run import write_json
-from finetune.trained import read_recipe
 
 ROUNDING = 1e-5
 
@@ -281,7 +281,7 @@ def test_the_base_is_what_training_started_from(tmp_path):
     base = tiny_llama()
     trained = lora_run(tmp_path, base)
     plain = AutoModelForCausalLM.from_pretrained(trained.base)
-    before = load_base(read_recipe(trained.run.recipe))
+    before = load_base(catalog.load(trained.run.recipe))
     assert torch.equal(logits(before.model), logits(plain))
 
 

@@ -1,0 +1,132 @@
+# Every target is a line over the command line of `finetune`; set-up happens by itself.
+#   make train RECIPE=qwen3_0_6b_lora BACKEND=fsdp_full_shard PROCESSES=2 ARGS="optim.lr=1e-4"
+# PYTHON=/path/to/python chooses the interpreter that .venv is made with, TORCH=torch==...+cu126 another
+# build of the pinned PyTorch (with PIP_EXTRA_INDEX_URL saying where it is).
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart train plan test test-slow test-gpu check bench bench-gpu clean
+
+BIN := .venv/bin
+READY := .venv/.ready
+UNFINISHED := .venv/.unfinished
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
+
+setup: $(READY) ## Create .venv with everything in it: .venv/bin/finetune, .venv/bin/accelerate.
+
+quickstart: $(READY) ## Train a small Llama, fine-tune it with QLoRA and compare: minutes on a laptop.
+	$(BIN)/finetune quickstart $(ARGS)
+
+train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
+	$(BIN)/finetune launch $(JOB)
+
+plan: $(READY) ## Say what `make train` with the same variables would do and need, and load nothing.
+	$(BIN)/finetune plan $(JOB)
+
+test: $(READY) ## Run the everyday tests.
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(READY) ## Run the tests that take longer.
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it and say so.
+	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
+	else echo "skipped every GPU test: PyTorch sees no GPU on this machine"; fi
+
+check: $(READY) ## Check format, lint and types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(READY) ## Measure start-up, throughput and memory of each backend on this machine.
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
+	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS); \
+	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
+
+clean: ## Remove .venv and what tools left behind; runs and models stay.
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+
+JOB = $(strip $(RECIPE) $(ARGS) $(if $(BACKEND),--backend $(BACKEND)) \
+	$(if $(PROCESSES),--processes $(PROCESSES)))
+
+ifneq ($(filter train plan,$(MAKECMDGOALS)),)
+ifndef RECIPE
+$(error name a recipe: make $(MAKECMDGOALS) RECIPE=quickstart BACKEND=ddp PROCESSES=2)
+endif
+endif
+
+# --- set-up: once, and again when a pin or a dependency changes -----------------------------------
+# An interrupted set-up leaves its mark in .venv, and the next one starts from an empty folder: a
+# package that pip had half written would otherwise pass for installed.
+
+define find_python
+for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
+	"$$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	python=; \
+done; \
+if [ -z "$$python" ]; then \
+	echo "finetune needs Python 3.11 or newer with its venv module; none of these is one:" \
+		"$(or $(PYTHON),python3 python3.11 python3.12 python3.13)." \
+		"Install one (Debian: apt-get install python3-venv) or say where it is: make setup PYTHON=/path/to/python3" >&2; \
+	exit 1; \
+fi
+endef
+
+# Debian's python3 has a venv module that cannot bring pip along; the system's pip then does.
+define make_venv
+"$$python" -m venv .venv >/dev/null 2>&1 || { \
+	"$$python" -m venv --without-pip .venv && \
+	"$$python" -m pip --python $(BIN)/python install --quiet pip; \
+} || { \
+	echo "cannot make .venv with $$python (Debian: apt-get install python3-venv)" >&2; \
+	exit 1; \
+}
+endef
+
+# On Linux the package index has the large CUDA build. A CPU build has the local version `+cpu`: in a
+# folder that pip knows (find-links), asked first because that needs no network, or on PyTorch's own
+# index. `===` keeps `+cpu` from passing for 2.x on a machine that has a GPU.
+define install_torch
+torch=$$(sed -n 's/^torch==//p' constraints.txt); \
+pip="$(BIN)/python -m pip install --no-deps"; \
+if [ -n "$(TORCH)" ]; then \
+	echo "PyTorch as asked for: $(TORCH)"; $$pip "$(TORCH)"; \
+elif [ "$$(uname -s)" != Linux ]; then \
+	echo "PyTorch $$torch"; $$pip "torch==$$torch"; \
+elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
+	echo "PyTorch $$torch for the NVIDIA GPU of this machine"; $$pip "torch===$$torch"; \
+else \
+	echo "PyTorch $$torch, CPU build (no NVIDIA GPU answers nvidia-smi)"; \
+	$$pip --no-index "torch==$$torch+cpu" 2>/dev/null || \
+	$$pip --index-url $(CPU_INDEX) --timeout 15 --retries 2 "torch==$$torch+cpu" || { \
+		echo "no CPU build of PyTorch can be reached; taking the package index's build, which is large"; \
+		$$pip "torch==$$torch"; \
+	}; \
+fi
+endef
+
+$(READY): pyproject.toml constraints.txt
+	@if [ -e $(UNFINISHED) ]; then \
+		if kill -0 "$$(cat $(UNFINISHED))" 2>/dev/null; then \
+			echo "process $$(cat $(UNFINISHED)) is setting up .venv: try again when it is done" >&2; \
+			exit 1; \
+		fi; \
+		echo "the last set-up did not finish: starting from an empty .venv"; \
+		rm -rf .venv/* && rm -rf .venv; \
+	fi
+	@$(find_python); \
+	echo "setting up .venv with $$("$$python" --version) (once; a few minutes)"; \
+	mkdir -p .venv && echo $$PPID >$(UNFINISHED) && rm -f $(READY); \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(make_venv)
+	@$(install_torch)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $(READY) && rm -f $(UNFINISHED)
+	@echo "set-up is done: .venv/bin/finetune"

@@ -1,0 +1,5 @@
+"""`python -m finetune`, which is what `accelerate launch` runs."""
+
+from finetune.cli import main
+
+raise SystemExit(main())

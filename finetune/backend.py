@@ -1,0 +1,327 @@
+"""How a machine runs a recipe: YAML files that `accelerate launch --config_file` reads.
+
+Accelerate ignores a misspelt nested key without a word, so a file is read strictly here, and what
+the launched process was really given (`launched`) is compared with it before anything is built.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from finetune.errors import FinetuneError, did_you_mean
+
+Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
+Shard = Literal["none", "optimizer", "grads", "params"]
+Offload = Literal["none", "optimizer", "all"]
+Precision = Literal["bf16", "fp32"]
+
+PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "no": "fp32"}
+ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
+ENGINES: dict[str, Engine] = {
+    "NO": "single",
+    "MULTI_GPU": "ddp",
+    "MULTI_CPU": "ddp",
+    "FSDP": "fsdp",
+    "DEEPSPEED": "deepspeed",
+}
+
+TOP_KEYS = {
+    "compute_environment", "debug", "deepspeed_config", "distributed_type", "enable_cpu_affinity",
+    "fsdp_config", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
+    "main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend",
+    "same_network", "use_cpu",
+}  # fmt: skip
+FSDP_KEYS = {
+    "fsdp_version", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_state_dict_type",
+    "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_transformer_layer_cls_to_wrap",
+}  # fmt: skip
+ZERO_KEYS = {
+    "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag",
+    "zero3_save_16bit_model", "deepspeed_multinode_launcher", "deepspeed_hostfile",
+    "deepspeed_moe_layer_cls_names",
+}  # fmt: skip
+RECIPE_OWNS = {
+    "gradient_accumulation_steps": "derived from batch.rows, batch.micro_rows and the processes",
+    "gradient_clipping": "optim.max_grad_norm",
+    "fsdp_activation_checkpointing": "model.activation_checkpointing",
+}
+OURS = {
+    "deepspeed_config_file": "the toolkit writes DeepSpeed's configuration from this file",
+    "offload_optimizer_nvme_path": "Accelerate loses it; pass --nvme-path to finetune",
+    "offload_param_nvme_path": "Accelerate loses it; pass --nvme-path to finetune",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Engine, sharding, offload and precision: all of a machine that training depends on."""
+
+    name: str
+    engine: Engine
+    shard: Shard = "none"
+    offload: Offload = "none"
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where offloaded state lives."""
+    precision: Precision = "bf16"
+    processes: int = 1
+    """Processes that the file starts when none are asked for."""
+    zero_init: bool = False
+    """ZeRO-3: partition pretrained weights while they are loaded."""
+    path: Path | None = None
+
+    def same_as(self, other: "Backend") -> list[str]:
+        """What differs, as `field: this != that`; name, path and processes do not count."""
+        fields = ("engine", "shard", "offload", "device", "precision", "zero_init")
+        pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
+        return [f"{field}: {mine} != {theirs}" for field, mine, theirs in pairs if mine != theirs]
+
+
+def folders() -> list[Path]:
+    """Where backends are looked for: the working directory's own, then those that are shipped."""
+    package = Path(__file__).parent
+    shipped = package / "accelerate_configs"  # in a wheel; beside the package in a checkout
+    return [Path("accelerate_configs"), shipped, package.parent / "accelerate_configs"]
+
+
+def names() -> list[str]:
+    """Names of the backends that can be asked for."""
+    return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
+
+
+def find(name: str) -> Path:
+    """The YAML of a backend, by name or path.
+
+    Raises:
+        FinetuneError: there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        if Path(name).is_file():
+            return Path(name)
+        raise FinetuneError(f"backend {name}: no such file")
+    for folder in folders():
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    known = names()
+    raise FinetuneError(
+        f"backend '{name}': unknown{did_you_mean(name, known)}; known are {', '.join(known)}"
+    )
+
+
+def describe(name: str) -> str:
+    """The comment that a backend's file begins with."""
+    return find(name).read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
+
+
+def load(name: str) -> Backend:
+    """Read a backend strictly: an unknown key, which Accelerate would ignore, is an error.
+
+    Raises:
+        FinetuneError: with every problem of the file.
+    """
+    path = find(name)
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FinetuneError(f"{path}: not YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise FinetuneError(f"{path}: expected keys and values, got {type(config).__name__}")
+    problems = _key_problems(config)
+    if not problems:
+        problems = _value_problems(config)
+    if problems:
+        raise FinetuneError(*(f"{path}: {problem}" for problem in problems))
+    return _from_config(path, config)
+
+
+def _key_problems(config: dict[str, Any]) -> list[str]:
+    sections = {"fsdp_config": FSDP_KEYS, "deepspeed_config": ZERO_KEYS}
+    problems: list[str] = []
+    places: list[tuple[str, dict[str, Any], set[str]]] = [("", config, TOP_KEYS)]
+    for section, keys in sections.items():
+        inner = config.get(section, {})
+        if isinstance(inner, dict):
+            places.append((f"{section}.", inner, keys))
+        else:
+            problems.append(f"{section}: expected keys and values, got {inner!r}")
+    for prefix, values, known in places:
+        for key in values:
+            if key in RECIPE_OWNS:
+                problems.append(
+                    f"{prefix}{key}: the recipe owns this ({RECIPE_OWNS[key]}); remove it"
+                )
+            elif key in OURS:
+                problems.append(f"{prefix}{key}: {OURS[key]}; remove it")
+            elif key not in known:
+                problems.append(f"{prefix}{key}: unknown key{did_you_mean(str(key), known)}")
+    return problems
+
+
+def _value_problems(config: dict[str, Any]) -> list[str]:
+    problems: list[str] = []
+    kind = config.get("distributed_type")
+    if kind not in ENGINES:
+        problems.append(f"distributed_type: got {kind!r}, expected one of {', '.join(ENGINES)}")
+    if config.get("mixed_precision") not in PRECISIONS:
+        got = config.get("mixed_precision")
+        problems.append(f"mixed_precision: got {got!r}, expected 'bf16' or 'no' (quoted)")
+    fsdp, zero = config.get("fsdp_config"), config.get("deepspeed_config")
+    if (fsdp is not None) != (kind == "FSDP"):
+        problems.append("fsdp_config: belongs to distributed_type: FSDP, and only to it")
+    if (zero is not None) != (kind == "DEEPSPEED"):
+        problems.append("deepspeed_config: belongs to distributed_type: DEEPSPEED, and only to it")
+    if fsdp is not None:
+        problems += _fsdp_problems(fsdp)
+    if zero is not None:
+        problems += _zero_problems(zero)
+    return problems
+
+
+def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
+    problems: list[str] = []
+    if fsdp.get("fsdp_version") != 2:
+        problems.append("fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)")
+    if not isinstance(fsdp.get("fsdp_reshard_after_forward"), bool):
+        problems.append(
+            "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
+            "(SHARD_GRAD_OP)"
+        )
+    if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
+        problems.append("fsdp_config.fsdp_auto_wrap_policy: expected TRANSFORMER_BASED_WRAP")
+    return problems
+
+
+def _zero_problems(zero: dict[str, Any]) -> list[str]:
+    problems: list[str] = []
+    stage = zero.get("zero_stage")
+    if stage not in ZERO_SHARDS:
+        problems.append(f"deepspeed_config.zero_stage: got {stage!r}, expected 1, 2 or 3")
+    for key in ("offload_optimizer_device", "offload_param_device"):
+        if zero.get(key, "none") not in ("none", "cpu", "nvme"):
+            problems.append(
+                f"deepspeed_config.{key}: got {zero[key]!r}, expected none, cpu or nvme"
+            )
+    if zero.get("offload_param_device", "none") != "none" and stage != 3:
+        problems.append("deepspeed_config.offload_param_device: needs zero_stage: 3")
+    if zero.get("offload_param_device", "none") not in (
+        "none",
+        zero.get("offload_optimizer_device"),
+    ):
+        problems.append(
+            "deepspeed_config.offload_param_device: expected offload_optimizer_device's value"
+        )
+    if zero.get("offload_optimizer_device") == "nvme" and stage != 3:
+        problems.append("deepspeed_config.offload_optimizer_device: nvme needs zero_stage: 3")
+    return problems
+
+
+def _from_config(path: Path, config: dict[str, Any]) -> Backend:
+    """Where a file and the environment of a launched process meet: both become these variables."""
+    environment = {"ACCELERATE_MIXED_PRECISION": str(config["mixed_precision"])}
+    if fsdp := config.get("fsdp_config"):
+        environment |= {"ACCELERATE_USE_FSDP": "true"}
+        environment |= {key.upper(): str(value) for key, value in fsdp.items()}
+    if zero := config.get("deepspeed_config"):
+        environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+        renamed = {"zero3_init_flag": "zero3_init"}
+        environment |= {
+            f"ACCELERATE_DEEPSPEED_{renamed.get(key, key).upper()}": str(value)
+            for key, value in zero.items()
+        }
+    several = ENGINES[config["distributed_type"]] != "single"
+    processes = int(config.get("num_processes", 2 if several else 1))
+    environment["WORLD_SIZE"] = "2" if several else "1"  # decides between single and ddp only
+    built = from_environment(environment, path.stem)
+    return dataclasses.replace(built, processes=processes, path=path)
+
+
+def from_environment(environment: Mapping[str, str], name: str = "launched") -> Backend:
+    """The backend that `accelerate launch` handed to a process, from the variables it set."""
+
+    def given(key: str, default: str = "none") -> str:
+        return environment.get(key, default).lower()
+
+    precision = PRECISIONS.get(given("ACCELERATE_MIXED_PRECISION", "no"))
+    if precision is None:
+        got = environment["ACCELERATE_MIXED_PRECISION"]
+        raise FinetuneError(f"--mixed_precision {got}: expected bf16 or no")
+    processes = int(environment.get("WORLD_SIZE", "1"))
+    shared = {"name": name, "precision": precision, "processes": processes}
+    if given("ACCELERATE_USE_DEEPSPEED") == "true":
+        optimizer = given("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
+        parameters = given("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+        return Backend(
+            engine="deepspeed",
+            shard=ZERO_SHARDS.get(int(given("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")), "none"),
+            offload="none"
+            if optimizer == "none"
+            else "all"
+            if parameters != "none"
+            else "optimizer",
+            device=optimizer,  # type: ignore[arg-type]
+            zero_init=given("ACCELERATE_DEEPSPEED_ZERO3_INIT") == "true",
+            **shared,  # type: ignore[arg-type]
+        )
+    if given("ACCELERATE_USE_FSDP") == "true":
+        offload = given("FSDP_OFFLOAD_PARAMS") == "true"
+        return Backend(
+            engine="fsdp",
+            shard="params" if given("FSDP_RESHARD_AFTER_FORWARD", "true") == "true" else "grads",
+            offload="all" if offload else "none",
+            device="cpu" if offload else "none",
+            **shared,  # type: ignore[arg-type]
+        )
+    return Backend(engine="single" if processes == 1 else "ddp", **shared)  # type: ignore[arg-type]
+
+
+def launched() -> Backend | None:
+    """The backend this process was launched with, or None when Accelerate did not launch it.
+
+    Where the launcher was given a file, what arrived is compared with what the file says.
+
+    Raises:
+        FinetuneError: the file is wrong, or something in it was lost on the way.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return None
+    arrived = from_environment(os.environ)
+    arguments = _launcher_arguments()
+    named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
+    if not named:
+        return arrived
+    asked = load(named[0])
+    flags = {word.lstrip("-") for word in arguments if word.startswith("--")}
+    overridden = {"mixed_precision": "precision"}
+    lost = [
+        difference
+        for difference in asked.same_as(arrived)
+        if not any(
+            flag in flags and difference.startswith(field) for flag, field in overridden.items()
+        )
+        and not (difference.startswith("engine: ddp != single") and arrived.processes == 1)
+    ]
+    if lost:
+        raise FinetuneError(*(f"{named[0]}: Accelerate lost a setting: {what}" for what in lost))
+    return dataclasses.replace(arrived, name=asked.name, path=asked.path)
+
+
+def rank() -> int:
+    """This process's number in the job, 0 where there is only one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _launcher_arguments() -> list[str]:
+    """The words after `launch` of the `accelerate launch` that started this process."""
+    for parent in psutil.Process().parents():
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            return []
+        if "launch" in words and any("accelerate" in word for word in words[:3]):
+            given = words[words.index("launch") + 1 :]
+            return [part for word in given for part in word.split("=", 1)]
+    return []

@@ -1,0 +1,264 @@
+"""Recipes by name or file, with overrides: defaults, then the file, then key=value."""
+
+import ast
+import dataclasses
+import json
+import runpy
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.methods import METHODS
+from finetune.recipe import Recipe
+
+FREE_TO_CHANGE = {
+    "backend", "evaluation", "max_steps", "epochs", "saving", "trackers",
+    "batch.micro_rows", "model.activation_checkpointing", "model.attention",
+}  # fmt: skip
+"""Fields that a continued run may change: they leave the mathematics of the steps as they are."""
+
+
+def folders() -> list[Path]:
+    """Where recipes are looked for: the working directory's own, then those that are shipped."""
+    package = Path(__file__).parent
+    return [Path("recipes"), package / "recipes", package.parent / "recipes"]
+
+
+def names() -> dict[str, Path]:
+    """Recipes that can be named, with their files."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        for path in sorted(folder.glob("*")):
+            if path.suffix in (".py", ".yaml", ".yml", ".json") and not path.name.startswith("_"):
+                found.setdefault(path.stem, path)
+    return found
+
+
+def describe(path: Path) -> str:
+    """The first line of a recipe's docstring or leading comment, without running it."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    first = text.lstrip().split("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def resolve(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """The recipe of a name or file, with `key=value` overrides on dotted paths.
+
+    Raises:
+        FinetuneError: with every problem of the file and the overrides.
+    """
+    recipe = load(find(name))
+    return override(recipe, overrides) if overrides else recipe
+
+
+def find(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        FinetuneError: there is none.
+    """
+    if name.endswith((".py", ".yaml", ".yml", ".json")):
+        if Path(name).is_file():
+            return Path(name)
+        raise FinetuneError(f"recipe {name}: no such file")
+    known = names()
+    if name not in known:
+        raise FinetuneError(
+            f"recipe '{name}': unknown{did_you_mean(name, known)}; `finetune list` shows all"
+        )
+    return known[name]
+
+
+def load(path: Path) -> Recipe:
+    """Read a recipe from Python (the one Recipe that it defines), YAML or JSON.
+
+    Raises:
+        FinetuneError: with every problem of the file.
+    """
+    if path.suffix == ".py":
+        return _from_python(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
+    return from_fields(fields, str(path))
+
+
+def _from_python(path: Path) -> Recipe:
+    try:
+        defined = runpy.run_path(str(path))
+    except ValidationError as error:
+        raise FinetuneError(*_problems(error, None, str(path))) from None
+    except (SyntaxError, NameError, ImportError, TypeError, AttributeError) as error:
+        raise FinetuneError(f"{path}: {type(error).__name__}: {error}") from None
+    recipes = [value for value in defined.values() if isinstance(value, Recipe)]
+    distinct = [r for i, r in enumerate(recipes) if not any(r is s for s in recipes[:i])]
+    if "recipe" in defined and isinstance(defined["recipe"], Recipe):
+        return defined["recipe"]
+    if len(distinct) != 1:
+        raise FinetuneError(f"{path}: expected one `recipe = ...`, found {len(distinct)}")
+    return distinct[0]
+
+
+def to_fields(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain values, with its method: what JSON and YAML hold."""
+    return {"method": recipe.method} | to_jsonable_python(recipe)
+
+
+def from_fields(fields: Any, where: str = "recipe") -> Recipe:
+    """The inverse of `to_fields`.
+
+    Raises:
+        FinetuneError: with every problem, each with its path.
+    """
+    if not isinstance(fields, dict):
+        raise FinetuneError(f"{where}: expected keys and values, got {type(fields).__name__}")
+    fields = dict(fields)
+    method = fields.pop("method", None)
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise FinetuneError(
+            f"{where}: method: got {method!r}, expected one of {known}"
+            f"{did_you_mean(str(method), METHODS)}"
+        )
+    kind = METHODS[method]
+    try:
+        return TypeAdapter(kind).validate_python(_exact_numbers(fields))
+    except ValidationError as error:
+        raise FinetuneError(*_problems(error, kind, where)) from None
+
+
+def _exact_numbers(value: Any) -> Any:
+    """YAML 1.1 reads 2e-4 as text: numbers are read as Python does."""
+    if isinstance(value, dict):
+        return {key: _exact_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_exact_numbers(inner) for inner in value]
+    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def override(recipe: Recipe, pairs: list[str] | tuple[str, ...]) -> Recipe:
+    """The recipe with `key=value` applied on dotted paths (`optim.lr=1e-4`, `data.0.first=100`).
+
+    Raises:
+        FinetuneError: a pair is not of that form, or the result is not a recipe.
+    """
+    fields = to_fields(recipe)
+    problems = [problem for pair in pairs if (problem := _apply(fields, pair))]
+    try:
+        changed = from_fields(fields, "override")
+    except FinetuneError as error:
+        raise FinetuneError(*problems, *error.problems) from None
+    if problems:
+        raise FinetuneError(*problems)
+    return changed
+
+
+def _apply(fields: dict[str, Any], pair: str) -> str | None:
+    """Set one value in place; returns the problem, if there is one."""
+    path, equals, text = pair.partition("=")
+    if not equals or not path:
+        return f"'{pair}': expected key=value"
+    *parents, leaf = path.split(".")
+    place: Any = fields
+    for parent in parents:
+        if isinstance(place, list):
+            place = place[int(parent)] if parent.isdigit() and int(parent) < len(place) else None
+        elif isinstance(place, dict):
+            if place.get(parent) is None:
+                place[parent] = {}
+            place = place[parent]
+    if isinstance(place, list) and leaf.isdigit() and int(leaf) < len(place):
+        place[int(leaf)] = _value(text)
+    elif isinstance(place, dict):
+        place[leaf] = _value(text)
+    else:
+        return f"{path}: there is no such place in the recipe"
+    return None
+
+
+def _value(text: str) -> Any:
+    """A value from the command line: JSON or a Python number where it is one, else text."""
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _problems(error: ValidationError, kind: type | None, where: str) -> list[str]:
+    problems: list[str] = []
+    for item in error.errors(include_url=False):
+        place = ".".join(str(part) for part in item["loc"]) or "recipe"
+        got = item["input"]
+        if item["type"] == "unexpected_keyword_argument":
+            known = _known_fields(kind, item["loc"][:-1])
+            hint = did_you_mean(str(item["loc"][-1]), known)
+            listed = f"; known are {', '.join(known)}" if known and not hint else ""
+            problems.append(f"{where}: {place}: unknown key{hint}{listed}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(got, dict | list) or not item["loc"] else f", got {got!r}"
+            problems.append(f"{where}: {place}: {message}{shown}")
+    return problems
+
+
+def _known_fields(kind: type | None, path: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields at a path of a recipe."""
+    for part in path:
+        if kind is None or isinstance(part, int):
+            continue
+        hint = typing.get_type_hints(kind).get(str(part))
+        kind = next((t for t in _inner_types(hint) if dataclasses.is_dataclass(t)), None)
+    return [field.name for field in dataclasses.fields(kind)] if kind is not None else []
+
+
+def _inner_types(hint: Any) -> list[Any]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
+        return [inner for argument in typing.get_args(hint) for inner in _inner_types(argument)]
+    return [hint]
+
+
+def differences(recipe: Recipe, other: Recipe) -> list[str]:
+    """Fields that change the mathematics and differ, as `field: value -> other value`."""
+    mine, theirs = _flatten(to_fields(recipe)), _flatten(to_fields(other))
+    changed = [key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)]
+    return [
+        f"{key}: {mine.get(key)!r} -> {theirs.get(key)!r}"
+        for key in sorted(changed)
+        if key not in FREE_TO_CHANGE and key.split(".")[0] not in FREE_TO_CHANGE
+    ]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = ((str(index), inner) for index, inner in enumerate(value))
+    else:
+        return {prefix: value}
+    return {
+        key: leaf
+        for name, inner in pairs
+        for key, leaf in _flatten(inner, f"{prefix}.{name}" if prefix else name).items()
+    }

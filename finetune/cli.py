@@ -1,0 +1,277 @@
+"""The command line: each verb parses its words, calls the function of its name, and prints.
+
+Verbs that need torch import it inside, so that `list`, `show` and `plan` answer at once.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.quiet import quiet
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 (training failed) or 2 (a person's mistake)."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(words)
+    _sort_out(parser, arguments, unknown)
+    quiet()
+    try:
+        return arguments.verb(arguments)
+    except FinetuneError as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _sort_out(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, unknown: list[str]
+) -> None:
+    """Give `key=value` words that stand behind options to the recipe, other flags to `launch`."""
+    after_flag = [False, *(word.startswith("--") and "=" not in word for word in unknown)]
+    pairs = [
+        word
+        for word, value in zip(unknown, after_flag, strict=False)
+        if "=" in word and not word.startswith("-") and not value
+    ]
+    arguments.flags = [word for word in unknown if word not in pairs]
+    if "overrides" in arguments:
+        arguments.overrides += pairs
+    elif pairs:
+        arguments.flags += pairs
+    if arguments.flags and arguments.verb is not launch_recipe:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.flags)}")
+
+
+def _tell(error: FinetuneError) -> int:
+    """Say what is wrong once: to the launcher where there is one, else from one rank."""
+    from finetune import backend, launcher
+
+    if not launcher.leave_status(error):
+        rank = backend.rank()
+        told = rank == 0 or isinstance(error, TrainingFailure)
+        place = f" [rank {rank}]" if rank else ""
+        for problem in error.problems if told else ():
+            print(f"error{place}: {problem}", file=sys.stderr)
+    return error.exit_status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
+    )
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def verb(name: str, run: Callable[[Any], int], summary: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=summary, description=summary)
+        added.set_defaults(verb=run)
+        return added
+
+    listing = verb("list", list_recipes, "recipes and backends that can be named")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+
+    show = verb("show", show_recipe, "a recipe with every field")
+    _recipe_words(show)
+    show.add_argument("--json", action="store_true", help="print JSON")
+
+    planning = verb("plan", plan_recipe, "what a recipe means on a backend, or why it cannot run")
+    _recipe_words(planning)
+    _backend_words(planning)
+    planning.add_argument("--json", action="store_true", help="print JSON")
+
+    training = verb("train", train_recipe, "train in this process (or under `accelerate launch`)")
+    _recipe_words(training)
+    training.add_argument("--backend", help="backend of a run that Accelerate did not launch")
+    training.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
+    _run_words(training)
+
+    launching = verb("launch", launch_recipe, "train through `accelerate launch`")
+    _recipe_words(launching)
+    _backend_words(launching)
+    _run_words(launching)
+    launching.epilog = "Other --flags are passed to `accelerate launch`."
+
+    exporting = verb("export", export_run, "write a run's result as a model that loads everywhere")
+    exporting.add_argument("run", help="run directory")
+    exporting.add_argument("--to", required=True, type=Path, help="folder to write")
+    exporting.add_argument("--merge", action="store_true", help="merge the adapter into the base")
+    exporting.add_argument("--step", type=int, help="checkpoint, instead of the best or last one")
+
+    chatting = verb("chat", chat_with_run, "talk to a run's model")
+    chatting.add_argument("run", help="run directory, or a folder with a model")
+    chatting.add_argument("--prompt", help="answer this once, instead of a conversation")
+    chatting.add_argument("--max-new-tokens", type=int, default=512)
+
+    evaluating = verb("eval", evaluate_run, "exact match of a run's greedy answers on a data file")
+    evaluating.add_argument("run", help="run directory")
+    evaluating.add_argument("--data", help="data file, instead of the recipe's eval_data")
+    evaluating.add_argument("--format", default="messages", help="format of --data")
+    evaluating.add_argument("--limit", type=int, default=200, help="rows")
+    evaluating.add_argument("--max-new-tokens", type=int, default=256)
+    evaluating.add_argument("--json", action="store_true", help="print JSON")
+
+    reporting = verb("report", report_run, "write a run's report as one HTML page")
+    reporting.add_argument("run", help="run directory")
+
+    quickstart = verb("quickstart", run_quickstart, "the main job, offline, in minutes on a CPU")
+    quickstart.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    return parser
+
+
+def _recipe_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="name or file of a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=1e-4")
+
+
+def _backend_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", help="name or YAML; by default the recipe's")
+    parser.add_argument("--processes", type=int, help="by default the backend's")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
+
+
+def _run_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="run directory; by default runs/RECIPE")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, help="minutes a rank waits for others"
+    )
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    return arguments.output or Path("runs") / Path(arguments.recipe).stem
+
+
+def list_recipes(arguments: argparse.Namespace) -> int:
+    from finetune import backend, catalog
+
+    recipes = {name: catalog.describe(path) for name, path in catalog.names().items()}
+    backends = {name: backend.describe(name) for name in backend.names()}
+    if arguments.json:
+        print(json.dumps({"recipes": recipes, "backends": backends}, indent=2))
+        return 0
+    for title, rows in (("recipes", recipes), ("backends", backends)):
+        print(title)
+        width = max((len(name) for name in rows), default=0)
+        for name, summary in rows.items():
+            print(f"  {name:<{width}}  {summary}")
+    return 0
+
+
+def show_recipe(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from finetune import catalog
+
+    fields = catalog.to_fields(catalog.resolve(arguments.recipe, arguments.overrides))
+    if arguments.json:
+        print(json.dumps(fields, indent=2))
+    else:
+        print(yaml.safe_dump(fields, sort_keys=False), end="")
+    return 0
+
+
+def plan_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.planner import plan
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    settled = plan(recipe, arguments.backend, arguments.processes, arguments.precision)
+    print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
+    return 0
+
+
+def train_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    from finetune.worker import Options, train
+
+    options = Options(_output(arguments), arguments.resume, arguments.nvme_path, arguments.timeout)
+    train(recipe, arguments.backend, arguments.precision, options=options)
+    return 0
+
+
+def launch_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.launcher import launch
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    words = ["--timeout", str(arguments.timeout)]
+    words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
+    launch(
+        recipe,
+        arguments.backend,
+        arguments.processes,
+        _output(arguments),
+        arguments.resume,
+        arguments.precision,
+        arguments=words,
+        flags=arguments.flags,
+    )
+    return 0
+
+
+def export_run(arguments: argparse.Namespace) -> int:
+    from finetune.exporter import export
+    from finetune.run import open_run
+
+    folder = export(open_run(arguments.run), arguments.to, arguments.merge, arguments.step)
+    print(f"exported to {folder}")
+    return 0
+
+
+def chat_with_run(arguments: argparse.Namespace) -> int:
+    from finetune.chat import answer, chat
+    from finetune.inference import open_model
+
+    loaded = open_model(arguments.run)
+    if arguments.prompt is not None:
+        answer(loaded, arguments.prompt, arguments.max_new_tokens)
+    else:
+        chat(loaded, max_new_tokens=arguments.max_new_tokens)
+    return 0
+
+
+def report_run(arguments: argparse.Namespace) -> int:
+    from finetune.reporter import report
+    from finetune.run import open_run
+
+    print(f"wrote {report(open_run(arguments.run))}")
+    return 0
+
+
+def evaluate_run(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.evaluate import exact_match, references
+    from finetune.inference import open_model
+    from finetune.recipe import Data
+    from finetune.run import open_run
+
+    run = open_run(arguments.run)
+    held_out = catalog.load(run.recipe).eval_data
+    if arguments.data is None and not held_out:
+        raise FinetuneError(f"{run.root}: its recipe has no eval_data; give --data and --format")
+    data = Data(arguments.data, arguments.format) if arguments.data else held_out[0]
+    score = exact_match(
+        open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
+    )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(score) | {"share": score.share}, indent=2))
+    else:
+        print(
+            f"exact match {score.share:.1%}: {score.matched} of {score.rows} rows of {data.source}"
+        )
+    return 0
+
+
+def run_quickstart(arguments: argparse.Namespace) -> int:
+    raise NotImplementedError

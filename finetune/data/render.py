@@ -1,0 +1,222 @@
+"""From a sample to token ids and which of them are trained.
+
+A conversation is rendered by the chat template and tokenised once, as serving does. An assistant
+turn is trained from behind the header that serving would put there (the generation prompt) up to
+and with the token that ends the turn:
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                          ^^^^^^^^^^^^^^^
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from finetune.data.formats import Completion, Conversation, Sample, Text
+from finetune.data.marks import Span
+from finetune.data.turns import Turns, excerpt
+from finetune.errors import FinetuneError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["assistant", "completion", "all"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+BUILT_IN = ("chatml", "plain")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids of a row, and which of them the model is trained to say."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A tokenizer with the chat template that it renders conversations with."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    template: str | None
+    """Jinja source; None for a tokenizer without one, which renders text and completions only."""
+
+    def render(self, sample: Sample, train_on: TrainOn) -> Row:
+        """Token ids of a sample, and the trained ones.
+
+        Of a conversation: every assistant turn, the last one (`completion`), or everything. Of a
+        prompt with its completion: the completion, or both for `all`. Of a text: everything.
+        Raises FinetuneError where the template cannot say which tokens an assistant turn is.
+        """
+        match sample:
+            case Conversation():
+                return self._conversation(sample, train_on)
+            case Completion():
+                return self._completion(sample, train_on)
+            case Text():
+                ids, _ = self._encode(sample.text)
+                ids = self._closed(self._opened(ids))
+                return Row(ids, [True] * len(ids))
+
+    def prompt(self, sample: Conversation | Completion) -> list[int]:
+        """Token ids that a model is given to answer: messages and the header of its turn."""
+        if isinstance(sample, Completion):
+            return self._opened(self._encode(sample.prompt)[0])
+        return self._encode(self._turns.mark(sample, add_generation_prompt=True).text)[0]
+
+    # Prompt and completion.
+
+    def _completion(self, sample: Completion, train_on: TrainOn) -> Row:
+        prompt, completion = self._split(sample)
+        answer = self._closed(completion)
+        start = self._opened(prompt)
+        given = [train_on == "all"] * len(start)
+        return Row([*start, *answer], [*given, *[True] * len(answer)])
+
+    def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
+        """Ids of the prompt and of what follows it, the prompt tokenised as serving does.
+
+        A tokenizer that puts a space before every text would put one between the two: there the
+        whole is tokenised at once, and a token across the boundary belongs to the completion.
+        """
+        prompt, _ = self._encode(sample.prompt)
+        whole, offsets = self._encode(sample.prompt + sample.completion)
+        if whole[: len(prompt)] == prompt:
+            return prompt, whole[len(prompt) :]
+        apart = [*prompt, *self._encode(sample.completion)[0]]
+        if self.tokenizer.decode(apart) == self.tokenizer.decode(whole):
+            return prompt, apart[len(prompt) :]
+        border = sum(end <= len(sample.prompt) for _, end in offsets)
+        return whole[:border], whole[border:]
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """With the tokenizer's BOS in front, where it adds one and the text has none."""
+        bos = self.tokenizer.bos_token_id
+        return [bos, *ids] if self._adds_bos and ids[:1] != [bos] else ids
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise FinetuneError(
+                "tokenizer: it has no end-of-sequence token, so a model could not learn to stop; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return adds_bos(self.tokenizer)
+
+    # Conversations.
+
+    def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
+        marked = self._turns.render(sample)
+        ids, offsets = self._encode(marked.text)
+        if train_on == "all":
+            return Row(ids, [True] * len(ids))
+        turns = [
+            number
+            for number, message in enumerate(sample.messages)
+            if message["role"] == "assistant" and number >= sample.given
+        ]
+        trained = [False] * len(ids)
+        starts = [start for start, _ in offsets]
+        for number in turns[-1:] if train_on == "completion" else turns:
+            last = 0
+            for start, end in self._turns.spans(sample, marked, number):
+                first, behind = bisect_left(starts, start), bisect_left(starts, end)
+                trained[first:behind] = [True] * (behind - first)
+                last = ids[behind - 1]
+            self._check_end(last, marked.written(number))
+        return Row(ids, trained)
+
+    def _check_end(self, token: int, turn: str) -> None:
+        """Refuse a template after whose turns a model could not learn to stop."""
+        if token not in self._end_tokens:
+            raise FinetuneError(
+                f"chat template: the assistant turn {excerpt(turn)} closes with "
+                f"{self.tokenizer.decode([token])!r}, which is no end token of this tokenizer, so "
+                "a model could not learn to stop; end it with {{ eos_token }} (as the built-in "
+                "'plain' does) or add the token to the tokenizer"
+            )
+
+    @cached_property
+    def _turns(self) -> Turns:
+        if self.template is None:
+            raise FinetuneError(
+                "model.chat_template: the data has conversations and the tokenizer has no chat "
+                f"template; set model.chat_template to a file or to one of {', '.join(BUILT_IN)}"
+            )
+        return Turns(self.tokenizer, self.template)
+
+    @cached_property
+    def _end_tokens(self) -> set[int]:
+        return {*self.tokenizer.added_tokens_decoder, self.tokenizer.eos_token_id}
+
+    # Tokens.
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        """Ids of a text without added special tokens, and the characters of each."""
+        encoding = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoding["input_ids"], encoding["offset_mapping"]
+
+
+def load_chat(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None) -> Chat:
+    """A tokenizer with its own template (None), a built-in one by name, or one from a file.
+
+    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that gives
+    no offsets, or one that lacks the tokens of a built-in template.
+    """
+    if not tokenizer.is_fast:
+        raise FinetuneError(
+            f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
+            "use a model with a tokenizer.json"
+        )
+    if chat_template is None:
+        own = tokenizer.chat_template
+        return Chat(tokenizer, tokenizer.get_chat_template() if own else None)
+    if chat_template in BUILT_IN:
+        return Chat(tokenizer, _built_in(tokenizer, chat_template))
+    return Chat(tokenizer, _template_file(chat_template))
+
+
+def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the tokenizer begins every text with its BOS."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+
+
+def _built_in(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+    vocabulary = tokenizer.get_added_vocab()
+    needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
+    missing = [token for token in needed if token not in vocabulary]
+    if missing:
+        raise FinetuneError(
+            f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "
+            "does not have as tokens; use 'plain'"
+        )
+    if tokenizer.eos_token is None:
+        raise FinetuneError(
+            f"model.chat_template: '{name}' needs an end-of-sequence token, the tokenizer has none"
+        )
+    bos = "{{- bos_token }}" if adds_bos(tokenizer) else ""
+    return bos + (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _template_file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise FinetuneError(
+            f"model.chat_template: '{name}' is neither a file nor a built-in template"
+            f"{did_you_mean(name, BUILT_IN)} (built in: {', '.join(BUILT_IN)})"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise FinetuneError(
+            f"model.chat_template: {name} is not UTF-8 (byte {error.start})"
+        ) from None

@@ -1,0 +1,215 @@
+"""Rows of files and of hub data sets, each with the place that an error message names."""
+
+import csv
+import difflib
+import glob
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.recipe import Data
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+DOCUMENT_END = "<|endoftext|>"
+"""A line of a text file that separates documents, as published corpora write it."""
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A row before its format is applied."""
+
+    place: str
+    """`FILE row NUMBER`, counted from 1; in JSONL and text files the number is that of the line."""
+    value: Any
+
+
+@dataclass(frozen=True)
+class Source:
+    """A section of a recipe's data with the files that it names; no files for a hub data set."""
+
+    data: Data
+    files: tuple[Path, ...]
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Rows in order; raises FinetuneError at the first that cannot be read."""
+        if not self.files:
+            yield from hub_rows(self.data)
+        for path in self.files:
+            if not path.stat().st_size:
+                raise FinetuneError(f"{path}: the file is empty")
+            for number, value in READERS[path.suffix](path):
+                yield SourceRow(f"{path} row {number}", value)
+
+
+def find_source(data: Data) -> Source:
+    """The files that a section names; raises FinetuneError where there are none."""
+    known = ", ".join(READERS)
+    if glob.has_magic(data.source) and not Path(data.source).exists():
+        found = sorted(Path(name) for name in glob.glob(data.source, recursive=True))
+        files = tuple(path for path in found if path.suffix in READERS and path.is_file())
+        if not files:
+            what = f"matches {len(found)} paths, none of them a {known} file"
+            raise FinetuneError(
+                f"data.source: '{data.source}' {what if found else 'matches nothing'}"
+            )
+        return Source(data, files)
+    path = Path(data.source).expanduser()
+    if path.is_dir():
+        inside = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
+        files = tuple(p for p in inside if not _hidden(p.relative_to(path)))
+        if not files:
+            raise FinetuneError(f"data.source: the folder {path} holds no {known} file")
+        return Source(data, files)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise FinetuneError(f"data.source: {path} is no {known} file")
+        return Source(data, (path,))
+    if path.suffix in READERS or path.is_absolute() or not HUB_NAME.fullmatch(data.source):
+        raise FinetuneError(f"data.source: no such file or folder: {data.source}{_beside(path)}")
+    return Source(data, ())
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _beside(path: Path) -> str:
+    """A file of a similar name in the same folder, or that the folder is missing."""
+    if not path.parent.is_dir():
+        return f" (there is no folder {path.parent})"
+    close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+    return f"; did you mean '{path.parent / close[0]}'?" if close else ""
+
+
+# Files. A reader yields (row number, row).
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield number, _parse(line, f"{path} row {number}")
+
+
+def read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """A list of rows, or rows one to a line under the name of JSON."""
+    text = _decoded(path)
+    if text.lstrip().startswith("{") and len(text.strip().splitlines()) > 1:
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data":  # a second value follows the first: JSON lines
+                yield from read_jsonl(path)
+                return
+    value = _parse(text, str(path))
+    if not isinstance(value, list):
+        raise FinetuneError(f"{path}: it holds one JSON value, expected a list of rows")
+    yield from enumerate(value, 1)
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of a CSV file with a header; a field may be as long as it likes."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(_lines(path), strict=True)
+    try:
+        for number, row in enumerate(reader, 1):
+            surplus = row.get(None)  # where the csv module puts cells without a column
+            if surplus:
+                raise FinetuneError(
+                    f"{path} row {number}: {len(surplus)} more cells than the header has columns"
+                )
+            yield number, row
+    except csv.Error as error:
+        raise FinetuneError(f"{path} line {reader.line_num}: broken CSV: {error}") from None
+
+
+def read_text(path: Path) -> Iterator[tuple[int, Any]]:
+    """Documents of a text file: the whole of it, or what stands between `<|endoftext|>` lines."""
+    document, first = list[str](), 1
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip() != DOCUMENT_END:
+            document.append(line.replace("\r\n", "\n"))
+            continue
+        if "".join(document).strip():
+            yield first, {"text": "".join(document).strip("\n")}
+        document, first = [], number + 1
+    if "".join(document).strip():
+        yield first, {"text": "".join(document).strip("\n")}
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".csv": read_csv,
+    ".txt": read_text,
+}
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, split at newlines only; raises FinetuneError for other encodings."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise FinetuneError(
+                    f"{path} row {number}: not UTF-8 (byte {error.start} of the line is "
+                    f"0x{line[error.start]:02x}); convert it: iconv -f LATIN1 -t UTF-8"
+                ) from None
+
+
+def _decoded(path: Path) -> str:
+    return "".join(_lines(path))
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        near = text[max(0, error.pos - 20) : error.pos + 20]
+        raise FinetuneError(f"{place}: broken JSON at {where}: {error.msg} near {near!r}") from None
+    except RecursionError:
+        raise FinetuneError(f"{place}: JSON nested too deeply") from None
+
+
+# The hub.
+
+
+def hub_rows(data: Data) -> Iterator[SourceRow]:
+    """Rows of a data set of the Hugging Face hub."""
+    for number, row in enumerate(load_hub(data), 1):
+        yield SourceRow(f"{data.source} ({data.split}) row {number}", row)
+
+
+def load_hub(data: Data) -> Any:
+    """A hub data set's split; raises FinetuneError with the reason where it cannot be had."""
+    import datasets  # takes over a second, and local files do not need it
+
+    try:
+        return datasets.load_dataset(data.source, data.subset, split=data.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FinetuneError(
+            f"data.source: '{data.source}' is no file or folder here, and the hub gave: {reason}"
+        ) from None

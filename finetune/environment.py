@@ -1,0 +1,110 @@
+"""Where a run was made: versions, machine, command. Never an environment variable: those hold
+secrets, and a run directory is meant to be shared."""
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "finetune",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+)
+"""Packages whose version can change a result or how it is recorded."""
+
+_SECRET_NAME = re.compile(r"(token(?![a-z])|secret|passw|api_?key|credential)", re.IGNORECASE)
+_SECRET_SHAPE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{16,})")
+_HIDDEN = "***"
+
+
+def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
+    """Versions, machine and command of this process, as `environment.json` holds them.
+
+    `devices` are the accelerators' names, which only a caller that has imported torch knows; the
+    processor is named where there are none.
+    """
+    return {
+        "versions": versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": list(devices) or [processor()],
+        "command": without_secrets(sys.argv),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(Path.cwd()),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed version of each package that matters, read without importing any of them."""
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def processor() -> str:
+    """The processor's name and its number of usable cores."""
+    name = platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(errors="replace"), re.M)
+        name = found[1].strip() if found else name
+    return f"{name} ({os.cpu_count() or 1} cores)"
+
+
+def commit(folder: Path) -> str | None:
+    """Commit of the git work tree around a folder, with `-dirty` where files differ from it."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
+    command += ["--exclude", "*"]  # the hash alone, never a tag's name
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """A command line with the values of what looks like a token or a password hidden.
+
+    Known: `--hf-token X`, `--token=X`, `tracker.api_key=X`, and the shapes of common tokens.
+    """
+    hidden, hide_next = [], False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET_NAME.search(name.replace("-", "_")) is not None
+        if hide_next:
+            hidden.append(_HIDDEN)
+        elif equals and secret:
+            hidden.append(f"{name}={_HIDDEN}")
+        else:
+            hidden.append(_SECRET_SHAPE.sub(_HIDDEN, word))
+        hide_next = not hide_next and secret and not equals and word.startswith("-")
+    return hidden
+
+
+def command_line(recorded: Sequence[str]) -> str:
+    """A recorded command as it is typed in a shell."""
+    return shlex.join(recorded)

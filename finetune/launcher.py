@@ -1,0 +1,105 @@
+"""Start `accelerate launch` for a person: a plan becomes a command, and the command a run."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune import backend as backends
+from finetune import catalog
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.planner import Plan, plan
+from finetune.recipe import Recipe
+from finetune.run import Run, write_json
+
+STATUS_FILE = "FINETUNE_STATUS_FILE"
+"""Variable that names the file in which a worker leaves its error for the launcher."""
+
+
+def launch(
+    recipe: Recipe,
+    backend: str | None = None,
+    processes: int | None = None,
+    output: str | Path | None = None,
+    resume: bool = False,
+    precision: backends.Precision | None = None,
+    arguments: Sequence[str] = (),
+    flags: Sequence[str] = (),
+) -> Run:
+    """Train in processes of their own, through `accelerate launch`, and wait for the end.
+
+    `arguments` go to `finetune train`, `flags` to `accelerate launch` (multi-node ones too).
+
+    Raises:
+        FinetuneError: the request cannot be honoured; nothing was started.
+        TrainingFailure: the processes ended with an error.
+    """
+    machine = backends.load(backend or recipe.backend)
+    settled = plan(recipe, machine, processes, precision)
+    root = Path(output or Path("runs") / "latest")
+    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
+        recipe_file, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
+        write_json(recipe_file, catalog.to_fields(recipe))
+        words = ["train", str(recipe_file), "--output", str(root), *arguments]
+        words += ["--resume"] if resume else []
+        given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
+        command = build_command(settled, words, [*given, *flags])
+        _run(command, status, threads=max(1, (os.cpu_count() or 1) // settled.processes))
+    return Run(root)
+
+
+def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
+    """The `accelerate launch` of a plan, running `finetune` with `words` in every process."""
+    accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or "accelerate"
+    command = [accelerate, "launch", "--config_file", str(settled.backend.path)]
+    command += ["--num_processes", str(settled.processes)]
+    if not any(flag.startswith("--main_process_port") for flag in flags):
+        command += ["--main_process_port", str(free_port())]
+    return [*command, *flags, "-m", "finetune", *words]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(command: list[str], status: Path, threads: int) -> None:
+    """Run to the end, passing its output on; a worker's own error is raised as such."""
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {STATUS_FILE: str(status)}
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            # What torch's agent prints after a worker has said what is wrong is a traceback of its
+            # own, of no use to a person.
+            if not status.exists():
+                sys.stderr.write(line)
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status.exists():
+        told = json.loads(status.read_text())
+        kind = FinetuneError if told["status"] == FinetuneError.exit_status else TrainingFailure
+        raise kind(*told["problems"])
+    if code:
+        raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
+
+
+def leave_status(error: FinetuneError) -> bool:
+    """In a worker: leave the error for the launcher to tell; False where there is no launcher."""
+    path = os.environ.get(STATUS_FILE)
+    if path is None:
+        return False
+    write_json(Path(path), {"status": error.exit_status, "problems": list(error.problems)})
+    return True

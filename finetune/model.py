@@ -1,0 +1,205 @@
+"""The network of a recipe: loaded or built, quantised, and given its adapter."""
+
+import contextlib
+import re
+import zlib
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from finetune.engine import Engine
+from finetune.errors import FinetuneError
+from finetune.planner import Plan
+from finetune.quantization import keep_unpacked, quantization_config
+from finetune.recipe import LoRA, Recipe
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe.
+
+    Raises:
+        FinetuneError: there is none where the recipe says.
+    """
+    model = recipe.model
+    name = model.tokenizer or model.name
+    field = "model.tokenizer" if model.tokenizer else "model.name"
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise FinetuneError(
+            f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
+            "name a folder with tokenizer.json, or set model.tokenizer"
+        ) from None
+
+
+def build(engine: Engine, seed: int) -> nn.Module:
+    """Model with its adapter, on this rank, before the engine shards it.
+
+    Every rank draws the same initial weights, whatever the engine: weights from scratch with one
+    generator, an adapter's with a generator of its own for each parameter name.
+
+    Raises:
+        FinetuneError: the model cannot be loaded, or the adapter does not fit it.
+    """
+    plan = engine.plan
+    recipe = plan.recipe
+    torch.manual_seed(seed)
+    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    model.config.use_cache = False
+    keep_unpacked(model)
+    if recipe.model.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if recipe.adapter is None:
+        return model
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    adapted = _with_adapter(model, recipe.adapter)
+    if recipe.adapter.init_lora_weights in (True, "gaussian"):
+        draw_adapter(adapted, recipe.adapter, seed)
+    return adapted
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
+
+
+def _weight_dtype(plan: Plan) -> torch.dtype:
+    """Frozen weights are held as they are computed with; trained ones in fp32.
+
+    DeepSpeed holds what it computes with and keeps fp32 masters of its own.
+    """
+    frozen = plan.recipe.adapter is not None
+    return compute_dtype(plan) if frozen or plan.backend.engine == "deepspeed" else torch.float32
+
+
+def _from_scratch(engine: Engine) -> PreTrainedModel:
+    fields = dict(engine.plan.recipe.model.config or {})
+    kind = fields.pop("model_type", None)
+    if kind is None:
+        raise FinetuneError("model.config: `model_type` is missing (llama, qwen3, mistral, ...)")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        with engine.whole_weights():
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=engine.plan.recipe.model.attention, dtype=torch.float32
+            )
+    except (ValueError, TypeError, ImportError) as error:
+        raise FinetuneError(f"model.config: {_first_line(error)}") from None
+
+
+def _pretrained(engine: Engine) -> PreTrainedModel:
+    plan = engine.plan
+    model = plan.recipe.model
+    # An adapter that starts from a decomposition of the base weights must see them whole.
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    try:
+        with engine.whole_weights() if whole else contextlib.nullcontext():
+            return AutoModelForCausalLM.from_pretrained(
+                model.name,
+                revision=model.revision,
+                dtype=_weight_dtype(plan),
+                attn_implementation=model.attention,
+                trust_remote_code=model.trust_remote_code,
+                quantization_config=quantization_config(
+                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                ),
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise FinetuneError(
+            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}"
+        ) from None
+
+
+def reads_base(adapter: LoRA | None) -> bool:
+    """Whether the adapter's initial values are a decomposition of the base weights."""
+    plain = (None, "gaussian", "orthogonal")
+    init = adapter.init_lora_weights if adapter is not None else None
+    return isinstance(init, str) and init not in plain
+
+
+def lora_config(adapter: LoRA) -> LoraConfig:
+    """The adapter in PEFT's own words."""
+    targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    excluded = adapter.exclude_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.r,
+        lora_alpha=adapter.scale_alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_dora=adapter.use_dora,
+        use_rslora=adapter.use_rslora,
+        init_lora_weights=adapter.init_lora_weights,
+        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
+        layers_to_transform=list(adapter.layers_to_transform) or None,
+        rank_pattern=dict(adapter.rank_pattern),
+        alpha_pattern=dict(adapter.alpha_pattern),
+    )
+
+
+def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+    try:
+        return get_peft_model(model, lora_config(adapter))
+    except ValueError as error:
+        names = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _linear(m)})
+        raise FinetuneError(
+            f"adapter.targets: {_first_line(error)}; linear modules here: {', '.join(names)}"
+        ) from None
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
+    """Draw every LoRA A anew as PEFT does, from a generator of its own.
+
+    That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
+    (`gaussian`). PEFT draws in the order of construction, which differs between engines.
+    """
+    for name, parameter in model.named_parameters():
+        if re.search(r"\.lora_(A|embedding_B)\.", name):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            if "lora_A" not in name:
+                nn.init.normal_(drawn, generator=generator)
+            elif adapter.init_lora_weights == "gaussian":
+                nn.init.normal_(drawn, std=1 / parameter.shape[0], generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(drawn)
+
+
+def counts(model: nn.Module) -> tuple[int, int]:
+    """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
+    trained = total = 0
+    for parameter in model.parameters():
+        elements = _elements(parameter)
+        total += elements
+        trained += elements if parameter.requires_grad else 0
+    return trained, total
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
+    if state is not None:
+        return state.shape.numel()
+    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

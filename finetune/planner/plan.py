@@ -1,0 +1,117 @@
+"""The plan: every derived number, and every reason why a recipe cannot run on a backend."""
+
+import dataclasses
+import math
+
+from finetune import backend as backends
+from finetune.backend import Backend
+from finetune.errors import FinetuneError
+from finetune.planner.rules import incompatibilities
+from finetune.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a recipe means on a backend with so many processes."""
+
+    recipe: Recipe
+    backend: Backend
+    processes: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per process and optimizer step."""
+        batch = self.recipe.batch
+        return batch.rows // (batch.micro_rows * self.processes)
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate after the scaling that the recipe asks for."""
+        scale = {"none": 1.0, "linear": float(self.processes), "sqrt": math.sqrt(self.processes)}
+        return self.recipe.optim.lr * scale[self.recipe.optim.lr_scaling]
+
+    @property
+    def quant_storage(self) -> str:
+        """Data type that packs NF4 weights: FSDP shards only floating point tensors."""
+        return "bfloat16" if self.backend.engine == "fsdp" else "uint8"
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of the whole run over a training set of so many rows."""
+        if self.recipe.max_steps is not None:
+            return self.recipe.max_steps
+        return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
+
+    def notes(self) -> list[str]:
+        """What a person should know although nothing is wrong."""
+        notes: list[str] = []
+        optim = self.recipe.optim
+        if optim.lr_scaling != "none" and self.processes > 1:
+            notes.append(
+                f"optim.lr_scaling={optim.lr_scaling}: the learning rate is {self.lr:.3g} on "
+                f"{self.processes} processes ({optim.lr:.3g} on one)"
+            )
+        return notes
+
+    def summary(self) -> dict[str, object]:
+        """The record of the plan: plain values for `plan.json`."""
+        backend = self.backend
+        return {
+            "backend": backend.name,
+            "engine": backend.engine,
+            "shard": backend.shard,
+            "offload": backend.offload,
+            "device": backend.device,
+            "precision": backend.precision,
+            "processes": self.processes,
+            "rows_per_step": self.recipe.batch.rows,
+            "micro_rows": self.recipe.batch.micro_rows,
+            "accumulation": self.accumulation,
+            "lr": self.lr,
+            "notes": self.notes(),
+        }
+
+    def explain(self) -> str:
+        """The plan as lines that a person can read."""
+        recipe, backend = self.recipe, self.backend
+        batch = recipe.batch
+        trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
+        base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
+        stored = (
+            "" if recipe.model.quantization == "none" else f", base in {recipe.model.quantization}"
+        )
+        offload = (
+            ""
+            if backend.offload == "none"
+            else f", {backend.offload} offloaded to {backend.device}"
+        )
+        lines = [
+            f"model        {base}: {trained}{stored}",
+            f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}{offload}, "
+            f"{backend.precision}",
+            f"batch        {batch.rows} rows = {batch.micro_rows} micro x {self.accumulation} "
+            f"accumulation x {self.processes} processes, up to {batch.max_length} tokens a row",
+            f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
+            f"clip {recipe.optim.max_grad_norm}",
+        ]
+        return "\n".join(lines + [f"note         {note}" for note in self.notes()])
+
+
+def plan(
+    recipe: Recipe,
+    backend: Backend | str | None = None,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+) -> Plan:
+    """Derive everything that follows from a recipe on a backend.
+
+    Raises:
+        FinetuneError: the pair cannot work; it carries every reason, with what to use instead.
+    """
+    machine = backend if isinstance(backend, Backend) else backends.load(backend or recipe.backend)
+    if precision is not None:
+        machine = dataclasses.replace(machine, precision=precision)
+    count = processes or machine.processes
+    problems = incompatibilities(recipe, machine, count)
+    if problems:
+        raise FinetuneError(*problems)
+    return Plan(recipe, machine, count)

@@ -1,0 +1,111 @@
+"""Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
+
+import re
+from collections.abc import Iterator
+
+from finetune.backend import Backend
+from finetune.recipe import Recipe
+
+RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
+
+
+def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
+    """Every problem of a recipe on a backend, empty when it can run."""
+    rules = (_completeness, _batch, _quantization, _adapter, _optimizer, _evaluation, _processes)
+    return [problem for rule in rules for problem in rule(recipe, backend, processes)]
+
+
+def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    model = recipe.model
+    if model.name is None and model.config is None:
+        yield "model: give model.name (a hub id or a folder) or model.config (from scratch)"
+    if model.config is not None and model.tokenizer is None:
+        yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
+    if not recipe.data:
+        yield "data: none; add a source with its format"
+
+
+def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    rows, micro = recipe.batch.rows, recipe.batch.micro_rows
+    unit = micro * processes
+    if rows % unit:
+        below, above = rows - rows % unit, rows + unit - rows % unit
+        choices = " or ".join(str(value) for value in (below, above) if value)
+        yield (
+            f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
+            f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
+        )
+
+
+def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    quantization, engine = recipe.model.quantization, backend.engine
+    if quantization == "none":
+        return
+    if recipe.adapter is None:
+        yield (
+            f"model.quantization: {quantization} weights cannot be trained; add an adapter "
+            "(with_qlora) or use model.quantization=none"
+        )
+    if recipe.model.config is not None:
+        yield f"model.quantization: {quantization} needs pretrained weights (model.name)"
+    if quantization == "int8" and (engine == "fsdp" or backend.shard == "params"):
+        yield (
+            f"model.quantization: int8 weights cannot be sharded by {backend.name}; use nf4, or a "
+            "backend that keeps parameters whole (ddp, zero2)"
+        )
+
+
+def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    adapter = recipe.adapter
+    if adapter is None:
+        return
+    init = adapter.init_lora_weights
+    special = isinstance(init, str) and init != "gaussian"
+    if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
+        yield (
+            f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
+            "hold; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+        )
+    if special and recipe.model.quantization != "none":
+        yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
+    if backend.shard == "params" and backend.engine == "deepspeed" and adapter.use_dora:
+        yield (
+            f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
+            f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
+        )
+
+
+def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    name = recipe.optim.name
+    sharded = backend.shard != "none"
+    if name in ("adamw_8bit", "paged_adamw_8bit") and sharded:
+        yield (
+            f"optim.name: {name} quantises its moments in blocks, and {backend.name} cuts tensors "
+            "across blocks, so the result would depend on the processes; use adamw, or ddp"
+        )
+    if name == "adafactor" and sharded:
+        yield (
+            f"optim.name: adafactor needs rows and columns of whole matrices, which {backend.name} "
+            "cuts; use adamw, or ddp"
+        )
+    if name == "muon" and sharded:
+        yield (
+            f"optim.name: muon orthogonalises whole matrices, which {backend.name} cuts; "
+            "use adamw, or ddp"
+        )
+
+
+def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
+    evaluation = recipe.evaluation
+    if not held_out and (evaluation.every is not None or evaluation.patience is not None):
+        yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
+    if recipe.eval_data and recipe.eval_rows is not None:
+        yield "eval_rows: rows are held out of `data` only where eval_data is not given"
+
+
+def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if backend.engine == "single" and processes > 1:
+        yield f"processes: single runs one process, got {processes}; use ddp or fsdp_full_shard"
+    if backend.engine == "ddp" and processes < 2:
+        yield f"processes: ddp needs at least 2, got {processes}; use single"

@@ -1,0 +1,23 @@
+"""Keeps the libraries' routine warnings from between a person and what we have to say."""
+
+import logging
+import warnings
+
+LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")
+
+
+def quiet() -> None:
+    """Show only errors of the libraries above; to be called before they are imported.
+
+    Their inner loggers inherit the level; the filter stays where a library, when it is imported,
+    sets the level of its own logger anew.
+    """
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(_is_error)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

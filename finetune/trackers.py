@@ -1,0 +1,74 @@
+"""Experiment trackers hear of steps and evaluations: TensorBoard, W&B, MLflow, Trackio.
+
+All go through Accelerate's trackers, which act on the main process only.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import FinetuneError
+from finetune.metrics import Evaluated, Listener, Record, Trained
+from finetune.run import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
+    """Start the trackers that a recipe asks for, with their files in the run's directory.
+
+    `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
+    Raises FinetuneError where one is not installed: Accelerate 1.15 leaves it out silently.
+    """
+    from accelerate.tracking import filter_trackers  # heavy: only where one was asked for
+
+    accelerator.project_configuration.set_directories(str(run.root))
+    accelerator.log_with = filter_trackers(list(recipe["trackers"]), run.root)
+    found = {str(tracker) for tracker in accelerator.log_with}
+    missing = [name for name in recipe["trackers"] if name not in found]
+    if missing:
+        raise FinetuneError(
+            *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
+        )
+    accelerator.init_trackers(
+        "finetune",
+        config=_flat(recipe),
+        init_kwargs={"wandb": {"name": run.root.name, "dir": str(run.root)}},
+    )
+
+
+def track(accelerator: "Accelerator") -> Listener:
+    """A listener that sends the numbers of steps and evaluations to Accelerate's trackers."""
+
+    def log(record: Record) -> None:
+        values = tracked(record)
+        if values:
+            accelerator.log(values, step=record.step)
+
+    return log
+
+
+def tracked(record: Record) -> dict[str, float]:
+    """What trackers see of a record, such as `train/loss`; nothing but steps and evaluations."""
+    if not isinstance(record, Trained | Evaluated):
+        return {}
+    fields = dataclasses.asdict(record)
+    return {
+        f"{record.kind}/{name}": float(value)
+        for name, value in fields.items()
+        if name not in ("step", "time", "best")
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif value is None or isinstance(value, str | int | float):
+            flat[prefix + name] = value
+        else:
+            flat[prefix + name] = json.dumps(value)
+    return flat

@@ -1,0 +1,20 @@
+"""Llama-3.1-8B-Instruct, QLoRA (NF4), on UltraChat: one consumer GPU of the larger kind.
+
+The model is gated: accept its licence on the hub and log in (`hf auth login`) first.
+"""
+
+from finetune import SFT, Data, Model
+
+CHATS = Data("HuggingFaceH4/ultrachat_200k", "messages", split="train_sft")
+HELD_OUT = Data("HuggingFaceH4/ultrachat_200k", "messages", split="test_sft", first=512)
+
+recipe = (
+    SFT(Model("meta-llama/Llama-3.1-8B-Instruct", activation_checkpointing=True), epochs=1)
+    .with_data(CHATS, eval_data=HELD_OUT)
+    .with_qlora(r=16, dropout=0.05)
+    .with_batch(rows=64, micro_rows=2, max_length=2048, overlong="truncate")
+    .with_optim(lr=2e-4, warmup=0.1)
+    .with_evaluation(every=200)
+    .with_saving(every=200)
+    .with_backend("single")
+)

@@ -1,0 +1,187 @@
+"""What the tests share: a tiny real model, uneven data, and real runs through the command line."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAUNCH_SECONDS = 400
+"""A launch takes about ten seconds; a loaded machine may take many times as long."""
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real models, tokenizers and data; tests that need it are skipped without."""
+    folder = Path(os.environ.get("FINETUNE_ASSETS", ROOT.parent / "shared" / "assets"))
+    if not folder.is_dir():
+        pytest.skip("no test assets: set FINETUNE_ASSETS")
+    return folder
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model folder with its tokenizer, and a data file of uneven conversations."""
+
+    model: Path
+    data: Path
+    eval_data: Path
+
+    def fields(self, **sections: Any) -> dict[str, Any]:
+        """A recipe as plain values; sections are merged into the defaults."""
+        base: dict[str, Any] = {
+            "method": "sft",
+            "model": {"name": str(self.model)},
+            "data": [{"source": str(self.data), "format": "messages"}],
+            "eval_data": [{"source": str(self.eval_data), "format": "messages"}],
+            "batch": {"rows": 8, "micro_rows": 2, "max_length": 128},
+            "optim": {"lr": 1e-3, "warmup": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
+            "saving": {"every": 3},
+            "evaluation": {"every": 3},
+            "max_steps": 6,
+        }
+        for name, value in sections.items():
+            merge = isinstance(base.get(name), dict) and isinstance(value, dict)
+            base[name] = base[name] | value if merge else value
+        return base
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return build_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def build_tiny(folder: Path) -> Tiny:
+    """Write a tiny Llama with random weights, a byte-level tokenizer, and uneven rows."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows = conversations(56)
+    files = {}
+    for name, part in (("data", rows[:48]), ("eval", rows[48:])):
+        files[name] = folder / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps({"messages": row}) + "\n" for row in part))
+    tokenizer = build_tokenizer([turn["content"] for row in rows for turn in row])
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=256,
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return Tiny(folder / "model", files["data"], files["eval"])
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    """Questions with answers of one to forty words, so that masks are uneven."""
+    rng = random.Random(11)
+    text = "the a cat dog sees red blue house tree runs sings over under quickly and then"
+    words = text.split()
+    return [
+        [
+            {"role": "user", "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))},
+            {"role": "assistant", "content": " ".join(rng.choices(words, k=rng.randint(1, 40)))},
+        ]
+        for _ in range(count)
+    ]
+
+
+def build_tokenizer(texts: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>"
+    )
+    fast.chat_template = (ROOT / "finetune/data/templates/chatml.jinja").read_text()
+    return fast
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+Finetune = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
+    """Run the command line in a process of its own: `finetune("train", "recipe.json", ...)`."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(
+        *words: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> Finished:
+        command = [sys.executable, "-m", "finetune", *map(str, words)]
+        return run_command(command, cache, cwd, env)
+
+    return run
+
+
+def run_command(
+    command: list[str], cache: Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> Finished:
+    """Run to the end or to the time limit, and leave no process of it behind."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd or cache,
+        env=environment(cache) | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=LAUNCH_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Finished(process.returncode, stdout, stderr)
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """This process's variables, less what a launch would mistake for its own."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "FSDP_", "FINETUNE_", "RANK", "WORLD_SIZE"))
+    }
+    return kept | {"FINETUNE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def write_recipe(path: Path, fields: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields))
+    return path

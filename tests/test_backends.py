@@ -1,0 +1,163 @@
+"""The switch is real: each backend shards what it says and changes no loss."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, write_recipe
+from safetensors import safe_open
+
+from finetune.run import Run
+
+BACKENDS = [
+    "single", "ddp",
+    "fsdp_full_shard", "fsdp_full_shard_offload",
+    "fsdp_shard_grad_op", "fsdp_shard_grad_op_offload",
+    "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload",
+]  # fmt: skip
+SEVERAL = BACKENDS[1:]
+
+FP32 = 2e-6
+"""Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
+
+Trained = Callable[[str, str], Run]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": {"r": 8, "dropout": 0.1}, "optim": {"lr": 5e-3}},
+    "nf4": {"adapter": {"r": 8}, "model": {"quantization": "nf4"}, "optim": {"lr": 5e-3}},
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The run of a kind of recipe on a backend, started once: six steps, saved every three."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def run(kind: str, backend: str) -> Run:
+        place = root / kind / backend
+        if not place.exists():
+            sections = KINDS[kind] | {
+                "model": {"name": str(tiny.model)} | KINDS[kind].get("model", {})
+            }
+            recipe = write_recipe(root / f"{kind}.json", tiny.fields(**sections))
+            launch(finetune, recipe, backend, place)
+        return Run(place)
+
+    return run
+
+
+def launch(finetune: Finetune, recipe: Path, backend: str, place: Path, *words: str) -> None:
+    processes = "1" if backend == "single" else "2"
+    done = finetune(
+        "launch", recipe, "--backend", backend, "--processes", processes,
+        "--precision", "fp32", "--output", place, *words,
+    )  # fmt: skip
+    assert done.status == 0, done.output
+
+
+def losses(run: Run, kind: str = "train") -> list[float]:
+    return [record["loss"] for record in run.read_metrics(kind)]
+
+
+def largest(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_rank_holds_what_the_backend_promises(trained: Trained, backend: str) -> None:
+    realised = json.loads(trained("full", backend).realised.read_text())
+    total = realised["parameters"]
+    norms = 5 * 64  # vectors below ZeRO-3's persistence threshold of 10 x hidden size stay whole
+    half = total // 2
+    whole = {"parameters": total, "gradients": total, "optimizer": total}
+    sharded = dict.fromkeys(whole, half)
+    zero12 = {"parameters": total, "gradients": half, "optimizer": half}
+    zero3 = sharded | {"parameters": (total - norms) // 2 + norms}
+    family = backend.removesuffix("_offload")
+    expected = {
+        "single": [whole],
+        "ddp": [whole, whole],
+        "fsdp_full_shard": [sharded, sharded],
+        "fsdp_shard_grad_op": [sharded, sharded],
+        "zero1": [zero12, zero12],
+        "zero2": [zero12, zero12],
+        "zero3": [zero3, zero3],
+    }[family]
+    assert total % 2 == 0
+    assert realised["ranks"] == expected
+
+
+@pytest.mark.parametrize("backend", SEVERAL)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_losses_are_those_of_one_process(trained: Trained, kind: str, backend: str) -> None:
+    alone, together = trained(kind, "single"), trained(kind, backend)
+    assert largest(losses(alone), losses(together)) < FP32
+    assert largest(losses(alone, "eval"), losses(together, "eval")) < FP32
+    norms = [[r["grad_norm"] for r in run.read_metrics("train")] for run in (alone, together)]
+    assert largest(*norms) < 1e-4  # norms of about 3
+
+
+@pytest.mark.parametrize("backend", SEVERAL)
+def test_quantised_losses_are_those_of_one_process(trained: Trained, backend: str) -> None:
+    alone, together = trained("nf4", "single"), trained("nf4", backend)
+    assert largest(losses(alone), losses(together)) < FP32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_resuming_continues_bit_for_bit(
+    trained: Trained, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    straight = trained("full", backend)
+    resumed = cut_off(straight, tmp_path / "run", step=3)
+    recipe = straight.root.parent.parent / "full.json"
+    launch(finetune, recipe, backend, resumed.root, "--resume")
+    assert losses(resumed) == losses(straight)
+    assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
+
+
+def cut_off(straight: Run, place: Path, step: int) -> Run:
+    """A copy of a run as a kill after the checkpoint of a step would have left it."""
+    shutil.copytree(straight.root, place)
+    run = Run(place)
+    for later in run.steps():
+        if later > step:
+            shutil.rmtree(run.checkpoint(later))
+    shutil.rmtree(run.final)
+    return run
+
+
+def equal_state(first: Path, second: Path) -> bool:
+    """Whether two checkpoints hold the same weights and moments, bit for bit."""
+    for file in (first / "state").iterdir():
+        with safe_open(file, "pt") as a, safe_open(second / "state" / file.name, "pt") as b:
+            if set(a.keys()) != set(b.keys()):
+                return False
+            if not all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys()):  # noqa: SIM118
+                return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("written", "continued"),
+    [
+        ("zero3", "single"),
+        ("single", "zero3_offload"),
+        ("zero1", "fsdp_full_shard"),
+        ("fsdp_shard_grad_op", "zero2"),
+        ("ddp", "fsdp_full_shard_offload"),
+        ("zero2_offload", "ddp"),
+    ],
+)
+def test_a_checkpoint_continues_on_another_backend(
+    trained: Trained, finetune: Finetune, tmp_path: Path, written: str, continued: str
+) -> None:
+    straight = trained("full", written)
+    resumed = cut_off(straight, tmp_path / "run", step=3)
+    launch(finetune, straight.root.parent.parent / "full.json", continued, resumed.root, "--resume")
+    assert largest(losses(resumed), losses(straight)) < FP32

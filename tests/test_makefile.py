@@ -1,0 +1,154 @@
+"""The Makefile: what its targets are, and which PyTorch it installs where."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+(TORCH,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+REST = "-m pip install -c constraints.txt -e .[dev]"
+LOCAL_CPU = f"-m pip install --no-deps --no-index torch=={TORCH}+cpu"
+INDEX_CPU = (
+    "-m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "
+    f"--timeout 15 --retries 2 torch=={TORCH}+cpu"
+)
+PLAIN = f"-m pip install --no-deps torch=={TORCH}"
+CUDA = f"-m pip install --no-deps torch==={TORCH}"
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses between builds for Linux")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, *words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run make as a person does, not as a part of the make that may have started these tests."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    if path is not None:
+        environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        ["make", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def executable(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_help_is_the_default_and_lists_every_target():
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = make(ROOT).stdout
+    assert set(re.findall(r"^  make ([a-z-]+) +\S", shown, re.MULTILINE)) == set(targets.split())
+    assert shown == make(ROOT, "help").stdout
+
+
+def test_train_and_plan_are_one_command_each():
+    words = ["RECIPE=qwen3_0_6b_lora", "BACKEND=zero2", "PROCESSES=4", "ARGS=optim.lr=1e-4"]
+    for target, verb in (("train", "launch"), ("plan", "plan")):
+        command = make(ROOT, "-n", target, *words).stdout.splitlines()[-1]
+        expected = f"finetune {verb} qwen3_0_6b_lora optim.lr=1e-4 --backend zero2 --processes 4"
+        assert command == f".venv/bin/{expected}"
+
+
+def test_train_without_a_recipe_says_so_before_any_set_up(checkout: Path):
+    result = make(checkout, "train", "BACKEND=ddp")
+    assert result.returncode == 2
+    assert "name a recipe: make train RECIPE=quickstart" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_that_is_too_old_is_named_with_the_way_out(checkout: Path):
+    executable(checkout / "old-python", "exit 1")
+    result = make(checkout, "setup", "PYTHON=./old-python")
+    assert result.returncode == 2
+    assert "needs Python 3.11 or newer" in result.stderr
+    assert "./old-python" in result.stderr
+    assert "make setup PYTHON=/path/to/python3" in result.stderr
+
+
+def test_an_interrupted_set_up_starts_again_from_an_empty_folder(checkout: Path):
+    ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/.unfinished").write_text(ended.stdout)
+    (checkout / ".venv/half-written").touch()
+    result = make(checkout, "setup", "PYTHON=/no/such/python")
+    assert "the last set-up did not finish" in result.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_set_up_that_is_at_work_is_left_alone(checkout: Path):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/.unfinished").write_text(f"{os.getpid()}\n")
+    result = make(checkout, "setup")
+    assert result.returncode == 2
+    assert f"process {os.getpid()} is setting up .venv" in result.stderr
+    assert (checkout / ".venv/.unfinished").exists()
+
+
+def installed(checkout: Path, *words: str, gpu: bool, reachable: str) -> list[str]:
+    """What set-up asks of pip on a machine with or without a GPU.
+
+    pip is stood in for by a script that writes down its words, and that fails for every build of
+    PyTorch but the reachable one.
+    """
+    executable(checkout / "bin/nvidia-smi", "echo 'GPU 0: ...'" if gpu else "exit 9")
+    executable(
+        checkout / ".venv/bin/python",
+        f"""[ "$*" = "-m pip --version" ] && exit 0
+        echo "$*" >>pip.log
+        case "$*" in *torch*) [ "$*" = "{reachable}" ];; esac""",
+    )
+    result = make(checkout, "setup", *words, path=checkout / "bin")
+    assert result.returncode == 0, result.stderr
+    assert (checkout / ".venv/.ready").exists()
+    assert not (checkout / ".venv/.unfinished").exists()
+    return (checkout / "pip.log").read_text().splitlines()
+
+
+@on_linux
+def test_a_machine_with_a_gpu_gets_the_cuda_build(checkout: Path):
+    assert installed(checkout, gpu=True, reachable=CUDA) == [CUDA, REST]
+
+
+@on_linux
+def test_a_machine_without_a_gpu_gets_the_cpu_build_that_pip_knows(checkout: Path):
+    assert installed(checkout, gpu=False, reachable=LOCAL_CPU) == [LOCAL_CPU, REST]
+
+
+@on_linux
+def test_else_the_cpu_build_of_pytorchs_own_index(checkout: Path):
+    pips = installed(checkout, gpu=False, reachable=INDEX_CPU)
+    assert pips == [LOCAL_CPU, INDEX_CPU, REST]
+
+
+@on_linux
+def test_and_the_package_indexs_build_only_where_no_cpu_build_can_be_had(checkout: Path):
+    pips = installed(checkout, gpu=False, reachable=PLAIN)
+    assert pips == [LOCAL_CPU, INDEX_CPU, PLAIN, REST]
+
+
+@on_linux
+def test_another_build_can_be_asked_for(checkout: Path):
+    wanted = f"torch=={TORCH}+cu126"
+    asked = f"-m pip install --no-deps {wanted}"
+    assert installed(checkout, f"TORCH={wanted}", gpu=True, reachable=asked) == [asked, REST]
+
+
+@on_linux
+def test_set_up_is_done_once_and_again_when_a_pin_changes(checkout: Path):
+    once = installed(checkout, gpu=False, reachable=LOCAL_CPU)
+    assert "Nothing to be done" in make(checkout, "setup").stdout
+    later = (checkout / ".venv/.ready").stat().st_mtime + 10
+    os.utime(checkout / "constraints.txt", (later, later))
+    assert installed(checkout, gpu=False, reachable=LOCAL_CPU) == once * 2

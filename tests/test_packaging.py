@@ -1,0 +1,184 @@
+"""What is shipped: the wheel, the pins, the recipes, and the documents that describe them."""
+
+import ast
+import dataclasses
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+import types
+import typing
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from finetune import backend, catalog
+from finetune import recipe as sections
+from finetune.data.formats import FORMATS
+from finetune.methods import METHODS, SFT
+from finetune.planner import plan
+from finetune.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+SECTIONS = (
+    sections.Recipe, sections.Model, sections.Data, sections.LoRA, sections.Batch, sections.Optim,
+    sections.Evaluation, sections.Saving,
+)  # fmt: skip
+BACKENDS = [
+    "single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_full_shard_offload",
+    "fsdp_shard_grad_op_offload", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload",
+    "zero3_nvme",
+]  # fmt: skip
+
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+def test_the_wheel_carries_the_package_the_recipes_and_the_backends(tmp_path: Path):
+    pytest.importorskip("hatchling", reason="builds a wheel without a network")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--no-index", "--quiet", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    carried = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    homes = {"finetune": "finetune/"}
+    homes |= {name: f"finetune/{name}/" for name in ("recipes", "accelerate_configs")}
+    assert carried == {
+        home + path.relative_to(ROOT / folder).as_posix()
+        for folder, home in homes.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert "finetune/data/templates/chatml.jinja" in carried
+
+
+def test_every_dependency_is_pinned_within_its_range():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+    assert all(re.fullmatch(r"==[\w.]+", version) for version in versions.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    for wanted in map(Requirement, [*project["dependencies"], *(w for e in extras for w in e)]):
+        version = versions[canonicalize_name(wanted.name)].removeprefix("==")
+        assert wanted.specifier.contains(version), f"{wanted} but {version} is pinned"
+
+
+@each_recipe
+def test_a_recipe_file_defines_exactly_one_recipe(path: Path):
+    defined = runpy.run_path(str(path))
+    assert [name for name, value in defined.items() if isinstance(value, Recipe)] == ["recipe"]
+
+
+@each_recipe
+def test_a_recipe_says_in_one_sentence_what_it_is(path: Path):
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+    assert re.fullmatch(r"[A-Z].{20,95}\.", first)
+
+
+@each_recipe
+def test_a_recipe_is_the_same_after_a_round_trip_through_json(path: Path):
+    recipe = catalog.load(path)
+    assert catalog.from_fields(json.loads(json.dumps(catalog.to_fields(recipe)))) == recipe
+
+
+@each_recipe
+def test_a_recipe_can_run_on_the_backend_that_it_names(path: Path):
+    recipe = catalog.load(path)
+    assert plan(recipe).backend.name == recipe.backend
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if "quickstart" not in p.stem], ids=str)
+def test_the_name_of_a_recipe_says_how_it_trains(path: Path):
+    recipe = catalog.load(path)
+    kinds = {(False, "none"): "full", (True, "none"): "lora", (True, "nf4"): "qlora"}
+    how = kinds[recipe.adapter is not None, recipe.model.quantization]
+    assert path.stem.rsplit("_", 1)[1] == how
+
+
+# The documents.
+
+
+def kind(hint: Any) -> str:
+    """The values of a field as the reference writes them."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return kind(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        kinds = [kind(argument) for argument in arguments if argument is not type(None)]
+        return " or ".join(kinds)
+    if origin is tuple:
+        of = ", ".join(dict.fromkeys(kind(a) for a in arguments if a is not Ellipsis))
+        return f"list of {of}s" if of.endswith("number") else f"list of {of}"
+    if origin is dict:
+        return "keys and values"
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint).__name__
+    return {int: "whole number", float: "number", bool: "true, false", str: "text"}[hint]
+
+
+def reference(section: Any) -> str:
+    """A section in `docs/recipes.md`: what it is, and each field with its sentence in the code."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    lines = [section.__doc__, "", "| field | values | default | meaning |", "|---|---|---|---|"]
+    for name, field in section.__pydantic_fields__.items():
+        if field.description is None:  # a section of the recipe, which has a table of its own
+            continue
+        default = field.get_default(call_default_factory=True, validated_data={})
+        shown = "required" if field.is_required() else f"`{json.dumps(default)}`"
+        lines.append(f"| `{name}` | {kind(hints[name])} | {shown} | {field.description} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_reference_has_every_field_as_the_code_describes_it(section: type):
+    assert reference(section) in (ROOT / "docs/recipes.md").read_text()
+
+
+def test_the_reference_has_what_supervised_fine_tuning_adds():
+    (added,) = {f.name for f in dataclasses.fields(SFT)} - {
+        f.name for f in dataclasses.fields(Recipe)
+    }
+    row = next(line for line in reference(SFT).splitlines() if line.startswith(f"| `{added}` |"))
+    assert row in (ROOT / "docs/recipes.md").read_text()
+
+
+def test_the_documents_name_every_backend_format_and_method():
+    readme, backends = ((ROOT / name).read_text() for name in ("README.md", "docs/backends.md"))
+    for document in (readme, backends):
+        assert re.findall(r"^\| `(\w+)` \|", document, re.MULTILINE) == BACKENDS
+    assert sorted(BACKENDS) == backend.names()
+    formats = (ROOT / "docs/data.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", formats, re.MULTILINE) == list(FORMATS)
+    methods = (ROOT / "docs/recipes.md").read_text()
+    assert all(f"`{method}`" in methods for method in METHODS)
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_lead_to_files_that_exist(document: Path):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_the_readme_shows_a_recipe_as_it_is():
+    code = (ROOT / "recipes/smollm2_135m_lora.py").read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_documents_name_only_targets_and_recipes_that_exist(document: Path):
+    text = document.read_text()
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    assert named <= set(targets.split())
+    recipes = re.findall(r"(?:train|launch|plan|show) ([a-z]\w*_\w+)|RECIPE=(\w+)", text)
+    assert {one or other for one, other in recipes} <= {path.stem for path in RECIPES}

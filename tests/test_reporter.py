@@ -1,0 +1,572 @@
+"""The page, the picture and the card say exactly what the record says."""
+
+import contextlib
+import dataclasses
+import html.parser
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib import image
+from records import (
+    BEGUN,
+    RECIPE,
+    START,
+    ended,
+    evaluated,
+    many_steps,
+    trained,
+    unmeasured_run,
+    whole_run,
+    write_run,
+)
+
+from finetune.card import code, write_card
+from finetune.curves import Curve, draw, smooth, thin, ticks
+from finetune.metrics import read_history
+from finetune.plot import plot_loss
+from finetune.reporter import report
+from finetune.run import Run, write_json
+from finetune.summary import base_model, hub_name, technique, title, verdict
+from finetune.tables import Table, tables
+
+VOID = {"meta", "br", "line", "circle", "polyline"}
+
+
+class Page(html.parser.HTMLParser):
+    """The text, the tags, and the tables of each section of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.rows: dict[str, list[list[str]]] = {}
+        self._open: list[str] = []
+        self._section = ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self._open == []  # every tag is closed, in order
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "section":
+            self._section = dict(attrs)["id"] or ""
+            self.rows[self._section] = []
+        elif tag == "tr":
+            self.rows[self._section].append([])
+        elif tag in ("td", "th"):
+            self.rows[self._section][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            return
+        self.text.append(data)
+        if {"td", "th"} & set(self._open):
+            self.rows[self._section][-1][-1] += data
+
+    def first(self, tag: str) -> str:
+        """Text of the first element with this tag."""
+        inside = self.source.split(f"<{tag}")[1].split(">", 1)[1].split(f"</{tag}>")[0]
+        return html.unescape(inside)
+
+
+def page_of(run: Run) -> Page:
+    assert report(run) == run.report
+    assert [path.name for path in run.root.glob(".report*")] == []
+    return Page(run.report)
+
+
+def test_the_page_of_a_finished_run_holds_its_exact_numbers(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a run", whole_run()))
+    assert page.first("h1") == "SFT of acme/tiny-llama: QLoRA (NF4), r=16"
+    assert page.first("p") == ("Finished 10 steps in 20 s. Evaluation loss 1.2500 at step 5.")
+    assert page.rows["evaluations"] == [
+        ["step", "loss", "change", "perplexity", "tokens", "time", ""],
+        ["5", "1.2500", "-", "3.49", "321", "0.5 s", "best"],
+        ["10", "1.5000", "+0.2500", "4.482", "321", "0.5 s", ""],
+    ]
+    assert page.rows["checkpoints"][1:] == [
+        ["5", "1.2500", "4.00 KiB", "0.25 s", "kept", "best"],
+        ["10", "1.5000", "4.00 KiB", "0.25 s", "kept", "newest"],
+    ]
+    assert page.rows["throughput-and-memory"] == [
+        ["tokens per second", "500.0"],
+        ["tokens", "10,000"],
+        ["tokens with a loss", "7,000 (70 %)"],
+        ["padding", "20 %"],
+        ["median step", "2.0 s"],
+        ["slowest step", "2.0 s (step 1)"],
+        ["peak memory of one process", "3.00 GiB"],
+        ["time spent on", "time", "share"],
+        ["steps", "20 s", "100 %"],
+        ["evaluations", "1.0 s", "5 %"],
+        ["checkpoints", "0.5 s", "2.5 %"],
+        ["other", "0 s", "0 %"],
+        ["in all", "20 s", "100 %"],
+    ]
+    assert page.rows["data"] == [
+        ["rows for training", "80"],
+        ["rows held out", "8"],
+        ["tokens with a loss", "5,432"],
+    ]
+    assert page.rows["backend"][1] == ["0", "ddp", "bf16", "2", "16 = 4 x 2 x 2"]
+    assert [tag for tag, _ in page.tags].count("svg") == 5
+    assert "  lr: 0.0002\n" in "".join(page.text)
+
+
+def test_what_the_record_does_not_hold_is_not_on_the_page(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, unmeasured_run()))
+    assert set(page.rows) == {"curves", "throughput-and-memory", "data", "backend", "recipe"}
+
+
+def test_everything_that_was_written_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path, whole_run())
+    counts = {"samples": 5, "rows": 4, "by_source": [{"source": "a.jsonl", "rows": 4}]}
+    write_json(run.data, {"train": counts, "eval": {**counts, "rows": 1, "by_source": []}})
+    held = [
+        {"parameters": 130_016, "optimizer": 6_172},
+        {"parameters": 130_016, "optimizer": 6_173},
+    ]
+    write_json(run.realised, {"distributed_type": "FSDP", "processes": 2, "ranks": held})
+    write_json(
+        run.plan, {"processes": 2, "steps": 20, "engine": "ddp", "memory": {"peak_memory": 2**31}}
+    )
+    write_json(
+        run.environment,
+        {"python": "3.11.7", "versions": {"torch": "2.13.0"}, "command": ["a b", "c"]},
+    )
+    write_json(
+        run.root / "proof.json", {"passed": True, "checks": [{"check": "resume", "equal": False}]}
+    )
+    page = page_of(run)
+    assert page.rows["data"] == [
+        ["", "train", "eval"],
+        ["samples", "5", "5"],
+        ["rows", "4", "1"],
+        ["source", "rows"],
+        ["a.jsonl", "4"],
+    ]
+    assert page.rows["backend"][2:] == [
+        ["distributed type", "FSDP"],
+        ["processes", "2"],
+        ["rank", "parameters", "optimizer"],
+        ["0", "130,016", "6,172"],
+        ["1", "130,016", "6,173"],
+    ]
+    assert page.rows["plan"] == [
+        ["", "predicted", "measured", "measured / predicted"],
+        ["processes", "2", "2", "1.00"],
+        ["steps", "20", "10", "0.50"],
+        ["peak memory", "2.00 GiB", "3.00 GiB", "1.50"],
+        ["engine", "ddp"],
+        ["peak memory", "2.00 GiB"],
+    ]
+    assert page.rows["proofs"] == [["passed", "yes"], ["check", "equal"], ["resume", "no"]]
+    assert page.rows["environment"] == [["python", "3.11.7"], ["torch", "2.13.0"]]
+    assert "'a b' c" in page.text
+
+
+def test_html_in_the_data_stays_text(tmp_path: Path) -> None:
+    evil = "</pre><script>alert('1')</script><img src=x onerror=alert(2)>"
+    recipe = RECIPE | {"model": {"name": evil}, evil: evil}
+    run = write_run(tmp_path, [dataclasses.replace(START, backend=evil), trained(1)], recipe)
+    sample = {"prompt": evil, "before": evil, "after": "7", "expected": "7 "}
+    write_json(run.root / "samples.json", [sample])
+    for path in (run.data, run.realised, run.plan, run.root / "proof.json"):
+        write_json(path, {evil: evil, "list": [{evil: evil}], "part": {evil: {evil: evil}}})
+    write_json(run.environment, {"versions": {evil: evil}, "command": [evil]})
+    page = page_of(run)
+    assert {"script", "img"} & {tag for tag, _ in page.tags} == set()
+    assert page.text.count(evil) >= 20
+    assert all(not name.startswith("on") for _, attributes in page.tags for name in attributes)
+
+
+def test_the_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, whole_run()))
+    assert {"link", "script", "img", "iframe"} & {tag for tag, _ in page.tags} == set()
+    assert {"src", "href"} & {name for _, attributes in page.tags for name in attributes} == set()
+    assert "url(" not in page.source
+    assert "@import" not in page.source
+    assert "http" not in page.source
+
+
+def test_samples_are_shown_with_what_was_exact(tmp_path: Path) -> None:
+    run = write_run(tmp_path, unmeasured_run())
+    right = {"prompt": "2 + 2", "before": "5", "after": " 4\n", "expected": "4"}
+    wrong = {"prompt": "2 + 3", "before": "5", "after": "6", "expected": "5"}
+    open_ended = {"prompt": "Sing", "before": None, "after": "La"}
+    write_json(run.root / "samples.json", [right, wrong, open_ended] + [wrong] * 60)
+    page = page_of(run)
+    assert "Answers exactly as expected: 61 of 62 before, 1 after." in page.text
+    assert "13 more are in samples.json." in page.text
+    assert page.text.count("exact") == 49  # 48 wrong ones that were right before, and one after
+
+
+@pytest.mark.parametrize(
+    ("records", "state", "expected"),
+    [
+        ([], "not started", "Training has not begun."),
+        (
+            [START],
+            "no end recorded",
+            "Step 0 of 10 after 0 s; no end is recorded: it is running or was killed "
+            "(last record 1 min 30 s old).",
+        ),
+        (
+            [START, trained(1), trained(2)],
+            "no end recorded",
+            "Step 2 of 10 after 4.0 s; no end is recorded: it is running or was killed (last "
+            "record 1 min 26 s old). Training loss 4.0000 at step 1, 2.0000 at step 2; nothing was "
+            "evaluated on held-out rows.",
+        ),
+        (
+            [START, trained(1), ended(1, reason="interrupted")],
+            "interrupted",
+            "Interrupted at step 1 of 10 after 2.0 s; it can be resumed. Training loss 4.0000 at "
+            "step 1; nothing was evaluated on held-out rows.",
+        ),
+        (
+            [
+                START,
+                evaluated(0, 5.0, best=True),
+                trained(1),
+                evaluated(1, 3.0, best=True),
+                ended(1, reason="early stop"),
+            ],
+            "early stop",
+            "Stopped early at step 1 of 10 after 2.0 s. Evaluation loss 5.0000 at step 0, best "
+            "3.0000 at step 1.",
+        ),
+        (
+            [START, trained(1), trained(2, loss=math.nan), trained(3, loss=math.inf), ended(3)],
+            "not finite",
+            "Finished 3 steps in 6.0 s. The training loss is not finite since step 2.",
+        ),
+    ],
+)
+def test_every_kind_of_run_has_a_page(
+    tmp_path: Path, records: list[Any], state: str, expected: str
+) -> None:
+    run = write_run(tmp_path / "run", records)
+    assert verdict(read_history(run), now=BEGUN + 90) == expected
+    page = page_of(run)
+    assert page.text.count(state) == 1
+    assert page.rows["recipe"] == []
+
+
+def test_the_time_of_a_run_is_that_of_its_parts(tmp_path: Path) -> None:
+    again = dataclasses.replace(START, step=1, resumed_from=1, time=BEGUN + 1_000)
+    run = write_run(tmp_path, [START, trained(1), again, trained(2, time=BEGUN + 1_005)])
+    assert read_history(run).seconds == 2 + 5
+    assert page_of(run).rows["backend"][1:] == [
+        ["0", "ddp", "bf16", "2", "16 = 4 x 2 x 2"],
+        ["1", "ddp", "bf16", "2", "16 = 4 x 2 x 2"],
+    ]
+
+
+def test_a_checkpoint_that_was_pruned_is_listed_as_removed(tmp_path: Path) -> None:
+    run = write_run(tmp_path, whole_run())
+    (run.checkpoint(5) / "manifest.json").unlink()
+    assert [row[4:] for row in page_of(run).rows["checkpoints"][1:]] == [
+        ["removed", ""],
+        ["kept", "newest"],
+    ]
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [START, *many_steps(20_000)])
+    page_of(run)
+    assert run.report.stat().st_size < 150_000
+
+
+def test_text_that_is_no_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, unmeasured_run())
+    (run.root / "samples.json").write_text('[{"prompt": "lone \\ud800", "after": "\\u2028"}]')
+    assert "lone ?" in page_of(run).text
+
+
+# Curves.
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 12))
+def test_ticks_are_few_round_and_inside(low: float, span: float, most: int) -> None:
+    high = low + span
+    marks = ticks(low, high, most)
+    slack = 1e-8 * max(abs(low), abs(high), span)
+    assert len(marks) <= most
+    assert all(low - slack <= mark <= high + slack for mark in marks)
+    for before, after in itertools.pairwise(marks):
+        apart = f"{after - before:.3e}" if span > 1e-6 * abs(low) else "1.000e"
+        assert apart.startswith(("1.000e", "2.000e", "5.000e"))
+
+
+def test_ticks_of_usual_ranges() -> None:
+    assert ticks(0, 10, 6) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.9, 3.4, 6) == [1, 1.5, 2, 2.5, 3]
+    assert ticks(1, 300, 5) == [100, 200, 300]
+
+
+def test_thinning_keeps_every_spike() -> None:
+    points = [(float(step), math.sin(step)) for step in range(10_000)]
+    points[1_234] = (1_234.0, 99.0)
+    points[5_678] = (5_678.0, -99.0)
+    thinned = thin(points, buckets=100)
+    assert len(thinned) == 200
+    assert {(1_234.0, 99.0), (5_678.0, -99.0)} <= set(thinned)
+    assert thinned == sorted(thinned)
+    assert thin(points[:200], buckets=100) == points[:200]
+
+
+def test_smoothing_is_the_mean_of_a_window_without_what_is_not_finite() -> None:
+    points = [(float(step), float(step % 2)) for step in range(80)]
+    smoothed = smooth([*points, (80.0, math.nan)])
+    assert len(smoothed) == 80
+    assert smoothed[10] == (10.0, 2 / 5)  # steps 8 to 12: 0 1 0 1 0
+    assert smoothed[0] == (0.0, 1 / 3)
+    assert smoothed[79] == (79.0, 2 / 3)
+
+
+def test_a_curve_is_drawn_from_corner_to_corner() -> None:
+    curve = Curve("c", [(0, 0.0), (10, math.nan), (20, 1.0)], "smooth")
+    drawing = draw([curve], label="<l>", show=str)
+    assert 'aria-label="&lt;l&gt;"' in drawing
+    # From (58, 180 - pad) to (460 - 24, 12 + pad): the pad is 5 % of the values at each end.
+    pad = 168 * 0.05 / 1.1
+    assert f'points="58.0,{180 - pad:.1f} 436.0,{12 + pad:.1f}"' in drawing
+
+
+def test_a_curve_without_values_is_not_drawn() -> None:
+    assert draw([Curve("c", [(0, math.nan)], "smooth")], label="c", show=str) == ""
+
+
+# The picture.
+
+ORANGE = (224, 121, 27)
+
+
+def pixels(path: Path) -> Any:
+    return (image.imread(path)[:, :, :3] * 255).round().astype(int)
+
+
+def test_the_picture_is_a_png_of_the_stated_size(tmp_path: Path) -> None:
+    run = write_run(tmp_path, whole_run())
+    assert plot_loss(run) == run.loss_plot
+    assert run.loss_plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert pixels(run.loss_plot).shape == (880, 1440, 3)
+    assert (pixels(run.loss_plot) == ORANGE).all(axis=2).sum() > 500  # the evaluations
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [START, trained(1)],
+        [START, *many_steps(50)],
+        [START, trained(1), trained(2, loss=math.nan)],
+        [START, trained(1, loss=math.nan)],
+    ],
+)
+def test_a_run_without_evaluation_has_a_picture_without_its_dots(
+    tmp_path: Path, records: list[Any]
+) -> None:
+    run = write_run(tmp_path, records)
+    assert plot_loss(run) == run.loss_plot
+    assert (pixels(run.loss_plot) == ORANGE).all(axis=2).sum() == 0
+
+
+def test_a_run_without_a_step_has_no_picture(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [START])
+    assert plot_loss(run) is None
+    assert not run.loss_plot.exists()
+
+
+# The card.
+
+
+def front_of(card: Path) -> dict[str, Any]:
+    return yaml.safe_load(card.read_text().split("---\n")[1])
+
+
+def test_the_card_says_what_was_done(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    write_json(
+        run.data, {"train": {"rows": 80, "tokens": 9_000, "dropped": 2}, "eval": {"rows": 8}}
+    )
+    write_json(run.environment, {"python": "3.11.7", "versions": {"torch": "2.13.0"}})
+    card = write_card(run, run.final)
+    assert card == run.final / "README.md"
+    assert front_of(card) == {
+        "base_model": "acme/tiny-llama",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["finetune", "sft", "qlora"],
+        "datasets": ["acme/questions"],
+    }
+    lines = card.read_text().splitlines()
+    for line in (
+        "# SFT of acme/tiny-llama: QLoRA (NF4), r=16",
+        "The weights are those of step 5, which had the best evaluation.",
+        "| Trained parameters | 12,345 of 260,032 (4.7 %) |",
+        "| Optimizer steps | 10 of 10 |",
+        "| optim.lr | `0.0002` |",
+        "| `acme/questions` | `messages` | training |",
+        "| rows | 80 | 8 |",
+        "| dropped | 2 | - |",
+        "| training, last step | 10 | 0.4000 |",
+        "| held-out rows, best | 5 | 1.2500 |",
+        "| torch | `2.13.0` |",
+    ):
+        assert line in lines
+    assert "Nothing was evaluated" not in card.read_text()
+
+
+def test_a_card_without_evaluation_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", unmeasured_run())
+    text = write_card(run, run.final).read_text()
+    assert "**Nothing was evaluated.**" in text
+    assert "The weights are those of step 10.\n" in text
+    assert "held-out rows, " not in text
+    assert "- No generated answers were compared with references.\n" in text
+
+
+def test_a_card_of_an_export_names_its_checkpoint_and_kind(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    card = write_card(run, tmp_path / "out", kind="merged", step=10)
+    assert front_of(card)["library_name"] == "transformers"
+    assert "The weights are those of step 10.\n" in card.read_text()
+    assert "merged into the unquantised base" in card.read_text()
+    assert "PeftModel" not in card.read_text()
+
+
+def test_what_is_not_on_the_hub_is_not_in_the_cards_metadata(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    data = [
+        {"source": str(tmp_path / "a.jsonl"), "format": "text"},
+        {"source": "b.jsonl", "format": "text"},
+    ]
+    recipe = RECIPE | {"model": {"name": str(folder)}, "data": data}
+    card = write_card(write_run(tmp_path / "run", whole_run(), recipe), tmp_path / "out")
+    assert {"base_model", "datasets"} & front_of(card).keys() == set()
+    assert "for `base`; the base model itself" in card.read_text()
+
+
+def test_markdown_in_the_record_stays_text(tmp_path: Path) -> None:
+    evil = "a`b|c](http://x) <b>\n# d"
+    recipe = RECIPE | {"model": {"name": evil}, "data": [{"source": evil, "format": evil}]}
+    text = write_card(
+        write_run(tmp_path / "run", whole_run(), recipe), tmp_path / "out"
+    ).read_text()
+    assert "| ``a`b\\|c](http://x) <b> # d`` | ``a`b\\|c](http://x) <b> # d`` | training |" in text
+    assert "\n# d" not in text
+    assert code("`") == "`` ` ``"
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_the_cards_code_loads_what_lies_beside_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, final = tmp_path / "base", tmp_path / "run" / "final"
+    save_tiny_model(base, final if kind == "adapter" else None)
+    adapter = RECIPE["adapter"] if kind == "adapter" else None
+    recipe = RECIPE | {"model": {"name": str(base)}, "adapter": adapter}
+    folder = final if kind == "adapter" else base
+    card = write_card(write_run(tmp_path / "run", whole_run(), recipe), folder)
+    program = card.read_text().split("```python\n")[1].split("```")[0]
+    program += "print('made', output.shape[0])\n"
+    monkeypatch.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, str(card), "exec"), {})
+    assert printed.getvalue().endswith("made 1\n")
+
+
+def save_tiny_model(base: Path, adapter: Path | None) -> None:
+    """A Llama of one layer with a tokenizer of words, and a LoRA adapter for it."""
+    from peft import LoraConfig, get_peft_model
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "Once": 1, "time": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=3,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=128,
+        )
+    )
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    if adapter is not None:
+        config = LoraConfig(r=2, target_modules="all-linear", base_model_name_or_path=str(base))
+        get_peft_model(model, config).save_pretrained(adapter)
+        tokenizer.save_pretrained(adapter)
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "SFT of acme/tiny-llama: QLoRA (NF4), r=16"),
+        ({"model": {"name": "gpt2"}}, "SFT of gpt2: LoRA, r=16"),
+        (
+            {"adapter": {"r": 4, "use_dora": True}, "model": {"name": "a/b"}},
+            "SFT of a/b: DoRA, r=4",
+        ),
+        (
+            {"method": "pretrain", "adapter": None, "model": {"config": {"model_type": "llama"}}},
+            "Pretrain of llama from scratch: full weights",
+        ),
+        ({"model": {"name": "/models/big one/"}, "adapter": None}, "SFT of big one: full weights"),
+    ],
+)
+def test_a_run_is_named_after_its_recipe(changes: dict[str, Any], expected: str) -> None:
+    assert title(RECIPE | changes) == expected
+
+
+def test_a_record_that_is_missing_has_a_name_too() -> None:
+    assert title({}) == "Training of a model: full weights"
+    assert base_model({"model": None}) == "a model"
+    assert technique({"adapter": {}}) == "full weights"
+
+
+def test_hub_names_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").mkdir()
+    assert hub_name("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    names = ["a/b", "data.jsonl", "./x", "/x/y", "a/b/c", "*.json", "", None]
+    assert [hub_name(name) for name in names] == [None] * len(names)
+
+
+def test_json_of_any_shape_becomes_tables() -> None:
+    assert list(tables({})) == []
+    assert list(tables([1, [2, {"a": 3}]], "h")) == [
+        Table([(1,), (json.dumps([2, {"a": 3}]),)], heading="h")
+    ]
+    record = {"a": [1, "x"], "b": {"c": {"d_e": 1.5}}, "size_bytes": 2_048, "f": {"g": None}}
+    assert list(tables(record)) == [
+        Table([("a", "1, x"), ("size bytes", "2.00 KiB")]),
+        Table([("d e", 1.5)], heading="b, c"),
+        Table([("g", None)], heading="f"),
+    ]

@@ -1,0 +1,194 @@
+"""The loop is exact, a killed run loses nothing, and a bad start is refused with its reason."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, environment, write_recipe
+from safetensors.torch import load_file
+from test_backends import FP32, equal_state, largest, losses
+
+import finetune as ft
+from finetune import catalog
+from finetune.optim import learning_rate
+from finetune.recipe import Optim
+from finetune.run import Run
+
+
+def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
+    """A run of one process, in this one."""
+    recipe = catalog.from_fields(tiny.fields(**sections))
+    return ft.train(recipe, precision="fp32", output=place, resume=resume)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+
+
+LORA = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
+
+
+def adapter_of(run: Run, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.checkpoint(step) / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("micro_rows", [4, 2, 1])
+def test_accumulation_does_not_change_the_training(
+    tiny: Tiny, tmp_path: Path, micro_rows: int
+) -> None:
+    whole = train(tiny, tmp_path / "1x8", **LORA, batch={"micro_rows": 8})
+    cut = train(tiny, tmp_path / "cut", **LORA, batch={"micro_rows": micro_rows})
+    assert largest(losses(whole), losses(cut)) < FP32
+    assert largest(losses(whole, "eval"), losses(cut, "eval")) < FP32
+    before, after = adapter_of(whole, 6), adapter_of(cut, 6)
+    assert before.keys() == after.keys()
+    # AdamW divides by the root of the squared gradient: where that is near zero, a sum in another
+    # order moves the sign of a step of lr = 5e-3. Six such steps bound the difference.
+    assert all(torch.allclose(before[key], after[key], atol=3e-4) for key in before)
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny: Tiny, tmp_path: Path) -> None:
+    """Against plain transformers: the first step's loss and gradient norm over eight rows."""
+    from transformers import AutoModelForCausalLM
+
+    from finetune.data.batch import collate
+    from finetune.data.order import rows_of_step
+    from finetune.data.prepare import prepare
+    from finetune.data.render import load_chat
+    from finetune.model import load_tokenizer
+    from finetune.worker import data_cache
+
+    sections = {"batch": {"micro_rows": 2}, "max_steps": 1}
+    run = train(tiny, tmp_path / "run", **sections)
+    recipe = catalog.load(run.recipe)
+    chat = load_chat(load_tokenizer(recipe), None)
+    rows = prepare(recipe, chat, data_cache()).train
+    batch = collate(rows, rows_of_step(0, len(rows), 8, recipe.seed), 0, "cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    outputs = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels)
+    outputs.loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    first = next(run.read_metrics("train"))
+    assert abs(first["loss"] - outputs.loss.item()) < FP32
+    assert abs(first["grad_norm"] - norm) < 1e-5
+    assert first["trained_tokens"] == int((batch.labels[:, 1:] != -100).sum())
+
+
+def test_resuming_on_one_process_continues_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
+    sections = {"adapter": {"r": 8, "dropout": 0.2}, "optim": {"lr": 5e-3}}
+    straight = train(tiny, tmp_path / "straight", **sections)
+    shutil.copytree(straight.root, tmp_path / "resumed")
+    resumed = Run(tmp_path / "resumed")
+    shutil.rmtree(resumed.checkpoint(6))
+    train(tiny, resumed.root, resume=True, **sections)
+    assert losses(resumed) == losses(straight)
+    assert losses(resumed, "eval") == losses(straight, "eval")
+    assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"])
+def test_each_optimizer_resumes_where_it_stopped(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    sections = {"optim": {"name": name, "lr": 1e-3}}
+    straight = train(tiny, tmp_path / "straight", **sections)
+    shutil.copytree(straight.root, tmp_path / "resumed")
+    resumed = Run(tmp_path / "resumed")
+    shutil.rmtree(resumed.checkpoint(6))
+    train(tiny, resumed.root, resume=True, **sections)
+    assert losses(resumed) == losses(straight)
+
+
+@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp_full_shard", "zero2"])
+def test_a_killed_run_continues_as_if_it_had_not_been(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=30, saving={"every": 2}))
+    words = [
+        "launch", str(recipe), "--backend", backend, "--precision", "fp32",
+        "--processes", "1" if backend == "single" else "2", "--output",
+    ]  # fmt: skip
+    assert finetune(*words, tmp_path / "straight").status == 0
+    killed = Run(tmp_path / "killed")
+    kill_after(4, [*words, str(killed.root)], killed, tmp_path)
+    assert finetune(*words, killed.root, "--resume").status == 0
+    assert losses(killed) == losses(Run(tmp_path / "straight"))
+
+
+def kill_after(step: int, words: list[str], run: Run, cache: Path) -> None:
+    """Start a run and end all of its processes with SIGKILL once a checkpoint is complete."""
+    command = [sys.executable, "-m", "finetune", *words]
+    process = subprocess.Popen(
+        command, env=environment(cache), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 300
+    while (run.newest() or 0) < step:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_the_best_checkpoint_stays_and_becomes_the_result(tiny: Tiny, tmp_path: Path) -> None:
+    sections = {
+        "optim": {"lr": 0.3, "warmup": 0, "schedule": "constant"},  # soon gets worse
+        "evaluation": {"every": 1, "patience": 3},
+        "saving": {"every": 1, "keep": 1},
+        "max_steps": 20,
+    }
+    run = train(tiny, tmp_path / "run", **sections)
+    evaluated = losses(run, "eval")
+    best = min(range(len(evaluated)), key=evaluated.__getitem__) + 1
+    assert run.best_step() == best
+    assert len(evaluated) == best + 3
+    assert [record["reason"] for record in run.read_metrics("end")] == ["early stop"]
+    assert run.steps() == [best, best + 3]
+    result = load_file(run.final / "model.safetensors")
+    kept = load_file(run.checkpoint(best) / "model" / "model.safetensors")
+    assert all(torch.equal(result[key], kept[key]) for key in kept)
+
+
+def test_the_schedule_counts_optimizer_steps_of_the_job() -> None:
+    optim = Optim(schedule="linear", warmup=2, min_lr=0.1)
+    rates = [learning_rate(step, 10, optim, 1.0) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert rates[10] == pytest.approx(0.1)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        recipe = write_recipe(tmp_path / "r.json", tiny.fields(saving={"every": 1, "keep": 5}))
+        run = Run(place / "run")
+        done = finetune("train", recipe, "--precision", "fp32", "--output", run.root)
+        assert done.status == 1
+        assert "Traceback" not in done.output
+        newest = run.newest()
+        assert newest is not None
+        assert f"step {newest} is the newest complete one" in done.output
+        assert not list(run.checkpoints.glob(".*"))
+        for name, entry in json.loads((run.checkpoint(newest) / "manifest.json").read_text())[
+            "files"
+        ].items():
+            assert (run.checkpoint(newest) / name).stat().st_size == entry["bytes"]
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
