@@ -26,10 +26,15 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import finetune as ft
+from finetune import catalog
+from finetune.data.formats import read_row
+from finetune.data.render import load_chat
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporter import export
 from finetune.inference import load
 from finetune.recipe import LoRA
+from finetune.run import Run
 
 # Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
 ROUNDING = 1e-5
@@ -217,6 +222,53 @@ def disturb_back(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data -= 0.05 * torch.randn_like(parameter)
+
+
+# --- after real training ---------------------------------------------------------------------
+
+
+TRAINED = {
+    "lora": {"adapter": {"r": 4}},
+    "dora over rslora": {"adapter": {"r": 4, "use_dora": True, "use_rslora": True}},
+    "pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa"}},
+    "random pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa_niter_2"}},
+    "whole embedding": {"adapter": {"r": 4, "modules_to_save": ["embed_tokens"]}},
+    "nf4": {"model": {"quantization": "nf4"}, "adapter": {"r": 4}},
+    "full": {},
+}
+
+
+@pytest.mark.parametrize("sections", TRAINED.values(), ids=TRAINED.keys())
+def test_what_was_trained_has_its_recorded_loss_wherever_it_is_loaded(
+    tiny, tmp_path, monkeypatch, sections
+):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    fields = tiny.fields(**sections, optim={"lr": 1e-2}, max_steps=4, evaluation={"every": 4})
+    run = ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+    (recorded,) = (record["loss"] for record in run.read_metrics("eval"))
+    places = [load(run).model]
+    if "model" not in sections:  # NF4 is merged onto another base: the unquantised one
+        places.append(plain_model(export(run, tmp_path / "merged", merge=True)))
+        folder = export(run, tmp_path / "plain")
+        whole = "adapter" not in sections
+        places.append(plain_model(folder) if whole else plain_adapter(tiny.model, folder))
+    for model in places:
+        assert evaluation_loss(model, tiny.eval_data, run) == pytest.approx(recorded, rel=1e-5)
+
+
+def evaluation_loss(model: torch.nn.Module, data: Path, run: Run) -> float:
+    """Mean loss of the assistant's tokens, one row at a time, in plain PyTorch."""
+    chat = load_chat(AutoTokenizer.from_pretrained(run.checkpoint(4) / "tokenizer"), None)
+    total, count = 0.0, 0
+    for line in data.read_text().splitlines():
+        row = chat.render(read_row("messages", json.loads(line)), "assistant")
+        ids = torch.tensor([row.ids])
+        kept = torch.tensor(row.trained)[1:]
+        with torch.inference_mode():
+            predicted = model(input_ids=ids).logits[0, :-1].float()[kept]
+        total += torch.nn.functional.cross_entropy(predicted, ids[0, 1:][kept], reduction="sum")
+        count += int(kept.sum())
+    return float(total) / count
 
 
 # --- refusals ----------------------------------------------------------------------------------
