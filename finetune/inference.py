@@ -85,11 +85,15 @@ def load(
     return _loaded(adapted, tokenizer)
 
 
-def load_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+def load_base(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> Loaded:
     """The model before training. Give it the tokenizer of a run to ask it in the same words."""
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
-    return _loaded(base_model(recipe), tokenizer)
+    return _loaded(base_model(recipe, dtype), tokenizer)
 
 
 def open_model(path: str | Path) -> Loaded:

@@ -108,7 +108,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
-        raise FinetuneError(f"{name}: no tokenizer could be loaded: {error}") from error
+        reason = str(error).strip().split("\n")[0]
+        raise FinetuneError(f"{name}: no tokenizer could be loaded: {reason}") from None
 
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
@@ -119,9 +120,12 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
         if "model_type" not in fields:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
         return AutoConfig.for_model(**fields)
-    return AutoConfig.from_pretrained(
-        model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _unloadable(model.name, error) from None
 
 
 def base_model(
@@ -176,8 +180,8 @@ def load_weights(
             quantization_config=quantization_config(quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
-    except OSError as error:
-        raise FinetuneError(f"model.name: '{name}' could not be loaded: {error}") from error
+    except (OSError, ValueError) as error:
+        raise _unloadable(name, error) from None
     model, info = loaded
     # transformers fills what is missing with random numbers, and only warns.
     problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
@@ -188,6 +192,11 @@ def load_weights(
     if quantization == "nf4":
         keep_unpacked(model)
     return model.eval()
+
+
+def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
+    reason = str(error).strip().split("\n")[0]
+    return FinetuneError(f"model.name: '{name}' could not be loaded: {reason}")
 
 
 def trained_dtype(run: Run) -> torch.dtype | None:

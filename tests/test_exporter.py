@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    byte_tokenizer,
     disturb,
     logits,
     lora_run,
@@ -24,10 +26,15 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import finetune as ft
+from finetune import catalog
+from finetune.data.formats import read_row
+from finetune.data.render import load_chat
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporter import export
 from finetune.inference import load
 from finetune.recipe import LoRA
+from finetune.run import Run
 
 # Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
 ROUNDING = 1e-5
@@ -146,6 +153,29 @@ def test_the_tokenizer_travels_with_its_template_and_answers_end_at_the_turns_en
         assert (generation.eos_token_id, generation.pad_token_id) == (ends, 257)
 
 
+def test_the_sampling_settings_of_the_base_are_kept(tmp_path):
+    trained = lora_run(tmp_path)
+    path = trained.base / "generation_config.json"
+    shipped = {"temperature": 0.6, "top_p": 0.9}  # without do_sample, as some models ship them
+    path.write_text(json.dumps({**json.loads(path.read_text()), **shipped}))
+    for merge in (False, True):
+        folder = export(trained.run, tmp_path / str(merge), merge)
+        generation = GenerationConfig.from_pretrained(folder)
+        kept = (generation.do_sample, generation.temperature, generation.top_p)
+        assert kept == (True, 0.6, 0.9)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_python_in_the_readme_of_an_export_runs(tmp_path, merge, monkeypatch):
+    trained = lora_run(tmp_path)
+    monkeypatch.chdir(export(trained.run, tmp_path / "out", merge))
+    _, code, _ = Path("README.md").read_text().split("```")
+    names: dict[str, Any] = {}
+    exec(code.removeprefix("python"), names)
+    assert relative(logits(names["model"].eval()), trained.logits) < ROUNDING
+    assert names["tokenizer"].chat_template == byte_tokenizer().chat_template
+
+
 def test_an_adapter_names_the_base_that_it_belongs_to(tmp_path):
     trained = lora_run(tmp_path)
     config = json.loads((export(trained.run, tmp_path / "out") / "adapter_config.json").read_text())
@@ -192,6 +222,53 @@ def disturb_back(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data -= 0.05 * torch.randn_like(parameter)
+
+
+# --- after real training ---------------------------------------------------------------------
+
+
+TRAINED = {
+    "lora": {"adapter": {"r": 4}},
+    "dora over rslora": {"adapter": {"r": 4, "use_dora": True, "use_rslora": True}},
+    "pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa"}},
+    "random pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa_niter_2"}},
+    "whole embedding": {"adapter": {"r": 4, "modules_to_save": ["embed_tokens"]}},
+    "nf4": {"model": {"quantization": "nf4"}, "adapter": {"r": 4}},
+    "full": {},
+}
+
+
+@pytest.mark.parametrize("sections", TRAINED.values(), ids=TRAINED.keys())
+def test_what_was_trained_has_its_recorded_loss_wherever_it_is_loaded(
+    tiny, tmp_path, monkeypatch, sections
+):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    fields = tiny.fields(**sections, optim={"lr": 1e-2}, max_steps=4, evaluation={"every": 4})
+    run = ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+    (recorded,) = (record["loss"] for record in run.read_metrics("eval"))
+    places = [load(run).model]
+    if "model" not in sections:  # NF4 is merged onto another base: the unquantised one
+        places.append(plain_model(export(run, tmp_path / "merged", merge=True)))
+        folder = export(run, tmp_path / "plain")
+        whole = "adapter" not in sections
+        places.append(plain_model(folder) if whole else plain_adapter(tiny.model, folder))
+    for model in places:
+        assert evaluation_loss(model, tiny.eval_data, run) == pytest.approx(recorded, rel=1e-5)
+
+
+def evaluation_loss(model: torch.nn.Module, data: Path, run: Run) -> float:
+    """Mean loss of the assistant's tokens, one row at a time, in plain PyTorch."""
+    chat = load_chat(AutoTokenizer.from_pretrained(run.checkpoint(4) / "tokenizer"), None)
+    total, count = 0.0, 0
+    for line in data.read_text().splitlines():
+        row = chat.render(read_row("messages", json.loads(line)), "assistant")
+        ids = torch.tensor([row.ids])
+        kept = torch.tensor(row.trained)[1:]
+        with torch.inference_mode():
+            predicted = model(input_ids=ids).logits[0, :-1].float()[kept]
+        total += torch.nn.functional.cross_entropy(predicted, ids[0, 1:][kept], reduction="sum")
+        count += int(kept.sum())
+    return float(total) / count
 
 
 # --- refusals ----------------------------------------------------------------------------------

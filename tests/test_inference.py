@@ -33,6 +33,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from finetune import catalog
 from finetune.chat import chat, stream
 from finetune.errors import FinetuneError
 from finetune.evaluate import answers, exact_match, samples
@@ -41,7 +42,6 @@ from finetune.inference import Loaded, generate, load, load_base, load_folder, t
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model
 from finetune.run import write_json
-from finetune.trained import read_recipe
 
 ROUNDING = 1e-5
 
@@ -255,11 +255,33 @@ def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
     assert relative(logits(loaded.model), logits(unquantised)) > 0.1  # what NF4 changes
 
 
+def test_bitsandbytes_still_loses_gradients_after_an_evaluation_on_some_cpus():
+    """When this fails, `finetune.trained.keep_unpacked` is no longer needed."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("this CPU has no AVX512-BF16")
+    layer.weight = Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    layer = layer.to("cpu")
+    given = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(layer.train()(given).float().sum(), given)[0]
+
+    before = gradient()
+    with torch.no_grad():
+        layer.eval()(given.detach())
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.testing.assert_close(gradient(), before)
+
+
 def test_the_base_is_what_training_started_from(tmp_path):
     base = tiny_llama()
     trained = lora_run(tmp_path, base)
     plain = AutoModelForCausalLM.from_pretrained(trained.base)
-    before = load_base(read_recipe(trained.run.recipe))
+    before = load_base(catalog.load(trained.run.recipe))
     assert torch.equal(logits(before.model), logits(plain))
 
 
@@ -270,6 +292,16 @@ def test_a_base_from_scratch_has_the_weights_of_its_seed(tmp_path):
     assert torch.equal(logits(first.model), logits(second.model))
     other = load_base(dataclasses.replace(recipe, seed=6), byte_tokenizer())
     assert not torch.equal(logits(first.model), logits(other.model))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_base_that_is_gone_is_named(tmp_path, merge):
+    trained = lora_run(tmp_path)
+    trained.base.rename(tmp_path / "moved")
+    with pytest.raises(FinetuneError, match=f"model.name: '{trained.base}' could not be loaded"):
+        load(trained.run)
+    with pytest.raises(FinetuneError, match=f"model.name: '{trained.base}' could not be loaded"):
+        export(trained.run, tmp_path / "out", merge)
 
 
 def test_an_exported_folder_answers_as_the_run_does(tmp_path):
