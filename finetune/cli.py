@@ -274,4 +274,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
 
 
 def run_quickstart(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from finetune.quickstart.job import quickstart
+
+    quickstart(arguments.output)
+    return 0

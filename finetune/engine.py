@@ -202,10 +202,15 @@ def _resident(parameter: nn.Parameter) -> int:
 
 
 def _zero_gradient_elements(zero: Any, stage: int) -> int:
-    """Elements of the reduced gradient partition, where DeepSpeed 0.19 keeps it.
+    """Elements of reduced gradients on this rank, where DeepSpeed 0.19 keeps them.
 
-    With the optimizer offloaded it is the gradient of the fp32 partition; else a list per group.
+    ZeRO-1 in bf16 accumulates whole gradients in fp32. With the optimizer offloaded it is the
+    gradient of the fp32 partition; else a list per group.
     """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if isinstance(zero, BF16_Optimizer):  # ZeRO-1 in bf16 with fp32 accumulation
+        return sum(flat.numel() for flat in zero.fp32_groups_gradients_flat)
     if stage == 3:
         partitions = zero.fp32_partitioned_groups_flat
     else:

@@ -226,6 +226,15 @@ class Recipe:
     def with_saving(self, **fields: Any) -> Self:
         return dataclasses.replace(self, saving=dataclasses.replace(self.saving, **fields))
 
+    def with_epochs(self, epochs: float) -> Self:
+        return dataclasses.replace(self, epochs=epochs, max_steps=None)
+
+    def with_steps(self, max_steps: int) -> Self:
+        return dataclasses.replace(self, max_steps=max_steps)
+
+    def with_seed(self, seed: int) -> Self:
+        return dataclasses.replace(self, seed=seed)
+
     def with_backend(self, name: str) -> Self:
         return dataclasses.replace(self, backend=name)
 

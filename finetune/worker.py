@@ -24,6 +24,7 @@ from finetune.display import Display
 from finetune.engine import Engine
 from finetune.environment import environment
 from finetune.errors import FinetuneError
+from finetune.exporter import export
 from finetune.loop import evaluate, train_step
 from finetune.memory import peak_bytes
 from finetune.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
@@ -319,10 +320,13 @@ def publish(run: Run) -> None:
     if step is None:
         return
     source = run.checkpoint(step)
-    kind = "adapter" if (source / "adapter").exists() else "model"
+    if (source / "adapter").exists():
+        export(run, run.final, step=step)
+        return
+    # A whole model is copied: `export` would hold all of it in fp32.
     scratch = run.final.with_name(".final.partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source / kind, scratch)
+    shutil.copytree(source / "model", scratch)
     shutil.copytree(source / "tokenizer", scratch, dirs_exist_ok=True)
     shutil.rmtree(run.final, ignore_errors=True)
     scratch.rename(run.final)

@@ -1,0 +1,1 @@
+"""The main job in minutes on a laptop: generated data, a small base, QLoRA, and what it changed."""

@@ -1,0 +1,94 @@
+"""The quickstart from the first file to the last table."""
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from finetune import catalog, units
+from finetune.evaluate import Score, exact_match, references, samples
+from finetune.inference import load, load_base
+from finetune.quickstart.records import corpus, instructions
+from finetune.quickstart.tokenizer import train_tokenizer
+from finetune.recipe import Data
+from finetune.reporter import report
+from finetune.run import Run, write_json
+from finetune.trained import trained_dtype
+from finetune.worker import train
+
+FOLDER = Path("quickstart")
+"""Where the recipes `quickstart_base` and `quickstart` look for their data and their base."""
+CORPUS_ROWS = 40_000
+TRAIN_ROWS = 3_000
+HELD_OUT_ROWS = 200
+VOCABULARY = 1_536
+
+
+def quickstart(output: Path) -> Run:
+    """Generate the data, train the base, fine-tune it with QLoRA, and say what that changed."""
+    begun = time.perf_counter()
+    console = Console()
+    console.rule("[bold]1 of 3[/]  data and tokenizer, generated")
+    write_data(FOLDER)
+    console.print(
+        f"{CORPUS_ROWS:,} documents, {TRAIN_ROWS:,} training and {HELD_OUT_ROWS} held-out rows"
+    )
+    console.rule("[bold]2 of 3[/]  a small Llama, from scratch")
+    base = Run(FOLDER / "base")
+    if not base.final.exists():
+        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume=True)
+    console.rule("[bold]3 of 3[/]  QLoRA (NF4) on a task that the base fails")
+    recipe = catalog.resolve("quickstart")
+    run = train(recipe, precision="fp32", output=output, resume=True)
+    rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
+    tuned = load(run)
+    before = exact_match(load_base(recipe, tuned.tokenizer, trained_dtype(run)), rows)
+    after = exact_match(tuned, rows)
+    answered = [[example.answer for example in score.examples] for score in (before, after)]
+    write_json(run.samples, samples(rows, *answered))
+    report(run)
+    console.print(result_table(run, before, after, time.perf_counter() - begun))
+    for verb in (
+        f"chat {run.root}",
+        f"report {run.root}",
+        f"export {run.root} --to merged --merge",
+    ):
+        console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
+    return run
+
+
+def write_data(folder: Path) -> None:
+    """Write corpus, rows and tokenizer; the same bytes every time."""
+    documents = list(corpus(seed=0, rows=CORPUS_ROWS))
+    rows = list(instructions(seed=0, rows=TRAIN_ROWS))
+    held_out = list(instructions(seed=0, rows=HELD_OUT_ROWS, held_out=True))
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    _write_lines(data / "corpus.jsonl", [{"text": document} for document in documents])
+    _write_lines(data / "train.jsonl", rows)
+    _write_lines(data / "held_out.jsonl", held_out)
+    turns = [turn["content"] for row in rows for turn in row["messages"]]
+    train_tokenizer([*documents[:8_000], *turns], VOCABULARY, folder / "tokenizer")
+
+
+def _write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def result_table(run: Run, before: Score, after: Score, seconds: float) -> Table:
+    """What the person came for: before, after, speed, memory, and where everything lies."""
+    ended = list(run.read_metrics("end"))[-1]
+    table = Table(title="QLoRA on free text -> JSON record", show_header=False, title_style="bold")
+    rows = {
+        "exact match before": f"{before.share:.1%} of {before.rows} held-out rows",
+        "exact match after": f"{after.share:.1%} of {after.rows} held-out rows",
+        "speed": f"{ended['tokens_per_second']:,.0f} tokens/s",
+        "peak memory": units.size(ended["peak_memory"]),
+        "all of it took": units.duration(seconds),
+        "run": str(run.root),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
