@@ -22,11 +22,11 @@ HOMES = {
     "plan": "finetune.planner.plan",
     "launch": "finetune.launcher",
     "train": "finetune.worker",
-    "export": "finetune.exporter",
-    "report": "finetune.reporter",
-    "plot_loss": "finetune.reporter",
-    "load": "finetune.inference",
-    "generate": "finetune.inference",
+    "export": "finetune.result.exporter",
+    "report": "finetune.record.reporter",
+    "plot_loss": "finetune.record.plot",
+    "load": "finetune.result.inference",
+    "generate": "finetune.result.inference",
 }
 
 __all__ = list(HOMES)

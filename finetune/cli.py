@@ -221,7 +221,7 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
 
 
 def export_run(arguments: argparse.Namespace) -> int:
-    from finetune.exporter import export
+    from finetune.result.exporter import export
     from finetune.run import open_run
 
     folder = export(open_run(arguments.run), arguments.to, arguments.merge, arguments.step)
@@ -230,8 +230,8 @@ def export_run(arguments: argparse.Namespace) -> int:
 
 
 def chat_with_run(arguments: argparse.Namespace) -> int:
-    from finetune.chat import answer, chat
-    from finetune.inference import open_model
+    from finetune.result.chat import answer, chat
+    from finetune.result.inference import open_model
 
     loaded = open_model(arguments.run)
     if arguments.prompt is not None:
@@ -242,7 +242,7 @@ def chat_with_run(arguments: argparse.Namespace) -> int:
 
 
 def report_run(arguments: argparse.Namespace) -> int:
-    from finetune.reporter import report
+    from finetune.record.reporter import report
     from finetune.run import open_run
 
     print(f"wrote {report(open_run(arguments.run))}")
@@ -251,9 +251,9 @@ def report_run(arguments: argparse.Namespace) -> int:
 
 def evaluate_run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
-    from finetune.evaluate import exact_match, references
-    from finetune.inference import open_model
     from finetune.recipe import Data
+    from finetune.result.evaluate import exact_match, references
+    from finetune.result.inference import open_model
     from finetune.run import open_run
 
     run = open_run(arguments.run)

@@ -16,23 +16,23 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune import catalog, checkpoint, model, optim
-from finetune.card import write_card
 from finetune.checkpoint import Progress
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
-from finetune.display import Display
 from finetune.engine import Engine
-from finetune.environment import environment
 from finetune.errors import FinetuneError
-from finetune.exporter import export
 from finetune.loop import evaluate, train_step
 from finetune.memory import peak_bytes
-from finetune.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
 from finetune.planner import Plan, plan
-from finetune.plot import plot_loss
 from finetune.recipe import Recipe
+from finetune.record.card import write_card
+from finetune.record.display import Display
+from finetune.record.environment import environment
+from finetune.record.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
+from finetune.record.plot import plot_loss
+from finetune.record.trackers import open_trackers, track
+from finetune.result.exporter import export
 from finetune.run import Run, write_json
-from finetune.trackers import open_trackers, track
 
 T = TypeVar("T")
 

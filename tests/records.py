@@ -4,7 +4,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from finetune.metrics import Ended, Evaluated, Listener, Metrics, Record, Saved, Start, Trained
+from finetune.record.metrics import (
+    Ended,
+    Evaluated,
+    Listener,
+    Metrics,
+    Record,
+    Saved,
+    Start,
+    Trained,
+)
 from finetune.run import Run, write_json
 
 BEGUN = 1_760_000_000.0

@@ -31,9 +31,9 @@ from finetune import catalog
 from finetune.data.formats import read_row
 from finetune.data.render import load_chat
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporter import export
-from finetune.inference import load
 from finetune.recipe import LoRA
+from finetune.result.exporter import export
+from finetune.result.inference import load
 from finetune.run import Run
 
 # Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.

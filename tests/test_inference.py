@@ -34,13 +34,13 @@ from transformers import (
 )
 
 from finetune import catalog
-from finetune.chat import chat, stream
 from finetune.errors import FinetuneError
-from finetune.evaluate import answers, exact_match, samples
-from finetune.exporter import export
-from finetune.inference import Loaded, generate, load, load_base, load_folder, turn
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model
+from finetune.result.chat import chat, stream
+from finetune.result.evaluate import answers, exact_match, samples
+from finetune.result.exporter import export
+from finetune.result.inference import Loaded, generate, load, load_base, load_folder, turn
 from finetune.run import write_json
 
 ROUNDING = 1e-5
@@ -256,7 +256,7 @@ def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
 
 
 def test_bitsandbytes_still_loses_gradients_after_an_evaluation_on_some_cpus():
-    """When this fails, `finetune.trained.keep_unpacked` is no longer needed."""
+    """When this fails, `finetune.result.trained.keep_unpacked` is no longer needed."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     torch.manual_seed(0)

@@ -11,10 +11,10 @@ import pytest
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from finetune import units
-from finetune.environment import environment, without_secrets
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.metrics import (
+from finetune.record import units
+from finetune.record.environment import environment, without_secrets
+from finetune.record.metrics import (
     Ended,
     Evaluated,
     Metrics,
@@ -24,8 +24,8 @@ from finetune.metrics import (
     Trained,
     read_history,
 )
+from finetune.record.trackers import open_trackers, track
 from finetune.run import Run
-from finetune.trackers import open_trackers, track
 
 START = Start(
     step=0,
@@ -165,7 +165,7 @@ def test_a_file_in_the_way_of_the_run_is_a_training_failure(tmp_path: Path) -> N
 def test_records_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from finetune.run import Run\n"
-        "from finetune.metrics import Metrics, Saved\n"
+        "from finetune.record.metrics import Metrics, Saved\n"
         "metrics = Metrics(Run(Path(sys.argv[1])), speaks=True)\n"
         "for step in range(3): metrics.write(Saved(step=step, seconds=0.5, bytes=7))\n"
         "print('written', flush=True); time.sleep(60)"
@@ -262,8 +262,8 @@ def test_secrets_on_the_command_line_are_hidden(typed: list[str], recorded: list
 
 def test_gathering_the_environment_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from finetune.environment import environment; environment()\n"
-        "import finetune.metrics, finetune.units\n"
+        "import sys; from finetune.record.environment import environment; environment()\n"
+        "import finetune.record.metrics, finetune.record.units\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'rich'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -28,14 +28,14 @@ from records import (
     write_run,
 )
 
-from finetune.card import code, write_card
-from finetune.curves import Curve, draw, smooth, thin, ticks
-from finetune.metrics import read_history
-from finetune.plot import plot_loss
-from finetune.reporter import report
+from finetune.record.card import code, write_card
+from finetune.record.curves import Curve, draw, smooth, thin, ticks
+from finetune.record.metrics import read_history
+from finetune.record.plot import plot_loss
+from finetune.record.reporter import report
+from finetune.record.summary import base_model, hub_name, technique, title, verdict
+from finetune.record.tables import Table, tables
 from finetune.run import Run, write_json
-from finetune.summary import base_model, hub_name, technique, title, verdict
-from finetune.tables import Table, tables
 
 VOID = {"meta", "br", "line", "circle", "polyline"}
 

@@ -7,15 +7,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from finetune import catalog, units
-from finetune.evaluate import Score, exact_match, references, samples
-from finetune.inference import load, load_base
+from finetune import catalog
 from finetune.quickstart.records import corpus, instructions
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
-from finetune.reporter import report
+from finetune.record import units
+from finetune.record.reporter import report
+from finetune.result.evaluate import Score, exact_match, references, samples
+from finetune.result.inference import load, load_base
+from finetune.result.trained import trained_dtype
 from finetune.run import Run, write_json
-from finetune.trained import trained_dtype
 from finetune.worker import train
 
 FOLDER = Path("quickstart")

@@ -29,8 +29,8 @@ CITIES = (
 ).split()
 ITEMS = (
     "apples armchairs batteries blankets bowls candles carpets clocks cups cushions flutes forks "
-    "glasses guitars headphones kettles lamps laptops lemons mirrors mugs notebooks oranges pencils "
-    "plates postcards puzzles scarves speakers tables towels violins"
+    "glasses guitars headphones kettles lamps laptops lemons mirrors mugs notebooks oranges "
+    "pencils plates postcards puzzles scarves speakers tables towels violins"
 ).split()
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 COUNTS = {

@@ -18,8 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
-from finetune.run import Run, open_run
-from finetune.trained import (
+from finetune.result.trained import (
     Step,
     adapter_config,
     attach,
@@ -30,6 +29,7 @@ from finetune.trained import (
     open_checkpoint,
     trained_dtype,
 )
+from finetune.run import Run, open_run
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from finetune import units
+from finetune.record import units
 
 Cell = str | int | float | bool | None
 

@@ -16,13 +16,12 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from finetune import units
-from finetune.curves import MANY, Curve, Point, draw, finite, smooth
-from finetune.environment import command_line
-from finetune.metrics import History, read_history
-from finetune.run import Run
-from finetune.sections import sections
-from finetune.summary import (
+from finetune.record import units
+from finetune.record.curves import MANY, Curve, Point, draw, finite, smooth
+from finetune.record.environment import command_line
+from finetune.record.metrics import History, read_history
+from finetune.record.sections import sections
+from finetune.record.summary import (
     exact_answers,
     is_exact,
     read_record,
@@ -31,7 +30,8 @@ from finetune.summary import (
     title,
     verdict,
 )
-from finetune.tables import cell
+from finetune.record.tables import cell
+from finetune.run import Run
 
 SHOWN_SAMPLES = 50
 """Generations that the page shows; the file has them all."""

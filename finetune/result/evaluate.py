@@ -8,8 +8,8 @@ from finetune.data import formats
 from finetune.data.formats import RowProblem, find_format, read_row
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
-from finetune.inference import Conversation, Loaded, generate, turn
 from finetune.recipe import Data
+from finetune.result.inference import Conversation, Loaded, generate, turn
 
 
 @dataclasses.dataclass(frozen=True)

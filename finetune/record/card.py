@@ -12,10 +12,9 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
-from finetune import units
-from finetune.metrics import History, read_history
-from finetune.run import Run
-from finetune.summary import (
+from finetune.record import units
+from finetune.record.metrics import History, read_history
+from finetune.record.summary import (
     base_model,
     exact_answers,
     hub_name,
@@ -24,7 +23,8 @@ from finetune.summary import (
     technique,
     title,
 )
-from finetune.tables import cell
+from finetune.record.tables import cell
+from finetune.run import Run
 
 Kind = Literal["adapter", "merged", "model"]
 

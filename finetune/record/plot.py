@@ -7,11 +7,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from finetune import units
-from finetune.curves import MANY, Point, finite, smooth
-from finetune.metrics import History, read_history
+from finetune.record import units
+from finetune.record.curves import MANY, Point, finite, smooth
+from finetune.record.metrics import History, read_history
+from finetune.record.summary import read_record, title
 from finetune.run import Run
-from finetune.summary import read_record, title
 
 BLUE, ORANGE, GREY = "#2f6bd8", "#e0791b", "#6b7280"
 

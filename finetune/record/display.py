@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from finetune import units
-from finetune.metrics import (
+from finetune.record import units
+from finetune.record.metrics import (
     Ended,
     Evaluated,
     Record,
@@ -28,8 +28,8 @@ from finetune.metrics import (
     Trained,
     read_history,
 )
+from finetune.record.summary import read_record, title
 from finetune.run import Run
-from finetune.summary import read_record, title
 
 PLAIN_WIDTH = 100
 """Columns of a plain log."""

@@ -24,10 +24,9 @@ from transformers import (
 
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.inference import stop_ids
 from finetune.recipe import Recipe
-from finetune.run import Run, open_run, write_json
-from finetune.trained import (
+from finetune.result.inference import stop_ids
+from finetune.result.trained import (
     ADAPTER_WEIGHTS,
     RECOMPUTED,
     Step,
@@ -43,6 +42,7 @@ from finetune.trained import (
     plain_lora,
     tensor_shapes,
 )
+from finetune.run import Run, open_run, write_json
 
 MARKER = "export.json"
 """Lists the files of an export, so that only a folder of nothing else is ever replaced."""

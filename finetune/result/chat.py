@@ -7,7 +7,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.errors import FinetuneError
-from finetune.inference import (
+from finetune.result.inference import (
     Conversation,
     Loaded,
     Message,

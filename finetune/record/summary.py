@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune import units
-from finetune.metrics import History, Trained
+from finetune.record import units
+from finetune.record.metrics import History, Trained
 from finetune.run import Run
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

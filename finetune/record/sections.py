@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from finetune import units
-from finetune.metrics import History
+from finetune.record import units
+from finetune.record.metrics import History
+from finetune.record.summary import read_record, throughput
+from finetune.record.tables import Cell, Table, cell_of, tables, words
 from finetune.run import Run
-from finetune.summary import read_record, throughput
-from finetune.tables import Cell, Table, cell_of, tables, words
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
-from finetune.metrics import Evaluated, Listener, Record, Trained
+from finetune.record.metrics import Evaluated, Listener, Record, Trained
 from finetune.run import Run
 
 if TYPE_CHECKING:

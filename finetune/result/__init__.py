@@ -1,0 +1,1 @@
+"""What becomes of a trained run: it is loaded, asked, scored and exported."""
