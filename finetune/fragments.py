@@ -119,7 +119,7 @@ def _restore_torch(engine: Engine, read: Read, extras: Callable[[str], Fragment]
         extra = extras(name)
         flat, start = _flat(parameter.data), _start(parameter)
         flat.copy_(read(name, "weight", start, flat.numel()))
-        if not extra.scalars:
+        if not (extra.values or extra.whole or extra.scalars):
             continue  # saved before the optimizer's first step
         state: dict[str, Any] = dict(extra.whole)
         for key in extra.values:

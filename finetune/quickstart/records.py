@@ -110,7 +110,7 @@ def noted(source: random.Random, notes: list[tuple[str, str | int]]) -> str:
     """Notes on an order, a line each or quoted in a row."""
     if source.random() < 0.4:
         return "\n".join(f"{key}: {value}" for key, value in notes)
-    return "; ".join(f'{key} = "{value}"' for key, value in notes)
+    return "; ".join(f"{key} = {json.dumps(value)}" for key, value in notes)
 
 
 def instructions(seed: int, rows: int, held_out: bool = False) -> Iterator[dict[str, object]]:
