@@ -41,8 +41,8 @@ class Matrix:
 class Experts:
     """The routed experts of a mixture-of-experts layer, held as three-dimensional parameters.
 
-    transformers 5 stores all experts of a layer in two tensors that are no `nn.Linear`: neither
-    PEFT's `all-linear` nor bitsandbytes sees them.
+    transformers 5 stores all experts of a layer in two tensors that are no `nn.Linear`: they stay
+    as they are under bitsandbytes, and PEFT 0.21's `all-linear` wraps them whole.
     """
 
     count: int
@@ -429,6 +429,18 @@ def _matches(shape: Architecture, layer: int, matrix: Matrix, wanted: str | tupl
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+
+def expert_adapter_size(shape: Architecture, rank: int) -> int:
+    """Parameters of the adapters on one layer's router and experts, as PEFT 0.21 makes them.
+
+    One pair per expert, with twice the rank where gate and up are one matrix.
+    """
+    if shape.experts is None:
+        return 0
+    count, width, h = shape.experts.count, shape.experts.width, shape.hidden
+    inner = count * 2 * rank * (h + 2 * width) + count * rank * (width + h)
+    return inner + rank * (h + count)
 
 
 def adapter_size(matrix: Matrix, rank: int, dora: bool = False) -> int:

@@ -32,6 +32,8 @@ class Numerics:
     """Whether the layer's own weights get gradients."""
     adapters: int = 2
     """Weights of adapters."""
+    expert_rank: int = 0
+    """Rank of adapters on experts: their product is added to the whole weights first."""
     dequantised: bool = False
     """Weights are stored in 4 bits and expanded for each product."""
 
@@ -63,8 +65,12 @@ class Layer:
         source = Value(self.tokens * h * n.residual, grad=enters)
         if self.shape.kind == "gpt_neox":
             return self.tape, source, self._parallel(source)
-        middle = self._residual(source, self._attention(self.norm(source)))
-        return self.tape, source, self._residual(middle, self._feed_forward(self.norm(middle)))
+        normed = self.norm(source)
+        middle = self._residual(source, self._attention(normed), (normed,))
+        normed = self.norm(middle)
+        # The caller's frame holds what entered until the layer returns.
+        result = self._residual(middle, self._feed_forward(normed), (normed, source))
+        return self.tape, source, result
 
     def _parallel(self, source: Value) -> Value:
         """GPT-NeoX: both branches read the same hidden state."""
@@ -73,10 +79,10 @@ class Layer:
         total = self.tape.run(source.size, (attended, widened), passes=True)
         return self.tape.run(source.size, (total, source), passes=True)
 
-    def _residual(self, stream: Value, branch: Value) -> Value:
+    def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
         if self.shape.norms == 4:
             branch = self.norm(branch)
-        return self.tape.run(stream.size, (stream, branch), passes=True)
+        return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
 
     def norm(self, value: Value, elements: int = 0) -> Value:
         """A normalisation of `elements` per token (the hidden size), through fp32."""
@@ -127,20 +133,21 @@ class Layer:
     def _adapter(self, matrix: Matrix, rank: int, value: Value, output: Value) -> Value:
         """LoRA: A and B on the same input, scaled, added to the product."""
         n, tape = self.numerics, self.tape
-        given = value
+        given, held = value, [value]
         inner = self.tokens * matrix.inputs
         a = _parameter(rank * matrix.inputs * n.adapters, True)
         b = _parameter(rank * matrix.outputs * n.adapters, True)
         if n.autocast:  # PEFT casts to the adapter's fp32, autocast casts back, each keeping its own
             if value.size / inner != 4:
                 given = tape.run(4 * inner, (value,))
+                held.append(given)
             given = tape.run(2 * inner, (given,))
             a = tape.run(a.size / 2, (a,))
             b = tape.run(b.size / 2, (b,))
         low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
         high = tape.run(output.size, (low, b), (low, b))
         scaled = tape.run(output.size, (high,))
-        return tape.run(output.size, (output, scaled), passes=True)
+        return tape.run(output.size, (output, scaled), passes=True, holds=held)
 
     def _attention(self, value: Value) -> Value:
         names = self.matrices
@@ -238,17 +245,29 @@ class Layer:
         chosen = self.tokens * shape.experts.active
         h, f, c = shape.hidden, shape.experts.width, n.compute
         count = shape.experts.count
-        outer = _parameter(count * 2 * h * f * n.weights, n.trained)
-        inner = _parameter(count * h * f * n.weights, n.trained)
-        copies = tape.run(chosen * h * c, (value,))
-        joint = tape.run(
-            2 * chosen * f * c, (copies, outer), (copies,) if n.trained else ()
-        )
-        active = tape.run(chosen * f * c, (joint,), (joint,), backward=chosen * f * c)
+        outer = self._expert_weight(count, 2 * f, h, 2)
+        inner = self._expert_weight(count, h, f, 1)
+        copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
+        trained = (copies,) if n.trained or n.expert_rank else ()
+        joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
+        active = tape.run(chosen * f * c, (joint,), (joint,))
         product = tape.run(chosen * f * c, (active, joint), (active, joint))
-        down = tape.run(chosen * h * c, (product, inner), (product,) if n.trained else ())
-        weighted = tape.run(chosen * h * c, (down,), (down,))
-        return tape.run(value.size, (weighted,))
+        trained = (product,) if n.trained or n.expert_rank else ()
+        down = tape.run(chosen * h * c, (product, inner), (*trained, inner))
+        # Routing weights are fp32, and so is what they multiply.
+        weighted = tape.run(4 * chosen * h, (down,), (down,))
+        return tape.run(value.size, (weighted,), holds=(value,))
+
+    def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
+        """All experts' weights, with their adapters' product added where they have them."""
+        n = self.numerics
+        size = count * outputs * inputs * n.weights
+        if not n.expert_rank:
+            return _parameter(size, n.trained)
+        rank = count * fused * n.expert_rank
+        a = _parameter(rank * inputs * n.adapters, True)
+        b = _parameter(rank * outputs * n.adapters, True)
+        return self.tape.run(size, (a, b))
 
 
 def _parameter(size: float, trained: bool) -> Value:

@@ -162,7 +162,16 @@ class _Step:
         run, kept = self.run, self._kept(self.layers)
         gathered = self._units_forward()
         casts = self._weight_casts()
+        stream = float(self.workload.tokens * self.workload.shape.hidden)
+        self.incoming = stream * self.workload.numerics.residual
         moments = [
+            self.moment(
+                "forward: last layer",
+                # The embedding's output is held by the model's own frame.
+                activations=self._kept(self.layers - 1) + run.layer.forward + self.incoming,
+                casts=casts,
+                units=self._units_backward(),
+            ),
             self.moment(
                 "forward: loss", activations=kept, loss=run.head.forward, casts=casts, units=gathered
             ),
@@ -170,7 +179,7 @@ class _Step:
                 "backward: loss and head",
                 activations=kept,
                 loss=run.head.backward + self.loss,
-                units=gathered,
+                units=gathered + self._prefetched(),
             ),
         ]
         names = {0: "backward: last layer", 1: "backward: last layer but one"}
@@ -190,6 +199,8 @@ class _Step:
         run, workload = self.run, self.workload
         below = self._kept(self.layers - index - (0 if self.checkpointed else 1))
         transient = run.layer.backward
+        if self.checkpointed:  # the layer's forward pass again, with the gradient that came in
+            transient = max(transient, run.layer.forward + self.incoming)
         if workload.update == "in_backward":
             transient -= run.layer.gradients
         reduced = 0.0
@@ -267,6 +278,12 @@ class _Step:
         if layout.shard == "params":
             return workload.shape.embedding * workload.outer_width
         return 0.0
+
+    def _prefetched(self) -> float:
+        """The last layer, which FSDP2 gathers as soon as the backward pass begins."""
+        layout = self.workload.layout
+        ahead = self.fsdp and layout.shard == "params"
+        return self.workload.unit_bytes if ahead else 0.0
 
     def _units_backward(self) -> float:
         """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""

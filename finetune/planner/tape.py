@@ -26,7 +26,7 @@ class Value:
         return self.gradient or self.size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Node:
     """One operation."""
 
@@ -40,6 +40,8 @@ class Node:
     """The same for its backward."""
     passes: bool = False
     """Hands its gradient on without a copy, as an addition does."""
+    holds: tuple[Value, ...] = ()
+    """Values that a caller holds until this operation has run."""
 
 
 class Tape:
@@ -56,11 +58,13 @@ class Tape:
         forward: float = 0.0,
         backward: float = 0.0,
         passes: bool = False,
+        holds: Iterable[Value] = (),
     ) -> Value:
         """Record an operation; returns its output, which has a gradient if an input has one."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
-        self.nodes.append(Node(taken, output, tuple(keeps), forward, backward, passes))
+        node = Node(taken, output, tuple(keeps), forward, backward, passes, tuple(holds))
+        self.nodes.append(node)
         return output
 
 
@@ -84,23 +88,21 @@ class _Memory:
     def __init__(self) -> None:
         self.live = 0.0
         self.peak = 0.0
-        self.references: dict[int, int] = {}
+        self.references: dict[Value, int] = {}
 
     def hold(self, value: Value) -> None:
         if value.leaf:
             return
-        key = id(value)
-        if key not in self.references:
+        if value not in self.references:
             self.live += value.size
-        self.references[key] = self.references.get(key, 0) + 1
+        self.references[value] = self.references.get(value, 0) + 1
 
     def release(self, value: Value) -> None:
         if value.leaf:
             return
-        key = id(value)
-        self.references[key] -= 1
-        if not self.references[key]:
-            del self.references[key]
+        self.references[value] -= 1
+        if not self.references[value]:
+            del self.references[value]
             self.live -= value.size
 
     def note(self, besides: float = 0.0) -> None:
@@ -114,20 +116,20 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
         source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
     """
     memory = _Memory()
-    last = {id(value): node for node in tape.nodes for value in node.inputs}
-    needed = {id(node) for node in tape.nodes if node.output.grad}
+    last = {value: node for node in tape.nodes for value in node.inputs + node.holds}
+    needed = {node for node in tape.nodes if node.output.grad}
     memory.hold(source)
     if source_held:
         memory.live -= source.size
         memory.hold(source)
     for node in tape.nodes:
         memory.hold(node.output)
-        if id(node) in needed:
+        if node in needed:
             for value in node.keeps:
                 memory.hold(value)
         memory.note(node.forward)
-        for value in {id(value): value for value in node.inputs}.values():
-            if value is not result and last[id(value)] is node:
+        for value in dict.fromkeys(node.inputs + node.holds):
+            if value is not result and last[value] is node:
                 memory.release(value)
     forward, memory.peak = memory.peak, 0.0
     memory.release(result)
@@ -136,15 +138,15 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
     return Trace(saved, forward, memory.peak, gradients)
 
 
-def _backward(tape: Tape, memory: _Memory, needed: set[int], result: Value) -> float:
+def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> float:
     """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients."""
-    grads: dict[int, Value] = {id(result): Value(result.gradient_size)}
-    memory.hold(grads[id(result)])
+    grads: dict[Value, Value] = {result: Value(result.gradient_size)}
+    memory.hold(grads[result])
     memory.note()
     gradients = 0.0
     for node in reversed(tape.nodes):
-        gradient = grads.pop(id(node.output), None)
-        if gradient is None or id(node) not in needed:
+        gradient = grads.pop(node.output, None)
+        if gradient is None or node not in needed:
             continue
         made: list[tuple[Value, Value]] = []
         for value in node.inputs:
@@ -161,14 +163,14 @@ def _backward(tape: Tape, memory: _Memory, needed: set[int], result: Value) -> f
             if value.leaf:
                 gradients += value.gradient_size  # stays alive: never released
                 continue
-            old = grads.get(id(value))
+            old = grads.get(value)
             if old is None:
-                grads[id(value)] = new
+                grads[value] = new
                 continue
             total = Value(value.gradient_size)
             memory.hold(total)
             memory.note()
             memory.release(old)
             memory.release(new)
-            grads[id(value)] = total
+            grads[value] = total
     return gradients

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from finetune.planner.architecture import Architecture, Matrix, adapted, adapter_size
+from finetune.planner.architecture import Architecture, Matrix, adapted, adapter_size, expert_adapter_size
 from finetune.planner.block import AttentionKind, Numerics
 from finetune.planner.layout import Layout
 from finetune.planner.states import adam_moments, nf4_bytes
@@ -65,6 +65,8 @@ class Adapter:
     parameters: int
     width: int = 2
     """Bytes per adapter weight."""
+    experts: int = 0
+    """Rank on experts, 0 where they have no adapter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Workload:
             autocast=autocast,
             trained=full,
             adapters=0 if self.adapter is None else self.adapter.width,
+            expert_rank=0 if self.adapter is None else self.adapter.experts,
             dequantised=self.quantization.startswith("nf4"),
         )
 
@@ -221,4 +224,7 @@ def lora(
 
     parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for _, matrix in chosen)
     ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
-    return Adapter(ranks, parameters + saved_whole, width)
+    experts = rank if targets == "all-linear" and shape.experts is not None else 0
+    layers = len({layer for layer, _ in chosen})
+    parameters += layers * expert_adapter_size(shape, experts)
+    return Adapter(ranks, parameters + saved_whole, width, experts)
