@@ -34,6 +34,9 @@ class Numerics:
     """Weights of adapters."""
     expert_rank: int = 0
     """Rank of adapters on experts: their product is added to the whole weights first."""
+    compiled: bool = False
+    """Chains of cheap operations are one kernel. It keeps what enters, and what a weight's gradient
+    multiplies (torch 2.13's partitioner never recomputes what the backward pass must hold whole)."""
     dequantised: bool = False
     """Weights are stored in 4 bits and expanded for each product."""
 
@@ -93,6 +96,9 @@ class Layer:
         if self.shape.norm == "layer":
             weight = _parameter(0, trained)
             return self.tape.run(value.size, (value, weight), (value,))
+        if self.numerics.compiled:
+            width = self.numerics.compute if self.numerics.autocast else int(width)
+            return self.tape.run(width * size, (value, _parameter(0, trained)), (value,))
         # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
         exact = value if width == 4 else self.tape.run(4 * size, (value,))
         rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
@@ -215,6 +221,17 @@ class Layer:
         self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
         return node
 
+    def kept_selectively(self) -> float:
+        """Bytes per layer that operator-wise selective checkpointing keeps.
+
+        torchtitan's policy: the input, attention's output and statistics, and every second matrix
+        product in the order in which they run.
+        """
+        saved = sum(matrix.outputs for matrix in self.shape.matrices[::2])
+        c = self.numerics.compute
+        width = self.shape.hidden * self.numerics.residual + (saved + self.shape.query) * c
+        return self.tokens * (width + 4.0 * self.shape.heads)
+
     def _feed_forward(self, value: Value) -> Value:
         if self.shape.experts is not None:
             return self._experts(value)
@@ -228,6 +245,10 @@ class Layer:
             joint = self.linear(names["gate_up_proj"], value)
             active = self.tape.run(size, (joint,), (joint,), backward=size)
             product = self.tape.run(size, (active, joint), (active, joint))
+        elif self.numerics.compiled:
+            gate = self.linear(names["gate_proj"], value)
+            up = self.linear(names["up_proj"], value)
+            product = self.tape.run(size, (gate, up), (gate, up))
         else:
             gate = self.linear(names["gate_proj"], value)
             active = self._activated(gate, size)

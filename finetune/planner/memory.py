@@ -59,12 +59,21 @@ def traces(workload: Workload) -> Traces:
     enters = workload.adapter is None or held
     first = layer if enters else _layer_trace(workload, held, enters=False)
     stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
-    kept = stream if held else layer.saved
-    return Traces(layer, kept, stream if held else first.saved, _head(workload))
+    kept, least = (stream, stream) if held else (layer.saved, first.saved)
+    if workload.checkpointing == "selective":
+        kept = least = _layer(workload).kept_selectively()
+    if workload.activations_on_host:
+        kept = least = 0.0
+    return Traces(layer, kept, least, _head(workload))
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
-    layer = Layer(
+    tape, source, result = _layer(workload).build(enters)
+    return trace(tape, source, result, source_held=held)
+
+
+def _layer(workload: Workload) -> Layer:
+    return Layer(
         workload.shape,
         workload.numerics,
         workload.rows,
@@ -72,8 +81,6 @@ def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
         workload.attention,
         workload.adapter.ranks if workload.adapter else {},
     )
-    tape, source, result = layer.build(enters)
-    return trace(tape, source, result, source_held=held)
 
 
 def _head(workload: Workload) -> Trace:
@@ -132,7 +139,7 @@ class _Step:
         self.trained_layer = per_layer
         self.trained_outer = workload.shape.outer_parameters if trained else 0.0
         width = workload.gradient_width / workload.layout.share("grads")
-        immediate = workload.update == "in_backward"
+        immediate = workload.immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
@@ -149,7 +156,7 @@ class _Step:
         """Gradients of earlier micro-batches of the same step."""
         if self.workload.accumulation == 1:
             return 0.0
-        if self.fsdp:  # no_sync: whole gradients in the type that they are reduced in
+        if self.fsdp and not self.workload.synchronise_each:  # no_sync: whole gradients in the type that they are reduced in
             return 4.0 * self.workload.trained
         return self.whole
 
@@ -201,7 +208,7 @@ class _Step:
         transient = run.layer.backward
         if self.checkpointed:  # the layer's forward pass again, with the gradient that came in
             transient = max(transient, run.layer.forward + self.incoming)
-        if workload.update == "in_backward":
+        if workload.immediate:
             transient -= run.layer.gradients
         reduced = 0.0
         if self.fsdp and index:
@@ -218,7 +225,7 @@ class _Step:
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
-        if not self.trained_outer or self.workload.update == "in_backward":
+        if not self.trained_outer or self.workload.immediate:
             return 0.0
         embedding = float(self.workload.shape.embedding)
         if self.fsdp and self.workload.root_unit:

@@ -1,16 +1,11 @@
 """Bytes per parameter that stay from step to step, and who holds how many of them."""
 
 import dataclasses
-from typing import Literal
 
 from finetune.planner.layout import Layout
-from finetune.recipe import LoRA, Recipe
 
 GB = 10**9
 GIB = 2**30
-
-Held = Literal["fp32", "bf16"]
-WIDTH: dict[Held, int] = {"fp32": 4, "bf16": 2}
 
 # NF4 (arXiv:2305.14314): 4 bits a weight and one fp32 maximum per block of 64. Double quantisation
 # stores the maxima in 8 bits, with one fp32 maximum per 256 of them: 4 + 8/64 + 32/(64 x 256) bits.
@@ -110,3 +105,28 @@ def deepspeed_zero3(
     loading = held if zero_init else max(4 * gpus_per_node, held)
     gpu = live if offload_parameters else live + int(2 * parameters / gpus)
     return Estimate(gpu, parameters * loading * factor)
+
+
+# What is left beside weights for one short row: a context (0.6 GB), the logits of a thousand or two
+# tokens and their gradients (12 bytes x 32,000 each: 0.8 GB), adapters and their optimizer state.
+REST = 2e9
+# Embedding and head stay in 16 bits when the layers are quantised: 5 % of an 8B model's weights
+# are one of the two.
+UNQUANTISED = 0.05
+
+
+def rules_of_thumb(parameters: float) -> dict[str, float]:
+    """Bytes for a first look, by method, as published tables give them: no batch, no vocabulary.
+
+    LLaMA-Factory's README and Unsloth's requirements page print such numbers; the planner itself
+    never uses them.
+    """
+    nf4 = nf4_bits() / 8 * (1 - UNQUANTISED) + 2 * UNQUANTISED
+    each = {
+        "full_bf16_amp": MIXED.total + 2,  # and fp32 gradients are copied for reduction
+        "full_pure_bf16": PURE_BF16.total,
+        "lora16": 2.0,
+        "qlora8": 1.0 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
+        "qlora4": nf4,
+    }
+    return {name: width * parameters + REST for name, width in each.items()}

@@ -13,7 +13,7 @@ Checkpointing = Literal["none", "full", "selective"]
 Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
 """How weights are held and computed with: all fp32; all bf16; fp32 weights under autocast; fp32
 shards gathered in bf16; bf16 weights with fp32 masters in the optimizer."""
-Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "in_backward"]
+Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,13 @@ class Workload:
     root_unit: bool = False
     """FSDP: embedding, last norm and head are one unit that stays gathered, instead of two."""
     compiled: bool = False
-    """Normalisation and activation are fused: nothing of them but their inputs is kept."""
+    """Layers run through torch.compile, which keeps the inputs of fused operations only."""
+    immediate: bool = False
+    """Each tensor is updated as soon as its gradient exists: gradients are never all alive."""
+    activations_on_host: bool = False
+    """What layers keep for the backward pass waits in host memory."""
+    synchronise_each: bool = False
+    """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
 
     @property
     def tokens(self) -> int:
@@ -142,6 +148,7 @@ class Workload:
             trained=full,
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
+            compiled=self.compiled,
             dequantised=self.quantization.startswith("nf4"),
         )
 

@@ -1,0 +1,493 @@
+"""Predictions of the planner against a file of published and measured cases, by category.
+
+    python benchmarks/plan_cases.py CASES.json [--all] [--json]
+
+Prints for each category how many cases are within tolerance, the mean and the largest error; exits
+with 1 when a bound is missed. A case whose inputs cannot be evaluated counts as missed.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from finetune.errors import FinetuneError
+from finetune.planner import (
+    claims, communication, memory, parallelism, published, states, timing, totals,
+)  # fmt: skip
+from finetune.planner.architecture import Architecture, adapter_size, read
+from finetune.planner.hardware import machine
+from finetune.planner.layout import Layout
+from finetune.planner.workload import LOSSES, Loss, Workload, lora
+
+Inputs = Mapping[str, Any]
+UNITS = {"GB": 1e9, "GiB": 2**30, "GB 1e9": 1e9, "bytes": 1.0}
+_UNUSED = (
+    "zero_states", "zero_factor", "comm_volume", "nf4", "param_count", "lora_params",
+    "published_rules", "deepspeed_compat", "megatron_act", "seed_numbers", "seed_errors",
+    "step_time", "decision",
+)  # fmt: skip
+"""Categories whose every case must be within its own tolerance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    case: str
+    category: str
+    expected: Any
+    predicted: Any
+    error: float
+    within: bool
+    informational: bool = False
+    problem: str = ""
+
+
+def config_of(short: Inputs) -> dict[str, Any]:
+    """The `config.json` that a case abbreviates."""
+    kind = short.get("arch", "mixtral" if "E" in short else "llama")
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": short["h"],
+        "num_hidden_layers": short["L"],
+        "num_attention_heads": short["a"],
+        "num_key_value_heads": short["kv"],
+        "intermediate_size": short["f"],
+        "vocab_size": short["V"],
+        "tie_word_embeddings": short.get("tied", False),
+        "head_dim": short.get("hd", short["h"] // short["a"]),
+    }
+    if "E" in short:
+        many = "num_local_experts" if kind == "mixtral" else "num_experts"
+        width = short.get("moe_f", short["f"])
+        fields |= {many: short["E"], "num_experts_per_tok": short["k"]}
+        fields |= {"moe_intermediate_size": width}
+    return fields
+
+
+def shape_of(inputs: Inputs) -> Architecture:
+    """The model of a case: spelt out, or by its published name."""
+    if "cfg" in inputs:
+        return read(config_of(inputs["cfg"]))
+    config = published.find(inputs["model"])
+    if config is None:
+        raise FinetuneError(f"model {inputs['model']}: not in the table of published shapes")
+    return read(config, inputs["model"])
+
+
+def zero_states(inputs: Inputs) -> float:
+    shards = {"os": "optimizer", "os+g": "grads", "os+g+p": "params", "dp": "none", "none": "none"}
+    shard: Any = shards[inputs["stage"]]
+    layout = Layout("ddp" if shard == "none" else "deepspeed", shard, inputs["dp"])
+    held = dataclasses.replace(states.MIXED, optimizer=inputs.get("k_opt", 12)).held(layout)
+    return held * inputs["params"] / UNITS[inputs.get("unit", "GB")]
+
+
+def zero_factor(inputs: Inputs) -> float:
+    stages: dict[int, Any] = {0: "none", 1: "optimizer", 2: "grads", 3: "params"}
+    layout = Layout("deepspeed", stages[inputs["stage"]], inputs["dp"])
+    return states.MIXED.saving(layout)
+
+
+def seed_numbers(inputs: Inputs) -> Any:
+    if "pp" in inputs:
+        pipeline = inputs["pp"], inputs["microbatches"], inputs.get("virtual", 1)
+        return {"bubble": parallelism.bubble(*pipeline)}
+    if "params" in inputs:
+        shard: dict[str, Any] = {
+            "ddp": "none", "zero1": "optimizer", "zero2": "grads", "zero3": "params",
+            "fsdp_full": "params", "fsdp_grad": "grads",
+        }  # fmt: skip
+        layout = Layout("deepspeed", shard[inputs["strategy"]], inputs["dp"])
+        each = states.FULL if inputs["dtype"] == "fp32" else states.MIXED
+        parts = {
+            "params": dataclasses.replace(each, gradients=0, optimizer=0),
+            "grads": dataclasses.replace(each, weights=0, optimizer=0),
+            "optimizer": dataclasses.replace(each, weights=0, gradients=0),
+            "total": each,
+        }
+        held = parts[inputs["component"]].held(layout) * inputs["params"]
+        return held / UNITS[inputs.get("unit", "GB")]
+    if "base_lr" in inputs:
+        lr = timing.scaled_lr(inputs["base_lr"], inputs["world"], inputs["rule"])
+        return {"lr": lr, "must_warn": timing.lr_warning(inputs["world"], inputs["rule"])}
+    if "micro" in inputs:
+        return {"effective": inputs["micro"] * inputs["accum"] * inputs["gpus"]}
+    if "accum" in inputs:
+        return {"comm_saved_fraction": communication.no_sync_saving(inputs["accum"])}
+    return {
+        "bucket_mb": communication.DDP_BUCKET / 2**20,
+        "first_bucket_mb": communication.DDP_FIRST_BUCKET / 2**20,
+    }
+
+
+def seed_errors(inputs: Inputs) -> dict[str, str]:
+    found = claims.judge(inputs["claim"])
+    return {"verdict": "unknown"} if found is None else {"verdict": found.verdict}
+
+
+def lora_params(inputs: Inputs) -> float:
+    if "cfg" in inputs or "model" in inputs:
+        return lora(shape_of(inputs), inputs["r"], _targets(inputs)).parameters
+    from finetune.planner.architecture import Matrix
+
+    square = Matrix("w", inputs["d"], inputs["d"])
+    count = adapter_size(square, inputs["r"]) * inputs["matrices"] * inputs["layers"]
+    return count * inputs.get("bytes", 1)
+
+
+def _targets(inputs: Inputs) -> str | tuple[str, ...]:
+    """Adapter targets; some cases abbreviate q_proj as q."""
+    given = inputs.get("targets", "all-linear")
+    if isinstance(given, str):
+        return given
+    short = {name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    return tuple(short.get(name, name) for name in given)
+
+
+def param_count(inputs: Inputs) -> Any:
+    shape = shape_of(inputs)
+    if shape.experts is None:
+        return shape.parameters
+    return {"total": shape.parameters, "active": shape.active_parameters}
+
+
+def nf4(inputs: Inputs) -> float:
+    if "blocksize" in inputs:
+        return states.nf4_bits(inputs["double_quant"], inputs["blocksize"])
+    weights = inputs.get("quantised_params", inputs.get("params", 0.0))
+    return (states.nf4_bytes(weights, False) - states.nf4_bytes(weights)) / 1e9
+
+
+def megatron_act(inputs: Inputs) -> float:
+    a, s, h = inputs["a"], inputs["s"], inputs["h"]
+    if "variant" not in inputs:
+        return parallelism.attention_term(a, s, h)
+    each = parallelism.megatron_activations(
+        s, inputs["b"], h, a, inputs["t"], inputs["variant"]
+    )
+    return each * (inputs["layers"] if inputs["per"] != "layer" else 1)
+
+
+def step_time(inputs: Inputs) -> float:
+    if "pcie_Bps" in inputs:
+        peak = inputs["peak_tflops"] * 1e12
+        return timing.offload_break_even(peak, inputs["mfu"], inputs["pcie_Bps"])
+    if "iter_s" in inputs:
+        work = parallelism.megatron_flops(
+            inputs["batch"], inputs["s"], inputs["layers"], inputs["h"], inputs["vocab"]
+        )
+        peak = inputs["peak_tflops"] * 1e12 * inputs["gpus"]
+        return 100 * work / inputs["iter_s"] / peak
+    adapter = inputs.get("mode") in ("lora", "qlora")
+    return timing.flops_per_token(
+        shape_of(inputs), inputs["s"], inputs.get("causal", True), adapter,
+        recompute=inputs.get("ckpt", False),
+    )  # fmt: skip
+
+
+def published_rules(inputs: Inputs) -> Any:
+    gb = {name: value / 1e9 for name, value in states.rules_of_thumb(inputs["params"]).items()}
+    return gb[inputs["method"]] if "method" in inputs else gb
+
+
+def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
+    shared = inputs["params"], inputs["gpus_per_node"], inputs["nodes"]
+    factor = inputs.get("buffer_factor", 1.5)
+    if "largest_layer" not in inputs:
+        found = states.deepspeed_zero2(*shared, inputs["offload_optimizer"], factor)
+    else:
+        found = states.deepspeed_zero3(
+            inputs["params"], inputs["largest_layer"], inputs["gpus_per_node"], inputs["nodes"],
+            inputs["offload_optimizer"], inputs["offload_param"], inputs.get("zero_init", True),
+            factor,
+        )  # fmt: skip
+    return {"cpu_bytes": found.host, "gpu_bytes": found.gpu}
+
+
+STRATEGIES: dict[str, tuple[Any, Any]] = {
+    "single": ("single", "none"),
+    "ddp": ("ddp", "none"),
+    "zero1": ("deepspeed", "optimizer"),
+    "zero2": ("deepspeed", "grads"),
+    "zero3": ("deepspeed", "params"),
+    "fsdp_grad": ("fsdp", "grads"),
+    "fsdp_grad_op": ("fsdp", "grads"),
+    "fsdp_full": ("fsdp", "params"),
+    "fsdp2_full": ("fsdp", "params"),
+    "hsdp": ("fsdp", "params"),
+}
+
+
+def layout_of(inputs: Inputs) -> Layout:
+    engine, shard = STRATEGIES[inputs.get("strategy", "single")]
+    count = inputs.get("dp", inputs.get("gpus", 1))
+    group = inputs.get("shard", inputs.get("shard_size", count))
+    replicas = inputs.get("replicas", count // group) if inputs.get("strategy") == "hsdp" else 1
+    return Layout(engine, shard, count, replicas)
+
+
+def comm_volume(inputs: Inputs) -> Any:
+    if "tp" in inputs:
+        return communication.tensor_parallel(
+            inputs["layers"], inputs["h"], inputs["tokens"], inputs["tp"], inputs["ckpt"]
+        )
+    layout = layout_of(inputs)
+    whole, adapter = inputs["params"], inputs["trainable"]
+    total = whole if adapter == "all" else whole + adapter
+    trained = whole if adapter == "all" else adapter
+    p, g = inputs["param_bytes"], inputs["grad_bytes"]
+    moved = communication.volume(layout, p * total, p * trained, g * trained, inputs["accum"])
+    return moved.total
+
+
+def memtracker(inputs: Inputs) -> float:
+    options = inputs["opts"]
+    config = {**inputs["cfg"], **({"L": options["L"]} if options.get("L") else {})}
+    shape = read(config_of(config))
+    precision = options.get("prec", "bf16")
+    schemes: dict[str, Any] = {"amp": "autocast", "lora_amp": "autocast"}
+    adapted = options.get("mode", "full") != "full"
+    kept = options.get("keep_out", not inputs.get("logits_freed_before_backward", True))
+    wide = precision == "lora_amp"
+    quantised = options.get("mode") == "qlora" or options.get("kbit", False)
+    masked = inputs.get("sdpa_mask_materialised", True)
+    eager = "eager" in (options.get("attn"), options.get("attn_impl"), options.get("attention"))
+    workload = Workload(
+        shape, inputs["b"], inputs["s"],
+        scheme=schemes.get(precision, precision),
+        adapter=lora(shape, options.get("lora_r", 16), _targets(options), 4 if wide else 2)
+        if adapted else None,
+        quantization="nf4" if quantised else "none",
+        kbit_prepared=options.get("kbit", False),
+        checkpointing="full" if options.get("ckpt") else "none",
+        attention="eager" if eager else "masked" if masked else "flash",
+        loss=LOSSES["hf_output_kept" if kept else "hf"],
+        stepping="loop",
+    )  # fmt: skip
+    return memory.timeline(workload).peak.total
+
+
+def fsdp_oracle(inputs: Inputs) -> float:
+    shape = shape_of(inputs)
+    workload = Workload(
+        shape, inputs["b"], inputs["s"],
+        scheme="fsdp" if inputs.get("master", "fp32") == "fp32" else "bf16",
+        layout=Layout("fsdp", "params", inputs["dp"]),
+        checkpointing="full" if inputs["ckpt"] else "none",
+        attention="masked" if inputs.get("sdpa_mask_materialised", True) else "flash",
+        root_unit=True,
+    )  # fmt: skip
+    return memory.timeline(workload).peak.total
+
+
+def measured_peak(inputs: Inputs) -> Any:
+    if "b" not in inputs:
+        return memory_outcomes(inputs)
+    found = totals.of(memory.timeline(workload := measured_workload(inputs)), workload)
+    metric = inputs["metric"]
+    if "reserved" in metric:
+        value = found.reserved
+    elif any(word in metric for word in ("process", "nvidia-smi", "card")):
+        value = found.process
+    else:
+        value = found.allocated
+    return value / UNITS[inputs["unit"]]
+
+
+def memory_outcomes(inputs: Inputs) -> dict[str, str]:
+    """What accelerate's documentation reports of Mixtral on 8 A100: a size, or out of memory."""
+    shape, found = shape_of(inputs), {}
+    for name, steps, each in (
+        ("accum1", 1, False), ("accum2_no_sync", 2, False), ("accum16_sync_each_batch", 16, True)
+    ):  # fmt: skip
+        workload = Workload(
+            shape, 1, 1024, scheme="bf16", layout=layout_of(inputs), checkpointing="full",
+            accumulation=steps, synchronise_each=each,
+        )  # fmt: skip
+        peak = memory.timeline(workload).peak.total
+        fits = peak <= machine("A100-80", inputs["gpus"]).usable
+        found[name] = f"{peak / 2**30:.0f}G" if fits else "OOM"
+    return found
+
+
+def measured_workload(inputs: Inputs) -> Workload:
+    """The run that a published peak describes."""
+    shape, layout = shape_of(inputs), layout_of(inputs)
+    mode = inputs.get("mode", "full")
+    quantization = inputs.get("quant") or mode.partition("_")[2] or "none"
+    adapted = mode != "full"
+    pure = inputs.get("dtype", "bf16" if adapted else "fp32") in ("pure_bf16", "bf16")
+    scheme: Any = "bf16" if pure else "autocast"
+    if layout.engine == "fsdp" and inputs.get("master") == "fp32":
+        scheme = "fsdp"
+    elif layout.engine == "deepspeed":
+        scheme = "deepspeed"
+    names: dict[str, Any] = {"nf4": "nf4_single", "nf4-dq": "nf4", "none": "none"}
+    recompute: dict[str, Any] = {"full": "full", "selective": "selective", "none": "none"}
+    checkpointing = recompute[inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")]
+    update: Any = "adamw_8bit" if inputs.get("optimizer") == "adamw8bit" else "adamw"
+    return Workload(
+        shape,
+        inputs["b"],
+        inputs["s"] // inputs.get("cp", 1),
+        scheme=scheme,
+        layout=layout,
+        adapter=lora(shape, inputs.get("r", 8), _targets(inputs), 2) if adapted else None,
+        quantization=names[quantization],
+        kbit_prepared=inputs.get("kbit_prep_fp32", False),
+        checkpointing=checkpointing,
+        loss=loss_of(inputs),
+        update=update,
+        immediate=inputs.get("opt_in_bwd", False),
+        activations_on_host=inputs.get("act_offload", False),
+        compiled=inputs.get("compile", False),
+    )
+
+
+def loss_of(inputs: Inputs) -> Loss:
+    """The loss profile that a case names."""
+    name = inputs.get("ce_profile") or inputs.get("ce") or "hf"
+    if name == "chunked8" and inputs.get("compile"):
+        name = "chunked8_compiled"
+    if name in ("hf", "eager") and inputs.get("unit") == "GB" and "quant" in inputs:
+        name = "litgpt_chunked"  # the tables of litgpt, whose cross-entropy runs in chunks
+    return LOSSES["hf" if name == "eager" else name]
+
+
+def decision(inputs: Inputs) -> dict[str, Any]:
+    raise FinetuneError("later")
+
+
+EVALUATORS: dict[str, Callable[[Inputs], Any]] = {
+    "zero_states": zero_states,
+    "zero_factor": zero_factor,
+    "seed_numbers": seed_numbers,
+    "seed_errors": seed_errors,
+    "lora_params": lora_params,
+    "param_count": param_count,
+    "nf4": nf4,
+    "megatron_act": megatron_act,
+    "step_time": step_time,
+    "published_rules": published_rules,
+    "deepspeed_compat": deepspeed_compat,
+    "measured_peak": measured_peak,
+    "memtracker": memtracker,
+    "fsdp_oracle": fsdp_oracle,
+    "comm_volume": comm_volume,
+    "decision": decision,
+}
+
+
+def compare(case: Mapping[str, Any]) -> Outcome:
+    """Evaluate a case and hold the result against what is expected."""
+    category, expected = case["category"], case["expected"]
+    tolerance = case.get("tolerance", {})
+    informational = "informational" in case.get("note", "")
+    try:
+        predicted = EVALUATORS[category](case["inputs"])
+    except (FinetuneError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        return Outcome(
+            case["id"], category, expected, None, math.inf, False, informational, problem
+        )
+    if category == "decision":
+        error, within = _decided(expected, predicted["choice"])
+    elif isinstance(expected, dict):
+        judged = [_near(expected[key], predicted.get(key), tolerance) for key in expected
+                  if key != "tool_says"]  # fmt: skip
+        error, within = max(e for e, _ in judged), all(ok for _, ok in judged)
+    else:
+        error, within = _near(expected, predicted, tolerance)
+    return Outcome(case["id"], category, expected, predicted, error, within, informational)
+
+
+def _near(expected: Any, got: Any, tolerance: Mapping[str, float]) -> tuple[float, bool]:
+    if isinstance(expected, str):
+        return (0.0, True) if _same_text(expected, got) else (1.0, False)
+    if not isinstance(got, int | float):
+        return math.inf, False
+    error = abs(got - expected) / abs(expected) if expected else abs(got)
+    allowed = max(tolerance.get("rel", 0.0) * abs(expected), tolerance.get("abs", 0.0))
+    return error, abs(got - expected) <= allowed + 1e-9 * abs(expected)
+
+
+def _same_text(expected: str, got: Any) -> bool:
+    """Equal words, or sizes such as 69G that agree to a tenth."""
+    if expected == got:
+        return True
+    sizes = [str(text).removesuffix("G") for text in (expected, got)]
+    if all(size.replace(".", "").isdigit() for size in sizes):
+        return abs(float(sizes[1]) - float(sizes[0])) <= 0.1 * float(sizes[0])
+    return False
+
+
+def _decided(expected: Mapping[str, Any], choice: str) -> tuple[float, bool]:
+    right = choice in expected["any_of"] and choice not in expected.get("must_not", ())
+    return (0.0, True) if right else (1.0, False)
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
+    """By category: cases, those within tolerance, mean and largest error, whether its bound holds."""
+    found: dict[str, dict[str, Any]] = {}
+    for category in sorted({outcome.category for outcome in outcomes}):
+        own = [o for o in outcomes if o.category == category and not o.informational]
+        errors = [outcome.error for outcome in own]
+        row: dict[str, Any] = {
+            "cases": len(own),
+            "within": sum(outcome.within for outcome in own),
+            "mean": sum(errors) / len(errors) if errors else 0.0,
+            "largest": max(errors, default=0.0),
+        }
+        found[category] = row | {"holds": _holds(category, own, row["mean"])}
+    return found
+
+
+def _holds(category: str, own: list[Outcome], mean: float) -> bool:
+    if category in ("memtracker", "fsdp_oracle"):
+        return all(outcome.error <= 0.05 for outcome in own) and mean < 0.01
+    if category == "measured_peak":
+        near = sum(outcome.error <= 0.10 for outcome in own)
+        return mean < 0.06 and near >= 0.9 * len(own)
+    return all(outcome.within for outcome in own)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--all", action="store_true", help="print every case")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    content = json.loads(arguments.cases.read_text(encoding="utf-8"))
+    lists = content.values() if isinstance(content, dict) else [content]
+    cases = [case for group in lists if isinstance(group, list) for case in group]
+    outcomes = [compare(case) for case in cases]
+    table = summary(outcomes)
+    if arguments.json:
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        print(json.dumps({"summary": table, "cases": rows}, indent=2, default=str))
+        return 0 if all(row["holds"] for row in table.values()) else 1
+    print(f"{'category':18} {'cases':>5} {'within':>6} {'mean':>8} {'largest':>8}  bound")
+    for category, row in table.items():
+        holds = "holds" if row["holds"] else "MISSED"
+        print(
+            f"{category:18} {row['cases']:5} {row['within']:6} {row['mean']:8.2%} "
+            f"{row['largest']:8.2%}  {holds}"
+        )
+    for outcome in outcomes:
+        if arguments.all or not outcome.within:
+            mark = " " if outcome.within else "!"
+            print(
+                f"{mark} {outcome.case}: expected {outcome.expected}, got {outcome.predicted} "
+                f"({outcome.error:.1%}) {outcome.problem}"
+            )
+    return 0 if all(row["holds"] for row in table.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
