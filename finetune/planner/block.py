@@ -34,6 +34,10 @@ class Numerics:
     """Weights of adapters."""
     expert_rank: int = 0
     """Rank of adapters on experts: their product is added to the whole weights first."""
+    dropout: bool = False
+    """Adapters drop inputs: each keeps its own mask (a byte an element) and what is left."""
+    inputs_kept: bool = False
+    """4-bit products keep their input although no gradient needs it."""
     compiled: bool = False
     """Chains of cheap operations are one kernel. It keeps what enters, and what a weight's gradient
     multiplies (torch 2.13's partitioner never recomputes what the backward pass must hold whole)."""
@@ -127,7 +131,7 @@ class Layer:
             given = tape.run(self.tokens * matrix.inputs * n.compute, (value,))
         if n.autocast and n.trained and n.weights != n.compute:
             weight = tape.run(matrix.weights * n.compute, (weight,))
-        keeps = [given] if n.trained else []
+        keeps = [given] if n.trained or n.inputs_kept else []
         if not weight.leaf:
             keeps.append(weight)
         output = tape.run(
@@ -147,6 +151,10 @@ class Layer:
             if value.size / inner != 4:
                 given = tape.run(4 * inner, (value,))
                 held.append(given)
+        if n.dropout:
+            mask = Value(inner, grad=False)
+            given = tape.run(given.size, (given,), (mask,), backward=given.size)
+        if n.autocast:
             given = tape.run(2 * inner, (given,))
             a = tape.run(a.size / 2, (a,))
             b = tape.run(b.size / 2, (b,))
@@ -171,15 +179,17 @@ class Layer:
         return self.linear(matrix, mixed)
 
     def _split(self, joint: Value) -> tuple[Value, Value, Value]:
-        """Query, key and value as views of one product; rotation copies the first two."""
+        """Query, key and value as views of one product, which stays whole while one of them does.
+
+        Rotation copies the first two.
+        """
+        if self.shape.positions:
+            return joint, joint, joint
         c = self.numerics.compute
         q, k = self.tokens * self.shape.query * c, self.tokens * self.shape.key * c
-        if self.shape.positions:
-            copies = [self.tape.run(size, (joint,)) for size in (q, k, k)]
-            return copies[0], copies[1], copies[2]
         query = self.tape.run(q, (joint,), forward=2 * q, backward=2 * q)
         key = self.tape.run(k, (joint,), forward=2 * k, backward=2 * k)
-        return query, key, self.tape.run(k, (joint,))
+        return query, key, joint
 
     def _rotated(self, value: Value, elements: int) -> Value:
         """Rotary positions: x cos + rotate(x) sin; nothing is kept but the tables."""
@@ -190,7 +200,7 @@ class Layer:
         return self.tape.run(size, (value,), forward=3 * size, backward=3 * size)
 
     def _mix(self, query: Value, key: Value, values: Value) -> Value:
-        tape, q = self.tape, query.size
+        tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
         statistics = 4.0 * self.tokens * self.shape.heads
         scores = self.rows * self.shape.heads * self.length**2
         grouped = self.shape.heads != self.shape.kv_heads

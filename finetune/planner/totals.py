@@ -5,13 +5,11 @@ import dataclasses
 from finetune.planner.memory import Timeline
 from finetune.planner.workload import Workload
 
-# Published ratios of reserved to allocated: 1.03 to 1.08 on one GPU with steady shapes (torchtune,
-# fitcheck); 1.06 to 1.35 with FSDP1 and quantised weights (AnswerDotAI/fsdp_qlora, 2024-03). FSDP2
-# keeps to one stream's memory and so to the first range (pytorch FSDP2 documentation).
-FRAGMENTATION = 1.05
-FRAGMENTATION_LOW = 1.0
-FRAGMENTATION_HIGH = 1.08
-FRAGMENTATION_HIGH_SHARDED = 1.35
+# Published ratios of reserved to allocated: 1.03 to 1.08 on one GPU with steady shapes; 1.06 to
+# 1.35 with FSDP, whose units come and go (AnswerDotAI/fsdp_qlora, benchmarks of 2024-03). The middle
+# of each range is the estimate, its ends the band.
+FRAGMENTATION = (1.03, 1.08)
+FRAGMENTATION_SHARDED = (1.06, 1.35)
 # A CUDA context takes 0.14 GB (T4, measured by fitcheck) to 0.5 GB, cuBLAS workspaces 32 MiB on
 # Hopper, bitsandbytes and Triton modules 0.1 GB.
 CONTEXT = 0.5e9
@@ -46,12 +44,12 @@ def of(timeline: Timeline, workload: Workload, nodes: int = 1) -> Totals:
     allocated = timeline.peak.total
     outside = overhead(workload, nodes)
     sharded = workload.layout.engine in ("fsdp", "deepspeed") and workload.layout.group > 1
-    highest = FRAGMENTATION_HIGH_SHARDED if sharded else FRAGMENTATION_HIGH
-    reserved = allocated * FRAGMENTATION
+    lowest, highest = FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
+    reserved = allocated * (lowest + highest) / 2
     return Totals(
         allocated,
         reserved,
         reserved + outside,
-        allocated * FRAGMENTATION_LOW + outside,
+        allocated * lowest + outside,
         allocated * highest + outside,
     )

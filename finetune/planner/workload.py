@@ -39,6 +39,8 @@ class Loss:
 HF = Loss("hf", exact=True)
 # The bf16 logits stay referenced by the model's output while the backward pass runs.
 HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
+# Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
+HF_AUTOCAST = Loss("hf_autocast", exact=True, retained=4)
 # transformers < 4.45: fp32 logits returned, shifted copy, log-probabilities, two gradients: 20.
 HF_BEFORE_4_45 = Loss("hf_pre_4.45", forward=12, saved=8, backward=16, retained=4)
 # Chunked cross-entropy in 8 pieces over bf16 logits: an eager chunk holds 12 bytes, a compiled 4.
@@ -51,7 +53,7 @@ LINEAR = Loss("linear_cut", logits=False)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        HF, HF_OUTPUT_KEPT, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED, LITGPT, LINEAR
+        HF, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED, LITGPT, LINEAR
     )
 }  # fmt: skip
 
@@ -65,6 +67,8 @@ class Adapter:
     parameters: int
     width: int = 2
     """Bytes per adapter weight."""
+    dropout: bool = False
+    """Whether its input is thinned at random."""
     experts: int = 0
     """Rank on experts, 0 where they have no adapter."""
 
@@ -100,6 +104,8 @@ class Workload:
     """Each tensor is updated as soon as its gradient exists: gradients are never all alive."""
     activations_on_host: bool = False
     """What layers keep for the backward pass waits in host memory."""
+    inputs_kept: bool = False
+    """bitsandbytes before 0.43: 4-bit products keep their inputs for the backward pass."""
     synchronise_each: bool = False
     """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
 
@@ -148,6 +154,8 @@ class Workload:
             trained=full,
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
+            dropout=self.adapter is not None and self.adapter.dropout,
+            inputs_kept=self.inputs_kept,
             compiled=self.compiled,
             dequantised=self.quantization.startswith("nf4"),
         )
@@ -216,6 +224,7 @@ def lora(
     rank: int,
     targets: str | tuple[str, ...] = "all-linear",
     width: int = 4,
+    dropout: bool = False,
     dora: bool = False,
     excluded: str | tuple[str, ...] = (),
     only_layers: tuple[int, ...] = (),
@@ -234,4 +243,4 @@ def lora(
     experts = rank if targets == "all-linear" and shape.experts is not None else 0
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
-    return Adapter(ranks, parameters + saved_whole, width, experts)
+    return Adapter(ranks, parameters + saved_whole, width, dropout, experts)
