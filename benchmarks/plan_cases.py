@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from finetune.errors import FinetuneError
 from finetune.planner import (
-    claims, communication, memory, parallelism, published, states, timing, totals,
+    advice, claims, communication, memory, parallelism, published, states, timing,
+    totals,
 )  # fmt: skip
 from finetune.planner.architecture import Architecture, Matrix, adapter_size, read
-from finetune.planner.hardware import machine
+from finetune.planner.hardware import Machine, machine
 from finetune.planner.layout import Layout
 from finetune.planner.workload import LOSSES, Loss, Workload, lora
 
@@ -368,8 +369,67 @@ def loss_of(inputs: Inputs) -> Loss:
     return LOSSES["hf" if name == "eager" else name]
 
 
+SPELLINGS = {
+    "fsdp_shard_grad_op": ("fsdp_grad_op", "fsdp_grad"),
+    "fsdp_full_shard": ("fsdp_full", "fsdp2_full"),
+    "hsdp_shard_grad_op": ("hsdp_grad_op",),
+    "zero2_offload": ("zero2+offload_optimizer",),
+    "zero3_offload": ("zero3+offload_param", "zero3+offload", "zero3+cpu_offload"),
+    "fsdp_full_shard_offload": ("fsdp_full+cpu_offload",),
+    "zero3_nvme": ("zero3+nvme", "zero3+nvme_offload"),
+}
+"""Names of the cases for our backends."""
+
+
 def decision(inputs: Inputs) -> dict[str, Any]:
-    raise FinetuneError("later")
+    """The planner's choice for a scenario, in every spelling that a case may use."""
+    shape, mode = shape_of(inputs), inputs["mode"]
+    link, _, network = inputs.get("link", "").partition("+")
+    several = inputs["gpus"] // 8 if network else 1
+    networks = {"ib": "ib400", "eth": "100gbe", "ethernet": "100gbe"}
+    host = inputs.get("host_ram_gb")
+    hardware = machine(
+        inputs["gpu"], inputs["gpus"], inputs.get("nodes", max(1, several)), link or None,
+        networks.get(network, network) or None, None if host is None else host * 1e9,
+    )  # fmt: skip
+    adapter = lora(shape, 16, width=4) if "lora" in mode else None
+    workload = Workload(
+        shape, inputs.get("b_fits", inputs.get("b", 1)), inputs.get("s", 2048), adapter=adapter,
+        quantization="nf4" if "qlora" in mode else "none",
+        accumulation=inputs.get("accum", 1),
+    )  # fmt: skip
+    pretraining = mode == "pretrain"
+    refused = _refused(inputs, shape, hardware)
+    if advice.grid_for(workload, hardware, pretraining) is not None:
+        return {"choice": ["3d"], "refused": refused}
+    recompute: list[Any] = ["none", "full"]
+    if "ckpt" in inputs:
+        recompute = ["full" if inputs["ckpt"] else "none"]
+    ranked = advice.rank(advice.options(workload, hardware, recompute=recompute))
+    if not ranked:
+        return {"choice": ["none"], "refused": refused}
+    best = ranked[0]
+    names = [best.name, *SPELLINGS.get(best.name, ())]
+    if best.workload.checkpointing == "full":
+        names += [f"{name}+ckpt" for name in names]
+    if "b_wanted" in inputs:
+        steps = inputs["b_wanted"] // (inputs["b_fits"] * inputs["gpus"])
+        names += [f"{name}+grad_accum({steps})" for name in names]
+    return {"choice": names, "refused": refused}
+
+
+def _refused(inputs: Inputs, shape: Architecture, hardware: Machine) -> list[str]:
+    """What was asked for and cannot be: a case may ask for tensor parallelism."""
+    asked = inputs.get("requested", "")
+    if not asked.startswith("tp"):
+        return []
+    ways = int(asked.removeprefix("tp"))
+    grid = parallelism.Grid(tensor=ways, data=hardware.count // ways)
+    try:
+        parallelism.check(grid, shape, hardware.count, hardware.per_node, hardware.fast)
+    except FinetuneError:
+        return ["tp"]
+    return []
 
 
 EVALUATORS: dict[str, Callable[[Inputs], Any]] = {
@@ -436,8 +496,9 @@ def _same_text(expected: str, got: Any) -> bool:
     return expected == got or all(size.replace(".", "").isdigit() for size in sizes)
 
 
-def _decided(expected: Mapping[str, Any], choice: str) -> tuple[float, bool]:
-    right = choice in expected["any_of"] and choice not in expected.get("must_not", ())
+def _decided(expected: Mapping[str, Any], choice: list[str]) -> tuple[float, bool]:
+    right = any(name in expected["any_of"] for name in choice)
+    right = right and not any(name in expected.get("must_not", ()) for name in choice)
     return (0.0, True) if right else (1.0, False)
 
 

@@ -1,0 +1,352 @@
+"""Which backend to use, and what to change when nothing fits.
+
+The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the simpler
+wins; sharding is a price paid for memory, never a good in itself.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from finetune.planner import communication, memory, timing
+from finetune.planner.hardware import Machine
+from finetune.planner.layout import Layout
+from finetune.planner.memory import Moment
+from finetune.planner.parallelism import Grid, check
+from finetune.planner.timing import Times
+from finetune.planner.workload import LINEAR, Checkpointing, Scheme, Workload, lora
+
+Status = Literal["safe", "tight", "no"]
+
+# A plan within 8 % of the limit may fail on a longer row or a busier allocator.
+HEADROOM = 0.08
+# Times that differ by less are taken as equal: the model of time is no better than that.
+SAME_TIME = 0.05
+# Tensor parallelism pays from here on, and the pipeline from there (section 4 of the rules).
+TENSOR_PARAMETERS, TENSOR_GPUS = 70e9, 100
+GRID_PARAMETERS, GRID_PRETRAIN_PARAMETERS, GRID_PRETRAIN_GPUS = 200e9, 70e9, 64
+
+SIMPLICITY = (
+    "single", "ddp", "zero1", "fsdp_shard_grad_op", "zero2", "hsdp_shard_grad_op", "hsdp",
+    "fsdp_full_shard", "zero3", "zero2_offload", "fsdp_full_shard_offload", "zero3_offload",
+    "zero3_nvme",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to run a workload on a machine."""
+
+    workload: Workload
+    peak: Moment
+    usable: float
+    host: float
+    host_fits: bool
+    moved: communication.Volume
+    times: Times
+
+    @property
+    def name(self) -> str:
+        return self.workload.layout.name
+
+    @property
+    def status(self) -> Status:
+        if self.peak.total > self.usable or not self.host_fits:
+            return "no"
+        return "tight" if self.peak.total > self.usable * (1 - HEADROOM) else "safe"
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.times.step / self.times.tokens
+
+
+def scheme_of(layout: Layout, precision: str) -> Scheme:
+    """How an engine holds weights in a precision."""
+    if precision == "fp32":
+        return "fp32"
+    schemes: dict[str, Scheme] = {"fsdp": "fsdp", "deepspeed": "deepspeed"}
+    return schemes.get(layout.engine, "autocast")
+
+
+def option(workload: Workload, machine: Machine) -> Option:
+    """Memory, bytes and time of a workload on a machine."""
+    peak = memory.timeline(workload).peak
+    moved = volume(workload)
+    host = memory.host(workload) * machine.per_node
+    fits = machine.host_memory is None or host <= machine.host_memory * 0.9
+    times = timing.times(workload, machine, moved)
+    return Option(workload, peak, machine.usable, host, fits, moved, times)
+
+
+def volume(workload: Workload) -> communication.Volume:
+    """Bytes that each process sends in a step."""
+    shape = workload.shape
+    gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
+    trained = workload.trained * float(workload.compute)
+    reduced = workload.trained * float(workload.gradient_width)
+    if workload.layout.engine == "deepspeed":
+        reduced = workload.trained * float(workload.compute)
+    return communication.volume(
+        workload.layout, gathered, trained, reduced, workload.accumulation,
+        workload.synchronise_each,
+    )  # fmt: skip
+
+
+def layouts(machine: Machine) -> Iterator[Layout]:
+    """Every layout that does without offload."""
+    count = machine.count
+    if count == 1:
+        yield Layout()
+        return
+    yield Layout("ddp", "none", count)
+    yield Layout("deepspeed", "optimizer", count)
+    yield Layout("fsdp", "grads", count)
+    yield Layout("deepspeed", "grads", count)
+    if machine.nodes > 1 and machine.network < machine.link / 4:
+        yield Layout("fsdp", "params", count, machine.nodes)
+    yield Layout("fsdp", "params", count)
+    yield Layout("deepspeed", "params", count)
+
+
+def offloads(machine: Machine) -> Iterator[Layout]:
+    """Layouts with state in host memory, the lightest first."""
+    count = machine.count
+    yield Layout("deepspeed", "grads", count, 1, "optimizer", "cpu")
+    if count > 1:
+        yield Layout("fsdp", "params", count, 1, "all", "cpu")
+    yield Layout("deepspeed", "params", count, 1, "all", "cpu")
+
+
+def on(
+    workload: Workload, layout: Layout, precision: str, checkpointing: Checkpointing | None = None
+) -> Workload:
+    """The workload under another layout."""
+    return dataclasses.replace(
+        workload,
+        layout=layout,
+        scheme=scheme_of(layout, precision),
+        checkpointing=checkpointing or workload.checkpointing,
+    )
+
+
+def options(
+    workload: Workload,
+    machine: Machine,
+    precision: str = "bf16",
+    recompute: Iterable[Checkpointing] = ("none", "full"),
+    rows_per_step: int | None = None,
+    micro_rows: Iterable[int] | None = None,
+) -> list[Option]:
+    """Every layout x checkpointing x micro-batch; offload only where nothing else fits.
+
+    Args:
+        rows_per_step: rows of a step over all processes, from which accumulation follows.
+    """
+    sizes = [workload.rows] if micro_rows is None else list(micro_rows)
+    choices = list(recompute)
+
+    def tried(candidates: Iterable[Layout]) -> list[Option]:
+        found: list[Option] = []
+        for layout in candidates:
+            for checkpointing in choices:
+                for rows in sizes:
+                    steps = workload.accumulation
+                    if rows_per_step is not None:
+                        if rows_per_step % (rows * layout.processes):
+                            continue
+                        steps = rows_per_step // (rows * layout.processes)
+                    changed = dataclasses.replace(workload, rows=rows, accumulation=steps)
+                    found.append(option(on(changed, layout, precision, checkpointing), machine))
+        return found
+
+    whole = tried(layouts(machine))
+    if any(each.status != "no" for each in whole):
+        return whole
+    from_host = tried(offloads(machine))
+    if any(each.status != "no" for each in from_host):
+        return whole + from_host
+    nvme = Layout("deepspeed", "params", machine.count, 1, "all", "nvme")
+    return whole + from_host + tried([nvme])
+
+
+def rank(found: Iterable[Option]) -> list[Option]:
+    """What fits, best first: safe before tight, then least time, then simplest within 5 %."""
+
+    def order(options: list[Option]) -> list[Option]:
+        speed = {id(each): _seconds(each, options) for each in options}
+        left = sorted(options, key=lambda each: speed[id(each)])
+        ranked: list[Option] = []
+        while left:
+            limit = speed[id(left[0])] * (1 + SAME_TIME)
+            near = [each for each in left if speed[id(each)] <= limit]
+            best = min(near, key=lambda each: (_simplicity(each), speed[id(each)]))
+            ranked.append(best)
+            left.remove(best)
+        return ranked
+
+    fitting = [each for each in found if each.status != "no"]
+    safe = [each for each in fitting if each.status == "safe"]
+    # HSDP doubles what a process holds: it is worth it only with room to spare.
+    tight = [each for each in fitting if each.status == "tight" and "hsdp" not in each.name]
+    return order(safe) + order(tight)
+
+
+def _seconds(each: Option, options: list[Option]) -> float:
+    """Seconds per token; DeepSpeed's twin of an FSDP layout is never the faster one.
+
+    What it saves comes from reducing gradients in bf16 instead of fp32, which is no merit of its
+    sharding, and FSDP2 is the default stack.
+    """
+    layout = each.workload.layout
+    twins = [
+        other.seconds_per_token for other in options
+        if layout.engine == "deepspeed" and other.workload.layout.engine == "fsdp"
+        if other.workload.layout.shard == layout.shard and other.workload.layout.replicas == 1
+        if other.workload.layout.offload == layout.offload
+        if (other.workload.rows, other.workload.checkpointing)
+        == (each.workload.rows, each.workload.checkpointing)
+    ]  # fmt: skip
+    return max([each.seconds_per_token, *twins])
+
+
+def _simplicity(each: Option) -> tuple[int, int]:
+    return SIMPLICITY.index(each.name), int(each.workload.checkpointing != "none")
+
+
+def reason(best: Option, found: Iterable[Option]) -> str:
+    """Why the best option is that, in one sentence."""
+    name, times = best.name, best.times
+    simpler = [
+        each for each in found
+        if each.status == "no" and _simplicity(each)[0] < _simplicity(best)[0]
+    ]  # fmt: skip
+    room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
+    if name in ("single", "ddp"):
+        return f"{name} fits ({room}) and moves least: nothing needs to be sharded"
+    if not simpler:
+        return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
+    nearest = min(simpler, key=lambda each: each.peak.total)
+    return (
+        f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
+        f"{nearest.peak.total / 1e9:.1f} GB"
+    )
+
+
+def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int:
+    """The largest micro-batch that fits, 0 where not even one row does."""
+
+    def fits(rows: int) -> bool:
+        return option(dataclasses.replace(workload, rows=rows), machine).status != "no"
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something to change, and what it gives."""
+
+    what: str
+    setting: str
+    """As it is written in a recipe or on the command line."""
+    workload: Workload
+    gain: float
+    """Bytes by which the peak falls when this alone is changed."""
+    fits: bool
+
+
+def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change]:
+    """Single changes that lower the peak, those that cost nothing first."""
+    before = memory.timeline(workload).peak.total
+    found: list[Change] = []
+    for what, setting, changed in _levers(workload, machine, precision):
+        tried = option(changed, machine)
+        gain = before - tried.peak.total
+        if gain > 0.01 * before:
+            found.append(Change(what, setting, changed, gain, tried.status != "no"))
+    return found
+
+
+def _levers(
+    workload: Workload, machine: Machine, precision: str
+) -> Iterator[tuple[str, str, Workload]]:
+    """What can be changed, in the order in which it should be tried."""
+
+    def with_(**fields: object) -> Workload:
+        return dataclasses.replace(workload, **fields)  # type: ignore[arg-type]
+
+    if workload.attention == "eager":
+        yield "fused attention", "model.attention=sdpa", with_(attention="flash")
+    if workload.rows > 1:
+        yield (
+            "one row at a time, with more accumulation",
+            "batch.micro_rows=1",
+            with_(rows=1, accumulation=workload.accumulation * workload.rows),
+        )
+    if workload.checkpointing == "none":
+        setting = "model.activation_checkpointing=true"
+        yield "recompute activations", setting, with_(checkpointing="full")
+    if workload.loss.logits:
+        yield "a loss that never holds all logits", "(a fused loss)", with_(loss=LINEAR)
+    for layout in (*layouts(machine), *offloads(machine)):
+        if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
+            "optimizer"
+        ):
+            yield f"{layout.name}", f"--backend {layout.name}", on(workload, layout, precision)
+    if workload.adapter is None:
+        if workload.update == "adamw":
+            yield "8-bit moments", "optim.name=adamw_8bit", with_(update="adamw_8bit")
+        adapter = lora(workload.shape, 16)
+        yield "train an adapter (LoRA)", "adapter.r=16", with_(adapter=adapter)
+        quantised = with_(adapter=adapter, quantization="nf4")
+        yield "QLoRA", "adapter.r=16 model.quantization=nf4", quantised
+    elif workload.quantization == "none":
+        setting = "model.quantization=nf4"
+        yield "frozen weights in 4 bits", setting, with_(quantization="nf4")
+    if workload.length > 512:
+        half = workload.length // 2
+        yield "rows of half the length", f"batch.max_length={half}", with_(length=half)
+
+
+def shortest(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change] | None:
+    """The fewest changes after which the workload fits, or None where no two or three do."""
+    if option(workload, machine).status != "no":
+        return []
+    start: list[tuple[list[Change], Workload]] = [([], workload)]
+    for _ in range(3):
+        following: list[tuple[list[Change], Workload]] = []
+        for made, current in start:
+            for change in changes(current, machine, precision):
+                path = [*made, change]
+                if change.fits:
+                    return path
+                following.append((path, change.workload))
+        following.sort(key=lambda pair: memory.timeline(pair[1]).peak.total)
+        start = following[:6]
+    return None
+
+
+def grid_for(workload: Workload, machine: Machine, pretraining: bool) -> Grid | None:
+    """A layout with tensor and pipeline parallelism, where the rules call for one."""
+    size, count = workload.shape.parameters, machine.count
+    early = pretraining and size >= GRID_PRETRAIN_PARAMETERS and count >= GRID_PRETRAIN_GPUS
+    if workload.adapter is not None or not (size >= GRID_PARAMETERS or early):
+        return None
+    tensor = machine.per_node if machine.fast else 1
+    while workload.shape.heads % tensor or workload.shape.kv_heads % tensor:
+        tensor -= 1
+    pipeline = 1
+    while 16 * size / (tensor * pipeline) > machine.usable * 4 and pipeline * 2 * tensor <= count:
+        pipeline *= 2
+    if count % (tensor * pipeline):
+        return None
+    grid = Grid(tensor, pipeline, count // (tensor * pipeline))
+    check(grid, workload.shape, count, machine.per_node, machine.fast)
+    return grid
