@@ -1,20 +1,20 @@
 """Which backend to use, and what to change when nothing fits.
 
-The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the simpler
-wins; sharding is a price paid for memory, never a good in itself.
+The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the
+simpler wins; sharding is a price paid for memory, never a good in itself.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from finetune.planner import communication, memory, timing
+from finetune.planner import communication, memory, resident, timing
 from finetune.planner.hardware import Machine
 from finetune.planner.layout import Layout
 from finetune.planner.memory import Moment
 from finetune.planner.parallelism import Grid, check
 from finetune.planner.timing import Times
-from finetune.planner.workload import LINEAR, Checkpointing, Scheme, Workload, lora
+from finetune.planner.workload import Checkpointing, Scheme, Workload
 
 Status = Literal["safe", "tight", "no"]
 
@@ -72,7 +72,7 @@ def option(workload: Workload, machine: Machine) -> Option:
     """Memory, bytes and time of a workload on a machine."""
     peak = memory.timeline(workload).peak
     moved = volume(workload)
-    host = memory.host(workload) * machine.per_node
+    host = resident.host(workload) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)
     return Option(workload, peak, machine.usable, host, fits, moved, times)
@@ -247,90 +247,6 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """Something to change, and what it gives."""
-
-    what: str
-    setting: str
-    """As it is written in a recipe or on the command line."""
-    workload: Workload
-    gain: float
-    """Bytes by which the peak falls when this alone is changed."""
-    fits: bool
-
-
-def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change]:
-    """Single changes that lower the peak, those that cost nothing first."""
-    before = memory.timeline(workload).peak.total
-    found: list[Change] = []
-    for what, setting, changed in _levers(workload, machine, precision):
-        tried = option(changed, machine)
-        gain = before - tried.peak.total
-        if gain > 0.01 * before:
-            found.append(Change(what, setting, changed, gain, tried.status != "no"))
-    return found
-
-
-def _levers(
-    workload: Workload, machine: Machine, precision: str
-) -> Iterator[tuple[str, str, Workload]]:
-    """What can be changed, in the order in which it should be tried."""
-
-    def with_(**fields: object) -> Workload:
-        return dataclasses.replace(workload, **fields)  # type: ignore[arg-type]
-
-    if workload.attention == "eager":
-        yield "fused attention", "model.attention=sdpa", with_(attention="flash")
-    if workload.rows > 1:
-        yield (
-            "one row at a time, with more accumulation",
-            "batch.micro_rows=1",
-            with_(rows=1, accumulation=workload.accumulation * workload.rows),
-        )
-    if workload.checkpointing == "none":
-        setting = "model.activation_checkpointing=true"
-        yield "recompute activations", setting, with_(checkpointing="full")
-    if workload.loss.logits:
-        yield "a loss that never holds all logits", "(a fused loss)", with_(loss=LINEAR)
-    for layout in (*layouts(machine), *offloads(machine)):
-        if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
-            "optimizer"
-        ):
-            yield f"{layout.name}", f"--backend {layout.name}", on(workload, layout, precision)
-    if workload.adapter is None:
-        if workload.update == "adamw":
-            yield "8-bit moments", "optim.name=adamw_8bit", with_(update="adamw_8bit")
-        adapter = lora(workload.shape, 16)
-        yield "train an adapter (LoRA)", "adapter.r=16", with_(adapter=adapter)
-        quantised = with_(adapter=adapter, quantization="nf4")
-        yield "QLoRA", "adapter.r=16 model.quantization=nf4", quantised
-    elif workload.quantization == "none":
-        setting = "model.quantization=nf4"
-        yield "frozen weights in 4 bits", setting, with_(quantization="nf4")
-    if workload.length > 512:
-        half = workload.length // 2
-        yield "rows of half the length", f"batch.max_length={half}", with_(length=half)
-
-
-def shortest(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change] | None:
-    """The fewest changes after which the workload fits, or None where no two or three do."""
-    if option(workload, machine).status != "no":
-        return []
-    start: list[tuple[list[Change], Workload]] = [([], workload)]
-    for _ in range(3):
-        following: list[tuple[list[Change], Workload]] = []
-        for made, current in start:
-            for change in changes(current, machine, precision):
-                path = [*made, change]
-                if change.fits:
-                    return path
-                following.append((path, change.workload))
-        following.sort(key=lambda pair: memory.timeline(pair[1]).peak.total)
-        start = following[:6]
-    return None
 
 
 def grid_for(workload: Workload, machine: Machine, pretraining: bool) -> Grid | None:

@@ -39,8 +39,8 @@ class Numerics:
     inputs_kept: bool = False
     """4-bit products keep their input although no gradient needs it."""
     compiled: bool = False
-    """Chains of cheap operations are one kernel. It keeps what enters, and what a weight's gradient
-    multiplies (torch 2.13's partitioner never recomputes what the backward pass must hold whole)."""
+    """Chains of cheap operations are one kernel. It keeps what enters and what a weight's gradient
+    multiplies: torch 2.13's partitioner recomputes nothing that the backward pass must hold."""
     dequantised: bool = False
     """Weights are stored in 4 bits and expanded for each product."""
 
@@ -134,9 +134,7 @@ class Layer:
         keeps = [given] if n.trained or n.inputs_kept else []
         if not weight.leaf:
             keeps.append(weight)
-        output = tape.run(
-            size, (given, weight), keeps, forward=expanded, backward=expanded
-        )
+        output = tape.run(size, (given, weight), keeps, forward=expanded, backward=expanded)
         rank = self.ranks.get(matrix.leaf, 0)
         return self._adapter(matrix, rank, value, output) if rank else output
 
@@ -147,10 +145,10 @@ class Layer:
         inner = self.tokens * matrix.inputs
         a = _parameter(rank * matrix.inputs * n.adapters, True)
         b = _parameter(rank * matrix.outputs * n.adapters, True)
-        if n.autocast:  # PEFT casts to the adapter's fp32, autocast casts back, each keeping its own
-            if value.size / inner != 4:
-                given = tape.run(4 * inner, (value,))
-                held.append(given)
+        # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
+        if n.autocast and value.size / inner != 4:
+            given = tape.run(4 * inner, (value,))
+            held.append(given)
         if n.dropout:
             mask = Value(inner, grad=False)
             given = tape.run(given.size, (given,), (mask,), backward=given.size)
@@ -222,9 +220,7 @@ class Layer:
         cast = tape.run(2 * scores, (soft,), (kept,))
         return tape.run(q, (cast, values), (cast, values))
 
-    def _attend(
-        self, size: float, inputs: tuple[Value, ...], keeps: list[Value]
-    ) -> Value:
+    def _attend(self, size: float, inputs: tuple[Value, ...], keeps: list[Value]) -> Value:
         """Flash attention keeps its inputs, its output and one statistic per row and head."""
         node = self.tape.run(size, inputs, keeps)
         last = self.tape.nodes[-1]

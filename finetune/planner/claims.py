@@ -1,4 +1,4 @@
-"""Claims about memory and communication that circulate and are wrong, with what is right instead."""
+"""Claims about memory and communication that circulate and are wrong, each with what is right."""
 
 import dataclasses
 import re
@@ -54,7 +54,49 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         (r"zero-?2", r"all-?reduce"),
-        "ZeRO-2 reduce-scatters gradients and all-gathers updated weights: 2 x weights all the same",
+        "ZeRO-2 reduce-scatters gradients and all-gathers new weights: 2 x weights all the same",
+    ),
+    Claim(
+        (r"lr|learning rate", r"linear"),
+        "linear scaling was found for SGD; Adam takes the square root, and both need a warmup",
+    ),
+    Claim(
+        (r"nvlink", r"900"),
+        "900 GB/s counts both directions: 450 each way on an H100",
+    ),
+    Claim(
+        (r"(gradient )?accumulation", r"zero-?[23]|fsdp", r"communicat|traffic"),
+        "from ZeRO-2 on gradients are reduced every micro-batch, and sharded weights gathered anew",
+    ),
+    Claim(
+        (r"fits?", r"weights|parameters"),
+        "a model fits when weights, gradients, optimizer state and activations do: 16 B/parameter "
+        "before activations",
+    ),
+    Claim(
+        (r"checkpoint", r"essential|always|required"),
+        "recomputation costs a third more compute: use it where memory asks for it",
+    ),
+    Claim(
+        (r"deepspeed", r"100b|only way|required"),
+        "FSDP shards as ZeRO-3 does at any size; DeepSpeed is for the optimizer's offload and NVMe",
+    ),
+    Claim(
+        (r"lora", r"fsdp|zero-?3", r"less|reduces?|small", r"communicat|traffic"),
+        "frozen weights are gathered all the same: 28 GB a step for 8B on 8 GPUs, against 0.15 "
+        "for DDP",
+    ),
+    Claim(
+        (r"checkpoint", r"34\s*sbh"),
+        "34 sbh is what selective recomputation keeps; full recomputation keeps 2 sbh",
+    ),
+    Claim(
+        (r"qlora|4-bit|nf4", r"optimizer|gradients"),
+        "quantisation shrinks frozen weights only; adapters keep 16 B/parameter",
+    ),
+    Claim(
+        (r"zero-?3|fsdp", r"same (communication|volume|traffic)"),
+        "3 x weights per step instead of DDP's 2: half as much again",
     ),
     Claim(
         (r"reduce_dtype", r"bf16"),

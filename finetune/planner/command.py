@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.planner import advice, hardware, memory, page
+from finetune.planner import advice, changes, hardware, memory, page
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import Prediction, local_rows, model_source, predict, workload_of
 from finetune.recipe import Recipe
@@ -122,16 +122,16 @@ def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) 
     workload, machine = prediction.workload, prediction.machine
     precision = settled.backend.precision
     wanted = prediction.status != "safe" or arguments.fit
-    changes = advice.changes(workload, machine, precision) if wanted else []
+    found = changes.changes(workload, machine, precision) if wanted else []
     record = {**settled.summary(), "prediction": prediction.summary()}
-    record["changes"] = [_change(change) for change in changes]
+    record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
     if arguments.json:
         print(json.dumps(record | ({} if fit is None else {"fit": fit}), indent=2))
         return 0
     print(settled.explain())
     print()
-    print(page.page(prediction, changes))
+    print(page.page(prediction, found))
     if fit is not None:
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
@@ -139,7 +139,7 @@ def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) 
     return 0
 
 
-def _change(change: advice.Change) -> dict[str, Any]:
+def _change(change: changes.Change) -> dict[str, Any]:
     return {
         "what": change.what, "setting": change.setting, "bytes": change.gain, "fits": change.fits
     }  # fmt: skip
@@ -147,7 +147,7 @@ def _change(change: advice.Change) -> dict[str, Any]:
 
 def _fit(prediction: Prediction, precision: str) -> dict[str, Any]:
     workload, machine = prediction.workload, prediction.machine
-    path = advice.shortest(workload, machine, precision)
+    path = changes.shortest(workload, machine, precision)
     listed = None if path is None else [_change(change) for change in path]
     return {"largest_micro_rows": advice.largest_rows(workload, machine), "shortest": listed}
 
@@ -167,7 +167,11 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     base = plan(_one_process(recipe), "single", 1, precision)
     workload = workload_of(base, source.shape)
     found = advice.options(
-        workload, machine, precision, rows_per_step=recipe.batch.rows, micro_rows=_sizes(recipe, machine)
+        workload,
+        machine,
+        precision,
+        rows_per_step=recipe.batch.rows,
+        micro_rows=_sizes(recipe, machine),
     )
     ranked = _possible(recipe, advice.rank(found), precision)
     grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
@@ -180,10 +184,9 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"nothing fits on {page.machine_words(machine)}: the least is {best.name} with "
             f"{page.size(best.peak.total)} of {page.size(best.usable)}"
         )
-        changes = advice.changes(best.workload, machine, precision)
         print()
-        print(page.what_to_change(changes))
-        print(_shortest_words(_listed(advice.shortest(best.workload, machine, precision))))
+        print(page.what_to_change(changes.changes(best.workload, machine, precision)))
+        print(_shortest_words(_listed(changes.shortest(best.workload, machine, precision))))
         return 0
     print(page.ranking(ranked[:SHOWN], advice.reason(ranked[0], found)))
     if grid is not None:
@@ -192,7 +195,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     return 0
 
 
-def _listed(path: Sequence[advice.Change] | None) -> list[dict[str, Any]] | None:
+def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | None:
     return None if path is None else [_change(change) for change in path]
 
 

@@ -1,4 +1,4 @@
-"""How training is laid out over processes: engine, what is sharded, over how many, what is offloaded."""
+"""How training is laid out over processes: engine, what is sharded, over how many, offload."""
 
 import dataclasses
 from typing import Literal
@@ -65,6 +65,4 @@ class Layout:
 
 
 def of_backend(backend: Backend, processes: int) -> Layout:
-    return Layout(
-        backend.engine, backend.shard, processes, 1, backend.offload, backend.device
-    )
+    return Layout(backend.engine, backend.shard, processes, 1, backend.offload, backend.device)

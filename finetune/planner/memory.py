@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner.block import Layer
+from finetune.planner.resident import state
 from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
 
-# DeepSpeed 0.19 defaults, in elements: buckets of gradients (two of them, communication overlaps),
-# and parameters that ZeRO-3 may hold gathered.
-REDUCE_BUCKET = 500_000_000
+# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered.
 LIVE_PARAMETERS = 1_000_000_000
 
 
@@ -139,10 +138,14 @@ class _Step:
         self.trained_layer = per_layer
         self.trained_outer = workload.shape.outer_parameters if trained else 0.0
         width = workload.gradient_width / workload.layout.share("grads")
-        immediate = workload.immediate
+        # Offloaded gradients leave for the host as soon as they are reduced.
+        immediate = workload.immediate or workload.layout.offload != "none"
+        self.immediate = immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
+        # Weights come from other processes, or from the host.
+        self.streams = workload.layout.group > 1 or workload.layout.offload == "all"
         self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
         self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
         # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
@@ -156,8 +159,10 @@ class _Step:
         """Gradients of earlier micro-batches of the same step."""
         if self.workload.accumulation == 1:
             return 0.0
-        if self.fsdp and not self.workload.synchronise_each:  # no_sync: whole gradients in the type that they are reduced in
-            return 4.0 * self.workload.trained
+        if (
+            self.fsdp and not self.workload.synchronise_each
+        ):  # no_sync: whole gradients in the type that they are reduced in
+            return float(self.workload.reduce_width) * self.workload.trained
         return self.whole
 
     def moment(self, name: str, **parts: float) -> Moment:
@@ -180,7 +185,11 @@ class _Step:
                 units=self._units_backward(),
             ),
             self.moment(
-                "forward: loss", activations=kept, loss=run.head.forward, casts=casts, units=gathered
+                "forward: loss",
+                activations=kept,
+                loss=run.head.forward,
+                casts=casts,
+                units=gathered,
             ),
             self.moment(
                 "backward: loss and head",
@@ -213,7 +222,7 @@ class _Step:
         reduced = 0.0
         if self.fsdp and index:
             # The previous unit's gradients, in fp32, until their reduce-scatter has ended.
-            reduced = 4.0 * self.trained_layer
+            reduced = float(workload.reduce_width) * self.trained_layer
         return self.moment(
             name,
             gradients=self._head_gradient() + index * self.layer_gradient,
@@ -225,7 +234,7 @@ class _Step:
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
-        if not self.trained_outer or self.workload.immediate:
+        if not self.trained_outer or self.immediate:
             return 0.0
         embedding = float(self.workload.shape.embedding)
         if self.fsdp and self.workload.root_unit:
@@ -240,7 +249,11 @@ class _Step:
         extra = 2.0 * table if shape.tied else 0.0
         if self.fsdp or workload.layout.share("grads") > 1:
             extra = (2.0 if shape.tied else 1.0) * table
-        reduced = 4.0 * self.trained_outer if self.fsdp and workload.root_unit else 0.0
+        reduced = (
+            float(workload.reduce_width) * self.trained_outer
+            if self.fsdp and workload.root_unit
+            else 0.0
+        )
         return self.moment(
             "backward: embedding",
             gradients=self.whole,
@@ -275,7 +288,7 @@ class _Step:
         """Weights gathered while the loss is computed."""
         workload = self.workload
         layout = workload.layout
-        if layout.group == 1:
+        if not self.streams:
             return 0.0
         if layout.engine == "fsdp":
             if layout.shard == "grads":
@@ -296,67 +309,10 @@ class _Step:
         """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
         workload = self.workload
         layout = workload.layout
-        if layout.group == 1 or layout.share("params") == 1 and layout.engine != "fsdp":
+        if not self.streams or (layout.engine == "deepspeed" and layout.shard != "params"):
             return 0.0
         if layout.engine == "fsdp" and layout.shard == "grads":
             return self._units_forward()
         outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
         ahead = min(2, self.layers) * workload.unit_bytes
         return outer + min(ahead, 2.0 * LIVE_PARAMETERS)
-
-
-def state(workload: Workload) -> dict[str, float]:
-    """Bytes that stay on one process's device from step to step, by component."""
-    layout, trained = workload.layout, workload.trained
-    shards = layout.share("params")
-    held = 4 if workload.scheme == "fsdp" else workload.trained_width
-    parts: dict[str, float] = {}
-    on_host = layout.offload == "all"
-    weights = workload.frozen_bytes / shards
-    mine = trained * held / shards
-    if workload.adapter is None:
-        parts["weights"] = 0.0 if on_host else mine
-    else:
-        parts["weights"] = 0.0 if on_host else weights
-        parts["adapters"] = 0.0 if on_host else mine
-    moments = workload.moments * trained / layout.share("optimizer")
-    parts["optimizer"] = 0.0 if layout.offload != "none" else moments
-    parts["buckets"] = _buckets(workload)
-    parts["inputs"] = _inputs(workload)
-    return parts
-
-
-def _buckets(workload: Workload) -> float:
-    """Copies of gradients that are being reduced."""
-    layout, trained = workload.layout, workload.trained
-    if layout.engine == "ddp" and layout.processes > 1:
-        return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
-    if layout.engine == "deepspeed" and layout.shard != "optimizer":
-        return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
-    return 0.0
-
-
-def _inputs(workload: Workload) -> float:
-    """Ids, positions and rotary tables, and the causal mask where one is made."""
-    tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
-    # A mask is expanded to all rows; only checkpoints keep it, layers keep copies of their own.
-    masked = workload.attention != "flash" and workload.checkpointing == "full"
-    mask = workload.rows * workload.length**2 if masked else 0
-    return 8.0 * workload.tokens + 8.0 * workload.length + tables + mask
-
-
-def host(workload: Workload) -> float:
-    """Bytes of host memory per process that offload needs.
-
-    FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
-    the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
-    """
-    layout = workload.layout
-    if layout.offload == "none" or layout.device == "nvme":
-        return 0.0
-    trained, group = workload.trained, layout.group
-    frozen = workload.frozen_bytes / group if layout.offload == "all" else 0.0
-    if layout.engine == "fsdp":
-        return 16.0 * trained / group + frozen
-    each = 18 if layout.offload == "all" else 16
-    return (each * trained / group + frozen) * 1.5

@@ -1,8 +1,9 @@
-"""A prediction as a page that a person can read: the verdict, the moments, a table, what to change."""
+"""A prediction as a page to read: the verdict, the moments, a table, what to change."""
 
 from collections.abc import Iterable, Sequence
 
-from finetune.planner.advice import Change, Option
+from finetune.planner.advice import Option
+from finetune.planner.changes import Change
 from finetune.planner.hardware import Machine
 from finetune.planner.predict import Prediction
 
@@ -83,8 +84,8 @@ def table(prediction: Prediction) -> str:
     shape, workload = prediction.source.shape, prediction.workload
     share = workload.trained / shape.parameters
     lines.append(
-        f"model: {shape.parameters:,} parameters, {workload.trained:,} trained ({share:.2%}); shapes "
-        f"from {prediction.source.where}"
+        f"model: {shape.parameters:,} parameters, {workload.trained:,} trained ({share:.2%}); "
+        f"shapes from {prediction.source.where}"
     )
     return "\n".join(lines)
 
@@ -129,7 +130,11 @@ def ranking(options: Iterable[Option], reason: str) -> str:
     rows = list(options)
     if not rows:
         return "no backend fits"
-    lines = [reason, "", f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}"]
+    lines = [
+        reason,
+        "",
+        f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
+    ]
     for each in rows:
         workload = each.workload
         tight = "  tight" if each.status == "tight" else ""

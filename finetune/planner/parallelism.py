@@ -73,9 +73,7 @@ class Grid:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
 
 
-def check(
-    grid: Grid, shape: Architecture, processes: int, per_node: int, fast: bool
-) -> None:
+def check(grid: Grid, shape: Architecture, processes: int, per_node: int, fast: bool) -> None:
     """Refuse a layout that cannot run.
 
     Args:

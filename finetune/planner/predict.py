@@ -8,8 +8,9 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.planner import advice, communication, hardware, layout, memory, published, totals
-from finetune.planner.architecture import Architecture, read
+from finetune.planner.architecture import Architecture
 from finetune.planner.block import AttentionKind
+from finetune.planner.families import read
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
 from finetune.planner.workload import HF, Adapter, Workload, lora

@@ -95,7 +95,7 @@ def deepspeed_zero3(
     zero_init: bool = True,
     factor: float = 1.5,
 ) -> Estimate:
-    """`estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19; `largest` is a module's own size."""
+    """`estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19; `largest`: a module's own size."""
     gpus = gpus_per_node * nodes
     live = 4 * largest
     if not offload_optimizer:
@@ -128,5 +128,6 @@ def rules_of_thumb(parameters: float) -> dict[str, float]:
         "lora16": 2.0,
         "qlora8": 1.0 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
         "qlora4": nf4,
+        "qlora2": 0.25 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
     }
     return {name: width * parameters + REST for name, width in each.items()}

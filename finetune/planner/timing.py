@@ -1,4 +1,4 @@
-"""How long a step takes: FLOPs against the GPU's rate, bytes against the links, a roofline of both."""
+"""How long a step takes: FLOPs against the GPU's rate, bytes against the links: a roofline."""
 
 import dataclasses
 import math
@@ -42,7 +42,8 @@ def flops_per_token(
 def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
     """Tokens per micro-step from which offloaded weights no longer bound the step.
 
-    2 x 2 bytes per weight travel (forward and backward) while 8 FLOPs... per token run: T* = F m / 2 B.
+    4 bytes per weight travel, 2 for each pass, while 8 FLOPs per weight and token run,
+    recomputation counted: 8 T / (F m) = 4 / B, and so T* = F m / (2 B).
     """
     return flops * mfu / (2 * bandwidth)
 
@@ -130,6 +131,4 @@ def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
     if moving > compute:
         bound = "offload" if offload > links else "communication"
     total = tokens * workload.layout.processes
-    return Times(
-        compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap
-    )
+    return Times(compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap)

@@ -6,8 +6,8 @@ from finetune.planner.memory import Timeline
 from finetune.planner.workload import Workload
 
 # Published ratios of reserved to allocated: 1.03 to 1.08 on one GPU with steady shapes; 1.06 to
-# 1.35 with FSDP, whose units come and go (AnswerDotAI/fsdp_qlora, benchmarks of 2024-03). The middle
-# of each range is the estimate, its ends the band.
+# 1.35 with FSDP, whose units come and go (AnswerDotAI/fsdp_qlora, benchmarks of 2024-03). The
+# middle of each range is the estimate, its ends the band.
 FRAGMENTATION = (1.03, 1.08)
 FRAGMENTATION_SHARDED = (1.06, 1.35)
 # A CUDA context takes 0.14 GB (T4, measured by fitcheck) to 0.5 GB, cuBLAS workspaces 32 MiB on

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from finetune.planner.architecture import Architecture, Matrix, adapted, adapter_size, expert_adapter_size
+from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size
+from finetune.planner.architecture import Architecture, Matrix
 from finetune.planner.block import AttentionKind, Numerics
 from finetune.planner.layout import Layout
 from finetune.planner.states import adam_moments, nf4_bytes
@@ -53,7 +54,8 @@ LINEAR = Loss("linear_cut", logits=False)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        HF, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED, LITGPT, LINEAR
+        HF, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED, LITGPT,
+        LINEAR,
     )
 }  # fmt: skip
 
@@ -87,7 +89,7 @@ class Workload:
     adapter: Adapter | None = None
     quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
     kbit_prepared: bool = False
-    """Embedding, head and norms in fp32, as PEFT's `prepare_model_for_kbit_training` leaves them."""
+    """Embedding, head and norms in fp32: what PEFT's `prepare_model_for_kbit_training` leaves."""
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "flash"
     loss: Loss = HF
@@ -104,8 +106,10 @@ class Workload:
     """Each tensor is updated as soon as its gradient exists: gradients are never all alive."""
     activations_on_host: bool = False
     """What layers keep for the backward pass waits in host memory."""
+    reduce_width: int = 4
+    """Bytes per gradient element in FSDP's reductions."""
     inputs_kept: bool = False
-    """bitsandbytes before 0.43: 4-bit products keep their inputs for the backward pass."""
+    """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
     synchronise_each: bool = False
     """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
 
