@@ -125,8 +125,8 @@ def _targets(inputs: Inputs) -> str | tuple[str, ...]:
     given = inputs.get("targets", "all-linear")
     if isinstance(given, str):
         return given
-    short = {name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-    return tuple(short.get(name, name) for name in given)
+    short = ("q", "k", "v", "o", "gate", "up", "down")
+    return tuple(f"{name}_proj" if name in short else str(name) for name in given)
 
 
 def param_count(inputs: Inputs) -> Any:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_new"]
+"""`gelu_new` is GPT-2's, written out in eight operations; the others are one kernel each."""
 
 
 @dataclasses.dataclass(frozen=True)

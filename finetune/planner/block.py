@@ -35,7 +35,9 @@ class Numerics:
     expert_rank: int = 0
     """Rank of adapters on experts: their product is added to the whole weights first."""
     dropout: bool = False
-    """Adapters drop inputs: each keeps its own mask (a byte an element) and what is left."""
+    """Adapters drop inputs: each keeps its own mask and what is left."""
+    wide_masks: bool = False
+    """Masks have the input's own type, as on a CPU; else a byte an element."""
     inputs_kept: bool = False
     """4-bit products keep their input although no gradient needs it."""
     compiled: bool = False
@@ -150,7 +152,7 @@ class Layer:
             given = tape.run(4 * inner, (value,))
             held.append(given)
         if n.dropout:
-            mask = Value(inner, grad=False)
+            mask = Value(given.size if n.wide_masks else inner, grad=False)
             given = tape.run(given.size, (given,), (mask,), backward=given.size)
         if n.autocast:
             given = tape.run(2 * inner, (given,))
@@ -263,7 +265,18 @@ class Layer:
         return self.linear(names["down_proj"], product)
 
     def _activated(self, value: Value, size: float) -> Value:
-        return self.tape.run(size, (value,), (value,))
+        tape = self.tape
+        if self.shape.activation != "gelu_new":
+            return tape.run(size, (value,), (value,))
+        # 0.5 x (1 + tanh(c (x + 0.044715 x^3)))
+        half = tape.run(size, (value,))
+        cube = tape.run(size, (value,), (value,), backward=3 * size)
+        inner = tape.run(size, (tape.run(size, (value, tape.run(size, (cube,)))),))
+        tanh = tape.run(size, (inner,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(tanh,))
+        shifted = tape.run(size, (tanh,), passes=True)
+        return tape.run(size, (half, shifted), (half, shifted))
 
     def _experts(self, value: Value) -> Value:
         """Each token's copies through its experts, then summed with their routing weights."""

@@ -60,7 +60,7 @@ def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | 
         raise FinetuneError(*problems)
     if arguments.gpu is None and not given:
         return None
-    chosen: str | hardware.GPU = arguments.gpu
+    chosen: str | hardware.GPU = arguments.gpu or ""
     if given:
         chosen = hardware.GPU(
             "GPU", arguments.gpu_memory * 1e9, arguments.tflops * 1e12, arguments.bandwidth * 1e9

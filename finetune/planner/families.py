@@ -34,7 +34,7 @@ class _Fields:
 
     def activation(self, default: str) -> Activation:
         names: dict[str, Activation] = {
-            "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+            "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
             "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
         }  # fmt: skip
         # Gemma computes with `hidden_activation` whatever its older `hidden_act` says.
@@ -191,7 +191,7 @@ def _gpt2(kind: str, fields: _Fields) -> Architecture:
         tied=fields.flag("tie_word_embeddings", True),
         matrices=matrices,
         gated=False,
-        activation="gelu_tanh",
+        activation="gelu_new",
         norm="layer",
         positions=positions,
         context=positions,

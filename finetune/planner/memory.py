@@ -188,7 +188,7 @@ class _Step:
                 "forward: loss",
                 activations=kept,
                 loss=run.head.forward,
-                casts=casts,
+                casts=casts if self.workload.loss.inside else 0.0,
                 units=gathered,
             ),
             self.moment(

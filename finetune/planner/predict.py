@@ -13,7 +13,7 @@ from finetune.planner.block import AttentionKind
 from finetune.planner.families import read
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
-from finetune.planner.workload import HF, Adapter, Workload, lora
+from finetune.planner.workload import OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
 
@@ -79,7 +79,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         quantization=recipe.model.quantization,
         checkpointing="full" if recipe.model.activation_checkpointing else "none",
         attention=kinds.get(recipe.model.attention, "flash"),
-        loss=HF,
+        loss=OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
     )

@@ -32,12 +32,16 @@ class Loss:
     """Most that its backward pass holds, the gradient of the logits counted."""
     retained: float = 0.0
     """Held through the whole backward pass by whoever still refers to the output."""
+    inside: bool = True
+    """Computed inside the model's forward pass, and so inside autocast, whose casts still live."""
     logits: bool = True
     """Whether logits are ever whole in memory."""
 
 
 # Logits in bf16 (2) become fp32 (4), log-probabilities (4), and two gradients of 4 each.
 HF = Loss("hf", exact=True)
+# This toolkit's: the same operations after the model has returned.
+OURS = Loss("finetune", exact=True, inside=False)
 # The bf16 logits stay referenced by the model's output while the backward pass runs.
 HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
 # Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
@@ -54,8 +58,8 @@ LINEAR = Loss("linear_cut", logits=False)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        HF, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED, LITGPT,
-        LINEAR,
+        HF, OURS, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED,
+        LITGPT, LINEAR,
     )
 }  # fmt: skip
 
@@ -100,6 +104,8 @@ class Workload:
     temporary copies of one tensor at a time."""
     root_unit: bool = False
     """FSDP: embedding, last norm and head are one unit that stays gathered, instead of two."""
+    cpu: bool = False
+    """Trained without an accelerator: dropout keeps wider masks."""
     compiled: bool = False
     """Layers run through torch.compile, which keeps the inputs of fused operations only."""
     immediate: bool = False
@@ -159,6 +165,7 @@ class Workload:
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
             dropout=self.adapter is not None and self.adapter.dropout,
+            wide_masks=self.cpu,
             inputs_kept=self.inputs_kept,
             compiled=self.compiled,
             dequantised=self.quantization.startswith("nf4"),
