@@ -44,6 +44,11 @@ class Option:
     host_fits: bool
     moved: communication.Volume
     times: Times
+    comparable: float
+    """Seconds per token as if every engine reduced gradients in the type that it computes in.
+
+    DeepSpeed 0.19 does, the others reduce in fp32: no merit of a way of sharding.
+    """
 
     @property
     def name(self) -> str:
@@ -54,10 +59,6 @@ class Option:
         if self.peak.total > self.usable or not self.host_fits:
             return "no"
         return "tight" if self.peak.total > self.usable * (1 - HEADROOM) else "safe"
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.times.step / self.times.tokens
 
 
 def scheme_of(layout: Layout, precision: str) -> Scheme:
@@ -75,17 +76,22 @@ def option(workload: Workload, machine: Machine) -> Option:
     host = resident.host(workload) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)
-    return Option(workload, peak, machine.usable, host, fits, moved, times)
+    alike = timing.times(workload, machine, volume(workload, gradient_width=workload.compute))
+    per_token = alike.step / alike.tokens
+    return Option(workload, peak, machine.usable, host, fits, moved, times, per_token)
 
 
-def volume(workload: Workload) -> communication.Volume:
-    """Bytes that each process sends in a step."""
+def volume(workload: Workload, gradient_width: int | None = None) -> communication.Volume:
+    """Bytes that each process sends in a step.
+
+    Args:
+        gradient_width: bytes per reduced gradient, instead of the engine's own.
+    """
     shape = workload.shape
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
     trained = workload.trained * float(workload.compute)
-    reduced = workload.trained * float(workload.gradient_width)
-    if workload.layout.engine == "deepspeed":
-        reduced = workload.trained * float(workload.compute)
+    own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
+    reduced = workload.trained * float(gradient_width or own)
     return communication.volume(
         workload.layout, gathered, trained, reduced, workload.accumulation,
         workload.synchronise_each,
@@ -173,13 +179,12 @@ def rank(found: Iterable[Option]) -> list[Option]:
     """What fits, best first: safe before tight, then least time, then simplest within 5 %."""
 
     def order(options: list[Option]) -> list[Option]:
-        speed = {id(each): _seconds(each, options) for each in options}
-        left = sorted(options, key=lambda each: speed[id(each)])
+        left = sorted(options, key=lambda each: each.comparable)
         ranked: list[Option] = []
         while left:
-            limit = speed[id(left[0])] * (1 + SAME_TIME)
-            near = [each for each in left if speed[id(each)] <= limit]
-            best = min(near, key=lambda each: (_simplicity(each), speed[id(each)]))
+            limit = left[0].comparable * (1 + SAME_TIME)
+            near = [each for each in left if each.comparable <= limit]
+            best = min(near, key=lambda each: (_simplicity(each), each.comparable))
             ranked.append(best)
             left.remove(best)
         return ranked
@@ -189,24 +194,6 @@ def rank(found: Iterable[Option]) -> list[Option]:
     # HSDP doubles what a process holds: it is worth it only with room to spare.
     tight = [each for each in fitting if each.status == "tight" and "hsdp" not in each.name]
     return order(safe) + order(tight)
-
-
-def _seconds(each: Option, options: list[Option]) -> float:
-    """Seconds per token; DeepSpeed's twin of an FSDP layout is never the faster one.
-
-    What it saves comes from reducing gradients in bf16 instead of fp32, which is no merit of its
-    sharding, and FSDP2 is the default stack.
-    """
-    layout = each.workload.layout
-    twins = [
-        other.seconds_per_token for other in options
-        if layout.engine == "deepspeed" and other.workload.layout.engine == "fsdp"
-        if other.workload.layout.shard == layout.shard and other.workload.layout.replicas == 1
-        if other.workload.layout.offload == layout.offload
-        if (other.workload.rows, other.workload.checkpointing)
-        == (each.workload.rows, each.workload.checkpointing)
-    ]  # fmt: skip
-    return max([each.seconds_per_token, *twins])
 
 
 def _simplicity(each: Option) -> tuple[int, int]:

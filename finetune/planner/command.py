@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
@@ -18,7 +20,7 @@ SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The machine that is planned for; without `--gpu` only the plan itself is printed."""
+    """The machine that is planned for; without `--gpu` the one that this runs on."""
     parser.add_argument("--gpu", help="name of the GPU, such as H100-80, A100-40, RTX4090")
     parser.add_argument("--gpus", type=int, help="GPUs of the whole job")
     parser.add_argument("--nodes", type=int, default=1, help="machines that hold them")
@@ -73,12 +75,13 @@ def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | 
 
 def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Print the plan of a recipe, and where a machine is named, what it takes there."""
-    if arguments.gpu is None and arguments.gpu_memory is None:
+    machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
+    if machine is None and (present := hardware.installed()):
+        count = arguments.gpus or arguments.processes or len(present)
+        machine = hardware.machine(present[0], count, 1, arguments.link)
+    if machine is None:
         return _plain(arguments, recipe)
-    named = arguments.backend
-    count = arguments.gpus or arguments.processes or 1
-    machine = machine_of(arguments, count)
-    assert machine is not None
+    named, count = arguments.backend, machine.count
     if named is None:
         return _advise(arguments, recipe, machine)
     settled = plan(recipe, named, count, arguments.precision)
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _plain(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """The plan; and its memory where the shapes are known, on no GPU in particular."""
+    """The plan, and its memory where the shapes are known, on a machine without a GPU."""
     settled = plan(recipe, arguments.backend, arguments.processes, arguments.precision)
     try:
         workload = workload_of(settled, model_source(recipe).shape)
@@ -107,7 +110,11 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe) -> int:
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
     print(f"memory       {page.size(peak.total)} per process in '{peak.name}': {parts}")
-    print("             name a GPU for the rest: --gpu H100-80 --gpus 8")
+    memory_here = psutil.virtual_memory().total
+    print(
+        f"machine      no GPU here; {page.size(memory_here)} of memory for {settled.processes} "
+        "processes. Name a GPU for the rest: --gpu H100-80 --gpus 8"
+    )
     return 0
 
 

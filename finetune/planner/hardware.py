@@ -2,11 +2,17 @@
 
 import dataclasses
 import re
+import shutil
+import subprocess
 from typing import Literal
 
 from finetune.errors import FinetuneError, did_you_mean
 
-TERA, GIGA = 1e12, 1e9
+SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+
+GIGA = 1e9
+Bound = Literal["compute", "communication", "offload"]
+"""What a step waits for most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +134,41 @@ def gpu(name: str) -> GPU:
     )
 
 
+def installed() -> list[GPU]:
+    """The GPUs of this machine, as NVIDIA's driver names them; empty where there is no driver.
+
+    Raises:
+        FinetuneError: a GPU is not in the table.
+    """
+    if shutil.which(SMI[0]) is None:
+        return []
+    answer = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=False)
+    if answer.returncode != 0:
+        return []
+    found: list[GPU] = []
+    for line in answer.stdout.strip().splitlines():
+        name, _, memory = line.rpartition(",")
+        reported = float(memory) * 2**20
+        found.append(dataclasses.replace(_of_driver(name, reported), memory=reported))
+    return found
+
+
+def _of_driver(name: str, reported: float) -> GPU:
+    """The row of a driver's name: `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`, ..."""
+    words = set(re.split(r"[\s\-_]+", name.lower().replace("geforce", "").replace("rtx ", "rtx")))
+    pcie = "pcie" in words
+    near = [
+        row for row in GPUS.values()
+        if row.name.lower().split("-")[0] in words and row.name.endswith("-PCIe") == pcie
+    ]  # fmt: skip
+    if not near:
+        raise FinetuneError(
+            f"this machine's {name.strip()} is not in the table; describe it by --gpu-memory "
+            f"{reported / 1e9:.0f} --tflops ... --bandwidth ..."
+        )
+    return min(near, key=lambda row: abs(row.memory - reported))
+
+
 def machine(
     name: str | GPU,
     count: int = 1,
@@ -174,6 +215,3 @@ def machine(
     return Machine(
         chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
     )
-
-
-Bound = Literal["compute", "communication", "offload"]
