@@ -27,7 +27,7 @@ TENSOR_PARAMETERS, TENSOR_GPUS = 70e9, 100
 GRID_PARAMETERS, GRID_PRETRAIN_PARAMETERS, GRID_PRETRAIN_GPUS = 200e9, 70e9, 64
 
 SIMPLICITY = (
-    "single", "ddp", "zero1", "fsdp_shard_grad_op", "zero2", "hsdp_shard_grad_op", "hsdp",
+    "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
     "fsdp_full_shard", "zero3", "zero2_offload", "fsdp_full_shard_offload", "zero3_offload",
     "zero3_nvme",
 )  # fmt: skip
@@ -212,7 +212,14 @@ def reason(best: Option, found: Iterable[Option]) -> str:
         return f"{name} fits ({room}) and moves least: nothing needs to be sharded"
     if not simpler:
         return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
-    nearest = min(simpler, key=lambda each: each.peak.total)
+    crowded = [each for each in simpler if each.peak.total > each.usable]
+    if not crowded:
+        nearest = min(simpler, key=lambda each: each.host)
+        return (
+            f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
+            f"{nearest.host / 1e9:.0f} GB of host memory in a node"
+        )
+    nearest = min(crowded, key=lambda each: each.peak.total)
     return (
         f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
         f"{nearest.peak.total / 1e9:.1f} GB"

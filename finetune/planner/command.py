@@ -13,6 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import Prediction, local_rows, model_source, predict, workload_of
+from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
 
 SHOWN = 8
@@ -180,22 +181,26 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         rows_per_step=recipe.batch.rows,
         micro_rows=_sizes(recipe, machine),
     )
-    ranked = _possible(recipe, advice.rank(found), precision)
+    whole = advice.rank(found)
+    best = whole[0] if whole else None
+    ranked = _possible(recipe, whole, precision)
     grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
     if arguments.json:
         print(json.dumps(_ranking(ranked, found, machine, grid), indent=2))
         return 0
     if not ranked:
-        best = min(found, key=lambda each: each.peak.total)
+        least = min(found, key=lambda each: each.peak.total)
         print(
-            f"nothing fits on {page.machine_words(machine)}: the least is {best.name} with "
-            f"{page.size(best.peak.total)} of {page.size(best.usable)}"
+            f"nothing fits on {page.machine_words(machine)}: the least is {least.name} with "
+            f"{page.size(least.peak.total)} of {page.size(least.usable)}"
         )
         print()
-        print(page.what_to_change(changes.changes(best.workload, machine, precision)))
-        print(_shortest_words(_listed(changes.shortest(best.workload, machine, precision))))
+        print(page.what_to_change(changes.changes(least.workload, machine, precision)))
+        print(_shortest_words(_listed(changes.shortest(least.workload, machine, precision))))
         return 0
     print(page.ranking(ranked[:SHOWN], advice.reason(ranked[0], found)))
+    if best and best.name not in backends.names():
+        print(f"\n{best.name} would be the fastest: this toolkit has no backend of it")
     if grid is not None:
         print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
     print(f"\nin full: --backend {ranked[0].name} batch.micro_rows={ranked[0].workload.rows}")
@@ -225,17 +230,15 @@ def _sizes(recipe: Recipe, machine: hardware.Machine) -> list[int]:
 def _possible(
     recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
 ) -> list[advice.Option]:
-    """Without what the rules of recipes and backends forbid."""
-    from finetune.planner.rules import incompatibilities
-
-    kept: list[advice.Option] = []
+    """Without what the rules of recipes and backends forbid, and layouts that have no backend."""
+    known, kept = backends.names(), list[advice.Option]()
     for option in ranked:
         layout = option.workload.layout
         backend = backends.Backend(
             layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision
         )
         changed = recipe.with_batch(micro_rows=option.workload.rows)
-        if not incompatibilities(changed, backend, layout.processes):
+        if layout.name in known and not incompatibilities(changed, backend, layout.processes):
             kept.append(option)
     return kept
 

@@ -54,6 +54,11 @@ def verdict(prediction: Prediction) -> str:
         f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
         f"by {times.bound}",
     ]
+    if not prediction.machine.gpu.bf16 and prediction.workload.compute == 2:
+        lines.append(
+            f"  note     {prediction.machine.gpu.name} has no bf16 units: it is emulated, slower "
+            "than said here; use --precision fp32"
+        )
     if prediction.host:
         known = prediction.machine.host_memory
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
