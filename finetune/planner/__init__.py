@@ -1,4 +1,7 @@
-"""What will happen, derived before anything is loaded: recipe x backend x processes -> Plan."""
+"""What will happen, derived before anything is loaded: recipe x backend x processes -> Plan.
+
+`predict` puts a plan on a machine: memory, communication, time, and whether it fits.
+"""
 
 from finetune.planner.plan import Plan, plan
 

@@ -1,0 +1,452 @@
+"""How each category of cases is evaluated through the planner's functions."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner import (
+    advice,
+    changes,
+    claims,
+    communication,
+    memory,
+    parallelism,
+    published,
+    states,
+    timing,
+    totals,
+)  # fmt: skip
+from finetune.planner.adapters import adapter_size
+from finetune.planner.architecture import Architecture, Matrix
+from finetune.planner.families import read
+from finetune.planner.hardware import NETWORKS, Machine, machine
+from finetune.planner.layout import Layout
+from finetune.planner.workload import LOSSES, Loss, Workload, lora
+
+Inputs = Mapping[str, Any]
+UNITS = {"GB": 1e9, "GiB": 2**30, "GB 1e9": 1e9, "bytes": 1.0}
+
+
+def config_of(short: Inputs) -> dict[str, Any]:
+    """The `config.json` that a case abbreviates."""
+    kind = short.get("arch", "mixtral" if "E" in short else "llama")
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": short["h"],
+        "num_hidden_layers": short["L"],
+        "num_attention_heads": short["a"],
+        "num_key_value_heads": short["kv"],
+        "intermediate_size": short["f"],
+        "vocab_size": short["V"],
+        "tie_word_embeddings": short.get("tied", False),
+        "head_dim": short.get("hd", short["h"] // short["a"]),
+    }
+    if "E" in short:
+        many = "num_local_experts" if kind == "mixtral" else "num_experts"
+        width = short.get("moe_f", short["f"])
+        fields |= {many: short["E"], "num_experts_per_tok": short["k"]}
+        fields |= {"moe_intermediate_size": width}
+    return fields
+
+
+def shape_of(inputs: Inputs) -> Architecture:
+    """The model of a case: spelt out, or by its published name."""
+    if "cfg" in inputs:
+        return read(config_of(inputs["cfg"]))
+    config = published.find(inputs["model"])
+    if config is None:
+        raise FinetuneError(f"model {inputs['model']}: not in the table of published shapes")
+    return read(config, inputs["model"])
+
+
+def zero_states(inputs: Inputs) -> float:
+    shards = {"os": "optimizer", "os+g": "grads", "os+g+p": "params", "dp": "none"}
+    shards |= {"none": "none", "baseline": "none"}
+    shard: Any = shards[inputs["stage"]]
+    layout = Layout("ddp" if shard == "none" else "deepspeed", shard, inputs["dp"])
+    held = dataclasses.replace(states.MIXED, optimizer=inputs.get("k_opt", 12)).held(layout)
+    return held * inputs["params"] / UNITS[inputs.get("unit", "GB")]
+
+
+def zero_factor(inputs: Inputs) -> float:
+    stages: dict[int, Any] = {0: "none", 1: "optimizer", 2: "grads", 3: "params"}
+    layout = Layout("deepspeed", stages[inputs["stage"]], inputs["dp"])
+    return states.MIXED.saving(layout)
+
+
+def seed_numbers(inputs: Inputs) -> Any:
+    if "pp" in inputs:
+        pipeline = inputs["pp"], inputs["microbatches"], inputs.get("virtual", 1)
+        return {"bubble": parallelism.bubble(*pipeline)}
+    if "params" in inputs:
+        shard: dict[str, Any] = {
+            "ddp": "none", "zero1": "optimizer", "zero2": "grads", "zero3": "params",
+            "fsdp_full": "params", "fsdp_grad": "grads",
+        }  # fmt: skip
+        layout = Layout("deepspeed", shard[inputs["strategy"]], inputs["dp"])
+        each = states.FULL if inputs["dtype"] == "fp32" else states.MIXED
+        parts = {
+            "params": dataclasses.replace(each, gradients=0, optimizer=0),
+            "grads": dataclasses.replace(each, weights=0, optimizer=0),
+            "optimizer": dataclasses.replace(each, weights=0, gradients=0),
+            "total": each,
+        }
+        held = parts[inputs["component"]].held(layout) * inputs["params"]
+        return held / UNITS[inputs.get("unit", "GB")]
+    if "base_lr" in inputs:
+        lr = timing.scaled_lr(inputs["base_lr"], inputs["world"], inputs["rule"])
+        return {"lr": lr, "must_warn": timing.lr_warning(inputs["world"], inputs["rule"])}
+    if "micro" in inputs:
+        return {"effective": inputs["micro"] * inputs["accum"] * inputs["gpus"]}
+    if "accum" in inputs:
+        return {"comm_saved_fraction": communication.no_sync_saving(inputs["accum"])}
+    return {
+        "bucket_mb": communication.DDP_BUCKET / 2**20,
+        "first_bucket_mb": communication.DDP_FIRST_BUCKET / 2**20,
+    }
+
+
+def seed_errors(inputs: Inputs) -> dict[str, str]:
+    found = claims.judge(inputs["claim"])
+    return {"verdict": "unknown"} if found is None else {"verdict": found.verdict}
+
+
+def lora_params(inputs: Inputs) -> float:
+    if "cfg" in inputs or "model" in inputs:
+        return lora(shape_of(inputs), inputs["r"], _targets(inputs)).parameters
+    square = Matrix("w", inputs["d"], inputs["d"])
+    count = adapter_size(square, inputs["r"]) * inputs["matrices"] * inputs["layers"]
+    return count * inputs.get("bytes", 1)
+
+
+def _targets(inputs: Inputs) -> str | tuple[str, ...]:
+    """Adapter targets; some cases abbreviate q_proj as q."""
+    given = inputs.get("targets", "all-linear")
+    if isinstance(given, str):
+        return given
+    short = ("q", "k", "v", "o", "gate", "up", "down")
+    return tuple(f"{name}_proj" if name in short else str(name) for name in given)
+
+
+def param_count(inputs: Inputs) -> Any:
+    shape = shape_of(inputs)
+    if shape.experts is None:
+        return shape.parameters
+    return {"total": shape.parameters, "active": shape.active_parameters}
+
+
+def nf4(inputs: Inputs) -> float:
+    if "blocksize" in inputs:
+        return states.nf4_bits(inputs["double_quant"], inputs["blocksize"])
+    weights = inputs.get("quantised_params", inputs.get("params", 0.0))
+    return (states.nf4_bytes(weights, False) - states.nf4_bytes(weights)) / 1e9
+
+
+def megatron_act(inputs: Inputs) -> float:
+    a, s, h = inputs["a"], inputs["s"], inputs["h"]
+    if "variant" not in inputs:
+        share = inputs["quantity"] == "saving"
+        term = parallelism.selective_saving if share else parallelism.attention_term
+        return term(a, s, h)
+    each = parallelism.megatron_activations(s, inputs["b"], h, a, inputs["t"], inputs["variant"])
+    return each * (inputs["layers"] if inputs["per"] != "layer" else 1)
+
+
+def step_time(inputs: Inputs) -> float:
+    if "pcie_Bps" in inputs:
+        peak = inputs["peak_tflops"] * 1e12
+        return timing.offload_break_even(peak, inputs["mfu"], inputs["pcie_Bps"])
+    if "iter_s" in inputs:
+        work = parallelism.megatron_flops(
+            inputs["batch"], inputs["s"], inputs["layers"], inputs["h"], inputs["vocab"]
+        )
+        peak = inputs["peak_tflops"] * 1e12 * inputs["gpus"]
+        return 100 * work / inputs["iter_s"] / peak
+    adapter = inputs.get("mode") in ("lora", "qlora")
+    return timing.flops_per_token(
+        shape_of(inputs), inputs["s"], inputs.get("causal", True), adapter,
+        recompute=inputs.get("ckpt", False),
+    )  # fmt: skip
+
+
+def published_rules(inputs: Inputs) -> Any:
+    gb = {name: value / 1e9 for name, value in states.rules_of_thumb(inputs["params"]).items()}
+    return gb[inputs["method"]] if "method" in inputs else gb
+
+
+def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
+    shared = inputs["params"], inputs["gpus_per_node"], inputs["nodes"]
+    factor = inputs.get("buffer_factor", 1.5)
+    if "largest_layer" not in inputs:
+        found = states.deepspeed_zero2(*shared, inputs["offload_optimizer"], factor)
+    else:
+        found = states.deepspeed_zero3(
+            inputs["params"], inputs["largest_layer"], inputs["gpus_per_node"], inputs["nodes"],
+            inputs["offload_optimizer"], inputs["offload_param"], inputs.get("zero_init", True),
+            factor,
+        )  # fmt: skip
+    return {"cpu_bytes": found.host, "gpu_bytes": found.gpu}
+
+
+STRATEGIES: dict[str, tuple[Any, Any]] = {
+    "single": ("single", "none"),
+    "ddp": ("ddp", "none"),
+    "zero1": ("deepspeed", "optimizer"),
+    "zero2": ("deepspeed", "grads"),
+    "zero3": ("deepspeed", "params"),
+    "fsdp_grad": ("fsdp", "grads"),
+    "fsdp_grad_op": ("fsdp", "grads"),
+    "fsdp_full": ("fsdp", "params"),
+    "fsdp2_full": ("fsdp", "params"),
+    "hsdp": ("fsdp", "params"),
+}
+
+
+def layout_of(inputs: Inputs) -> Layout:
+    engine, shard = STRATEGIES[inputs.get("strategy", "single")]
+    count = inputs.get("dp", inputs.get("gpus", 1))
+    group = inputs.get("shard", inputs.get("shard_size", count))
+    replicas = inputs.get("replicas", count // group) if inputs.get("strategy") == "hsdp" else 1
+    return Layout(engine, shard, count, replicas)
+
+
+def comm_volume(inputs: Inputs) -> Any:
+    if "tp" in inputs:
+        return communication.tensor_parallel(
+            inputs["layers"], inputs["h"], inputs["tokens"], inputs["tp"], inputs["ckpt"]
+        )
+    layout = layout_of(inputs)
+    whole, adapter = inputs["params"], inputs["trainable"]
+    total = whole if adapter == "all" else whole + adapter
+    trained = whole if adapter == "all" else adapter
+    p, g = inputs["param_bytes"], inputs["grad_bytes"]
+    moved = communication.volume(layout, p * total, p * trained, g * trained, inputs["accum"])
+    if layout.replicas == 1:
+        return moved.total
+    return {"intra": moved.inside, "inter": moved.between, "total": moved.total}
+
+
+def memtracker(inputs: Inputs) -> float:
+    options = inputs["opts"]
+    config = {**inputs["cfg"], **({"L": options["L"]} if options.get("L") else {})}
+    shape = read(config_of(config))
+    precision = options.get("prec", "bf16")
+    schemes: dict[str, Any] = {"amp": "autocast", "lora_amp": "autocast"}
+    adapted = options.get("mode", "full") != "full"
+    kept = options.get("keep_out", not inputs.get("logits_freed_before_backward", True))
+    wide = precision == "lora_amp"
+    quantised = options.get("mode") == "qlora" or options.get("kbit", False)
+    masked = inputs.get("sdpa_mask_materialised", True)
+    eager = "eager" in (options.get("attn"), options.get("attn_impl"), options.get("attention"))
+    workload = Workload(
+        shape, inputs["b"], inputs["s"],
+        scheme=schemes.get(precision, precision),
+        adapter=lora(shape, options.get("lora_r", 16), _targets(options), 4 if wide else 2)
+        if adapted else None,
+        quantization="nf4" if quantised else "none",
+        kbit_prepared=options.get("kbit", False),
+        checkpointing="full" if options.get("ckpt") else "none",
+        attention="eager" if eager else "masked" if masked else "flash",
+        loss=LOSSES["hf_output_kept" if kept else "hf"],
+        stepping="foreach" if options.get("foreach") else
+        "fused" if options.get("fused") else "loop",
+        accumulation=options.get("accum", 1),
+    )  # fmt: skip
+    return memory.timeline(workload).peak.total
+
+
+def fsdp_oracle(inputs: Inputs) -> float:
+    shape = shape_of(inputs)
+    workload = Workload(
+        shape, inputs["b"], inputs["s"],
+        scheme="fsdp" if inputs.get("master", "fp32") == "fp32" else "bf16",
+        layout=layout_of({"strategy": "fsdp_full", **inputs}),
+        adapter=lora(shape, inputs.get("r", 16), _targets(inputs), 2)
+        if "lora" in inputs.get("mode", "full") else None,
+        reduce_width=2 if inputs.get("reduce") == "bf16" else 4,
+        checkpointing="full" if inputs["ckpt"] else "none",
+        attention="masked" if inputs.get("sdpa_mask_materialised", True) else "flash",
+        root_unit=True,
+    )  # fmt: skip
+    return memory.timeline(workload).peak.total
+
+
+def measured_peak(inputs: Inputs) -> Any:
+    if "b" not in inputs:
+        return memory_outcomes(inputs)
+    found = totals.of(memory.timeline(workload := measured_workload(inputs)), workload)
+    metric = inputs["metric"]
+    if "reserved" in metric:
+        value = found.reserved
+    elif any(word in metric for word in ("process", "nvidia-smi", "card")):
+        value = found.process
+    else:
+        value = found.allocated
+    return value / UNITS[inputs["unit"]]
+
+
+def memory_outcomes(inputs: Inputs) -> dict[str, str]:
+    """What accelerate's documentation reports of Mixtral on 8 A100: a size, or out of memory."""
+    shape, found = shape_of(inputs), {}
+    for name, steps, each in (
+        ("accum1", 1, False), ("accum2_no_sync", 2, False), ("accum16_sync_each_batch", 16, True)
+    ):  # fmt: skip
+        workload = Workload(
+            shape, 1, 1024, scheme="bf16", layout=layout_of(inputs), checkpointing="full",
+            accumulation=steps, synchronise_each=each,
+        )  # fmt: skip
+        peak = memory.timeline(workload).peak.total
+        fits = peak <= machine("A100-80", inputs["gpus"]).usable
+        found[name] = f"{peak / 2**30:.0f}G" if fits else "OOM"
+    return found
+
+
+def measured_workload(inputs: Inputs) -> Workload:
+    """The run that a published peak describes."""
+    shape, layout = shape_of(inputs), layout_of(inputs)
+    mode = inputs.get("mode", "full")
+    quantization = inputs.get("quant") or mode.partition("_")[2] or "none"
+    adapted = mode != "full"
+    litgpt = inputs["stack"] == "litgpt" and adapted
+    # A run that names neither its type nor its strategy is transformers' Trainer under autocast.
+    trainer = adapted and not litgpt and not any(k in inputs for k in ("dtype", "strategy", "ce"))
+    schemes: dict[str, Any] = {"fp32": "fp32", "amp": "autocast", "bf16_amp": "autocast"}
+    scheme: Any = "autocast" if trainer else schemes.get(inputs.get("dtype", ""), "bf16")
+    if layout.engine == "fsdp" and inputs.get("master") == "fp32":
+        scheme = "fsdp"
+    elif layout.engine == "deepspeed":
+        scheme = "deepspeed"
+    names: dict[str, Any] = {"nf4": "nf4_single", "nf4-dq": "nf4", "none": "none"}
+    recompute: Any = inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")
+    adapter = None
+    if adapted:
+        # litgpt drops 5 % of adapter inputs by default; the others' tables were made without.
+        width, rank = 4 if trainer else 2, inputs.get("r", 8)
+        targets = _targets(inputs)
+        if litgpt:
+            shape, targets = fused(shape), ("qkv_proj",) if "q_proj" in targets else targets
+        adapter = lora(shape, rank, targets, width, dropout=litgpt)
+    return Workload(
+        shape,
+        inputs["b"],
+        inputs["s"] // inputs.get("cp", 1),
+        scheme=scheme,
+        layout=layout,
+        adapter=adapter,
+        quantization=names[quantization],
+        kbit_prepared=inputs.get("kbit_prep_fp32", False),
+        checkpointing=recompute,
+        loss=LOSSES["hf_autocast"] if trainer else loss_of(inputs),
+        update="adamw_8bit" if inputs.get("optimizer") == "adamw8bit" else "adamw",
+        immediate=inputs.get("opt_in_bwd", False),
+        activations_on_host=inputs.get("act_offload", False),
+        compiled=inputs.get("compile", False),
+        inputs_kept=litgpt and quantization != "none",
+    )
+
+
+def fused(shape: Architecture) -> Architecture:
+    """The same model with query, key and value in one matrix, as litgpt holds it."""
+    joint = Matrix("self_attn.qkv_proj", shape.hidden, shape.query + 2 * shape.key)
+    return dataclasses.replace(shape, matrices=(joint, *shape.matrices[3:]))
+
+
+def loss_of(inputs: Inputs) -> Loss:
+    """The loss profile that a case names."""
+    name = inputs.get("ce_profile") or inputs.get("ce") or "hf"
+    if name == "chunked8" and inputs.get("compile"):
+        name = "chunked8_compiled"
+    if name == "hf" and inputs["stack"] == "litgpt":
+        name = "litgpt_chunked"
+    return LOSSES["hf" if name == "eager" else name]
+
+
+SPELLINGS = {
+    "fsdp_shard_grad_op": ("fsdp_grad_op", "fsdp_grad"),
+    "fsdp_full_shard": ("fsdp_full", "fsdp2_full"),
+    "hsdp_shard_grad_op": ("hsdp_grad_op",),
+    "zero2_offload": ("zero2+offload_optimizer",),
+    "zero3_offload": ("zero3+offload_param", "zero3+offload", "zero3+cpu_offload"),
+    "fsdp_full_shard_offload": ("fsdp_full+cpu_offload",),
+    "zero3_nvme": ("zero3+nvme", "zero3+nvme_offload"),
+}
+"""Names of the cases for our backends."""
+
+
+def decision(inputs: Inputs) -> dict[str, Any]:
+    """The planner's choice for a scenario, in every spelling that a case may use."""
+    shape, mode = shape_of(inputs), inputs["mode"]
+    link, _, network = inputs.get("link", "").partition("+")
+    if link in NETWORKS:
+        link, network = "", link
+    several = inputs["gpus"] // 8 if network else 1
+    networks = {"ib": "ib400", "eth": "100gbe", "ethernet": "100gbe"}
+    host = inputs.get("host_ram_gb")
+    hardware = machine(
+        inputs["gpu"], inputs["gpus"], inputs.get("nodes", max(1, several)), link or None,
+        networks.get(network, network) or None, None if host is None else host * 1e9,
+    )  # fmt: skip
+    adapter = lora(shape, 16, width=4) if "lora" in mode else None
+    workload = Workload(
+        shape, inputs.get("b_fits", inputs.get("b", 1)), inputs.get("s", 2048), adapter=adapter,
+        quantization="nf4" if "qlora" in mode else "none",
+        accumulation=inputs.get("accum", 1),
+    )  # fmt: skip
+    pretraining = mode == "pretrain"
+    refused = _refused(inputs, shape, hardware)
+    if advice.grid_for(workload, hardware, pretraining) is not None:
+        return {"choice": ["3d"], "refused": refused}
+    recompute: list[Any] = ["none", "full"]
+    if "ckpt" in inputs:
+        recompute = ["full" if inputs["ckpt"] else "none"]
+    ranked = advice.rank(advice.options(workload, hardware, recompute=recompute))
+    if not ranked:
+        path = changes.shortest(workload, hardware) or []
+        spoken = {"train an adapter (LoRA)": "lora", "QLoRA": "qlora"}
+        words = ["none", *(spoken.get(made.what, made.what) for made in path)]
+        return {"choice": words, "refused": refused}
+    best = ranked[0]
+    names = [best.name, *SPELLINGS.get(best.name, ())]
+    if best.name.endswith("_offload") and hardware.count == 1:
+        names += ["single+cpu_offload", "single+offload_optimizer", "single+offload"]
+    if best.workload.checkpointing == "full":
+        names += [f"{name}+ckpt" for name in names]
+    if "b_wanted" in inputs:
+        steps = inputs["b_wanted"] // (inputs["b_fits"] * inputs["gpus"])
+        names += [f"{name}+grad_accum({steps})" for name in names]
+    return {"choice": names, "refused": refused}
+
+
+def _refused(inputs: Inputs, shape: Architecture, hardware: Machine) -> list[str]:
+    """What was asked for and cannot be: a case may ask for tensor parallelism."""
+    asked = inputs.get("requested", "")
+    if not asked.startswith("tp"):
+        return []
+    ways = int(asked.removeprefix("tp"))
+    grid = parallelism.Grid(tensor=ways, data=hardware.count // ways)
+    try:
+        parallelism.check(grid, shape, hardware.count, hardware.per_node, hardware.fast)
+    except FinetuneError:
+        return ["tp"]
+    return []
+
+
+EVALUATORS: dict[str, Callable[[Inputs], Any]] = {
+    "zero_states": zero_states,
+    "zero_factor": zero_factor,
+    "seed_numbers": seed_numbers,
+    "seed_errors": seed_errors,
+    "lora_params": lora_params,
+    "param_count": param_count,
+    "nf4": nf4,
+    "megatron_act": megatron_act,
+    "step_time": step_time,
+    "published_rules": published_rules,
+    "deepspeed_compat": deepspeed_compat,
+    "measured_peak": measured_peak,
+    "memtracker": memtracker,
+    "fsdp_oracle": fsdp_oracle,
+    "comm_volume": comm_volume,
+    "decision": decision,
+}

@@ -1,0 +1,63 @@
+"""Which matrices get an adapter, and how many parameters that makes."""
+
+import re
+from collections.abc import Iterable
+
+from finetune.errors import FinetuneError
+from finetune.planner.architecture import Architecture, Matrix
+
+
+def adapted(
+    shape: Architecture,
+    targets: str | Iterable[str],
+    excluded: str | Iterable[str] = (),
+    only_layers: Iterable[int] = (),
+) -> list[tuple[int, Matrix]]:
+    """Layer and matrix of every adapter, chosen as PEFT 0.21 chooses modules.
+
+    A text is `all-linear` or a regular expression over whole paths; names match the end of a path.
+
+    Raises:
+        FinetuneError: no matrix is chosen.
+    """
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    excluded = excluded if isinstance(excluded, str) else tuple(excluded)
+    wanted = set(only_layers)
+    chosen = [
+        (layer, matrix)
+        for layer in range(shape.layers)
+        if not wanted or layer in wanted
+        for matrix in shape.matrices
+        if targets == "all-linear" or _matches(shape, layer, matrix, targets)
+        if not (excluded and _matches(shape, layer, matrix, excluded))
+    ]
+    if not chosen:
+        names = ", ".join(matrix.leaf for matrix in shape.matrices)
+        raise FinetuneError(f"adapter.targets: {targets!r} names no matrix; here are {names}")
+    return chosen
+
+
+def _matches(
+    shape: Architecture, layer: int, matrix: Matrix, wanted: str | tuple[str, ...]
+) -> bool:
+    path = f"{shape.prefix}.{layer}.{matrix.name}"
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+
+def expert_adapter_size(shape: Architecture, rank: int) -> int:
+    """Parameters of the adapters on one layer's router and experts, as PEFT 0.21 makes them.
+
+    One pair per expert, with twice the rank where gate and up are one matrix.
+    """
+    if shape.experts is None:
+        return 0
+    count, width, h = shape.experts.count, shape.experts.width, shape.hidden
+    inner = count * 2 * rank * (h + 2 * width) + count * rank * (width + h)
+    return inner + rank * (h + count)
+
+
+def adapter_size(matrix: Matrix, rank: int, dora: bool = False) -> int:
+    """Parameters of one adapter: r x (in + out) (arXiv:2106.09685), and DoRA's magnitudes."""
+    return rank * (matrix.inputs + matrix.outputs) + (matrix.outputs if dora else 0)

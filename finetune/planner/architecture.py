@@ -1,0 +1,153 @@
+"""The shapes of a decoder: layers, matrices and parameter counts."""
+
+import dataclasses
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_new"]
+"""`gelu_new` is GPT-2's, written out in eight operations; the others are one kernel each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A linear map inside a layer."""
+
+    name: str
+    """Path inside the layer, as `self_attn.q_proj`."""
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs
+
+    @property
+    def parameters(self) -> int:
+        return self.weights + (self.outputs if self.bias else 0)
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The routed experts of a mixture-of-experts layer, held as three-dimensional parameters.
+
+    transformers 5 stores all experts of a layer in two tensors that are no `nn.Linear`: they stay
+    as they are under bitsandbytes, and PEFT 0.21's `all-linear` wraps them whole.
+    """
+
+    count: int
+    active: int
+    """Experts that each token visits."""
+    width: int
+
+    def weights(self, hidden: int) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 3 * hidden * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer: everything that memory, communication and time depend on."""
+
+    kind: str
+    """`model_type` of the config."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    """Inner width of the (dense) feed-forward part."""
+    vocab: int
+    tied: bool
+    """Whether the head shares the embedding's weights."""
+    matrices: tuple[Matrix, ...]
+    """Linear maps of one layer, in the order in which the forward pass reaches them."""
+    experts: Experts | None = None
+    gated: bool = True
+    """Whether the feed-forward part multiplies two branches (gate and up)."""
+    activation: Activation = "silu"
+    norm: Literal["rms", "gemma", "layer"] = "rms"
+    norms: int = 2
+    """Normalisations of the hidden state in one layer."""
+    qk_norm: bool = False
+    positions: int = 0
+    """Rows of a learned table of positions."""
+    context: int = 0
+    """Longest sequence that the model was made for."""
+    prefix: str = "model.layers"
+    head: str = "lm_head"
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norm_size(self) -> int:
+        """Parameters of one normalisation of the hidden state."""
+        return self.hidden * (2 if self.norm == "layer" else 1)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Router and experts of one layer."""
+        if self.experts is None:
+            return 0
+        each = self.experts.weights(self.hidden)
+        return self.experts.count * (each + self.hidden)
+
+    @property
+    def layer_parameters(self) -> int:
+        small = self.norms * self.norm_size + (2 * self.head_dim if self.qk_norm else 0)
+        return self.expert_parameters + small + sum(m.parameters for m in self.matrices)
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of one layer that are `nn.Linear`: what adapters and NF4 apply to."""
+        return sum(matrix.weights for matrix in self.matrices)
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Parameters outside the layers: embedding, positions, last norm, untied head."""
+        head = 0 if self.tied else self.embedding
+        return self.embedding + self.positions * self.hidden + self.norm_size + head
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.outer_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: all but the experts that it does not visit."""
+        if self.experts is None:
+            return self.parameters
+        idle = self.experts.count - self.experts.active
+        return self.parameters - self.layers * idle * self.experts.weights(self.hidden)
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that one token is multiplied with: matrices, visited experts, and the head."""
+        experts = 0
+        if self.experts is not None:
+            visited = self.experts.active * self.experts.weights(self.hidden)
+            experts = visited + self.experts.count * self.hidden
+        return self.layers * (self.linear_weights + experts) + self.embedding
+
+    @property
+    def tensors(self) -> int:
+        """Number of parameter tensors."""
+        inner = sum(2 if matrix.bias else 1 for matrix in self.matrices)
+        inner += self.norms * (2 if self.norm == "layer" else 1) + (2 if self.qk_norm else 0)
+        inner += 3 if self.experts is not None else 0
+        outer = 2 + (0 if self.tied else 1) + (1 if self.positions else 0)
+        return self.layers * inner + outer + (1 if self.norm == "layer" else 0)

@@ -1,0 +1,314 @@
+"""The operations of one transformer layer as transformers 5 runs them, and what autograd keeps.
+
+Sizes are bytes for T tokens. Each statement was compared with a trace of the real layers under
+FakeTensor (torch 2.13, transformers 5.23, peft 0.21): `tests/test_planner_memory.py` holds totals.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from finetune.planner.architecture import Architecture, Matrix
+from finetune.planner.tape import Tape, Value
+
+AttentionKind = Literal["flash", "masked", "eager"]
+"""`flash`: no mask, keys shared by groups of heads. `masked`: SDPA with a mask in memory, keys and
+values repeated to all heads. `eager`: scores and probabilities in memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Bytes per element of everything that a layer computes with."""
+
+    residual: int = 2
+    """The hidden state between layers."""
+    compute: int = 2
+    """Inputs and outputs of matrix products."""
+    weights: int = 2
+    """Weights as the layer holds them."""
+    autocast: bool = False
+    """Products cast their inputs, each on its own."""
+    trained: bool = True
+    """Whether the layer's own weights get gradients."""
+    adapters: int = 2
+    """Weights of adapters."""
+    expert_rank: int = 0
+    """Rank of adapters on experts: their product is added to the whole weights first."""
+    dropout: bool = False
+    """Adapters drop inputs: each keeps its own mask and what is left."""
+    wide_masks: bool = False
+    """Masks have the input's own type, as on a CPU; else a byte an element."""
+    inputs_kept: bool = False
+    """4-bit products keep their input although no gradient needs it."""
+    compiled: bool = False
+    """Chains of cheap operations are one kernel. It keeps what enters and what a weight's gradient
+    multiplies: torch 2.13's partitioner recomputes nothing that the backward pass must hold."""
+    dequantised: bool = False
+    """Weights are stored in 4 bits and expanded for each product."""
+
+
+class Layer:
+    """Builds the tape of one layer."""
+
+    def __init__(
+        self,
+        shape: Architecture,
+        numerics: Numerics,
+        rows: int,
+        length: int,
+        attention: AttentionKind,
+        ranks: Mapping[str, int],
+    ) -> None:
+        self.shape, self.numerics = shape, numerics
+        self.rows, self.length, self.tokens = rows, length, rows * length
+        self.attention, self.ranks = attention, ranks
+        self.tape = Tape()
+        self.matrices = {matrix.leaf: matrix for matrix in shape.matrices}
+
+    def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
+        """The tape, the hidden state that enters and the one that leaves.
+
+        `enters`: whether a gradient flows to what enters.
+        """
+        h, n = self.shape.hidden, self.numerics
+        source = Value(self.tokens * h * n.residual, grad=enters)
+        if self.shape.kind == "gpt_neox":
+            return self.tape, source, self._parallel(source)
+        normed = self.norm(source)
+        middle = self._residual(source, self._attention(normed), (normed,))
+        normed = self.norm(middle)
+        # The caller's frame holds what entered until the layer returns.
+        result = self._residual(middle, self._feed_forward(normed), (normed, source))
+        return self.tape, source, result
+
+    def _parallel(self, source: Value) -> Value:
+        """GPT-NeoX: both branches read the same hidden state."""
+        attended = self._attention(self.norm(source))
+        widened = self._feed_forward(self.norm(source))
+        total = self.tape.run(source.size, (attended, widened), passes=True)
+        return self.tape.run(source.size, (total, source), passes=True)
+
+    def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
+        if self.shape.norms == 4:
+            branch = self.norm(branch)
+        return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
+
+    def norm(self, value: Value, elements: int = 0) -> Value:
+        """A normalisation of `elements` per token (the hidden size), through fp32."""
+        elements = elements or self.shape.hidden
+        size = self.tokens * elements
+        width = value.size / size
+        trained = self.numerics.trained
+        if self.shape.norm == "layer":
+            weight = _parameter(0, trained)
+            return self.tape.run(value.size, (value, weight), (value,))
+        if self.numerics.compiled:
+            width = self.numerics.compute if self.numerics.autocast else int(width)
+            return self.tape.run(width * size, (value, _parameter(0, trained)), (value,))
+        # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
+        exact = value if width == 4 else self.tape.run(4 * size, (value,))
+        rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
+        squares = self.tape.run(rows, (exact,), (exact,), forward=4 * size, backward=12 * size)
+        scaled = self.tape.run(4 * size, (exact, squares), (exact, squares), backward=4 * size)
+        weight = _parameter(0, trained)
+        if self.shape.norm == "gemma":
+            keeps = (scaled,) if trained else ()
+            product = self.tape.run(
+                4 * size, (scaled, weight), keeps, backward=4 * size if trained else 0
+            )
+            return product if width == 4 else self.tape.run(width * size, (product,))
+        cast = scaled if width == 4 else self.tape.run(width * size, (scaled,))
+        keeps = (cast,) if trained else ()
+        scratch = width * size if trained else 0
+        return self.tape.run(width * size, (cast, weight), keeps, backward=scratch)
+
+    def linear(self, matrix: Matrix, value: Value, parts: int = 1) -> Value:
+        """A matrix product with its adapter, where it has one."""
+        n, tape = self.numerics, self.tape
+        size = self.tokens * matrix.outputs * n.compute
+        expanded = 2.0 * matrix.weights if n.dequantised else 0.0
+        given, weight = value, _parameter(matrix.weights * n.weights, n.trained)
+        casts = n.autocast and value.size / (self.tokens * matrix.inputs) != n.compute
+        if casts:
+            given = tape.run(self.tokens * matrix.inputs * n.compute, (value,))
+        if n.autocast and n.trained and n.weights != n.compute:
+            weight = tape.run(matrix.weights * n.compute, (weight,))
+        keeps = [given] if n.trained or n.inputs_kept else []
+        if not weight.leaf:
+            keeps.append(weight)
+        output = tape.run(size, (given, weight), keeps, forward=expanded, backward=expanded)
+        rank = self.ranks.get(matrix.leaf, 0)
+        return self._adapter(matrix, rank, value, output) if rank else output
+
+    def _adapter(self, matrix: Matrix, rank: int, value: Value, output: Value) -> Value:
+        """LoRA: A and B on the same input, scaled, added to the product."""
+        n, tape = self.numerics, self.tape
+        given, held = value, [value]
+        inner = self.tokens * matrix.inputs
+        a = _parameter(rank * matrix.inputs * n.adapters, True)
+        b = _parameter(rank * matrix.outputs * n.adapters, True)
+        # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
+        if n.autocast and value.size / inner != 4:
+            given = tape.run(4 * inner, (value,))
+            held.append(given)
+        if n.dropout:
+            mask = Value(given.size if n.wide_masks else inner, grad=False)
+            given = tape.run(given.size, (given,), (mask,), backward=given.size)
+        if n.autocast:
+            given = tape.run(2 * inner, (given,))
+            a = tape.run(a.size / 2, (a,))
+            b = tape.run(b.size / 2, (b,))
+        low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
+        high = tape.run(output.size, (low, b), (low, b))
+        scaled = tape.run(output.size, (high,))
+        return tape.run(output.size, (output, scaled), passes=True, holds=held)
+
+    def _attention(self, value: Value) -> Value:
+        names = self.matrices
+        fused = next((n for n in ("qkv_proj", "query_key_value", "c_attn") if n in names), None)
+        if fused is None:
+            query = self._rotated(self.linear(names["q_proj"], value), self.shape.query)
+            key = self._rotated(self.linear(names["k_proj"], value), self.shape.key)
+            values = self.linear(names["v_proj"], value)
+        else:
+            query, key, values = self._split(self.linear(names[fused], value))
+        mixed = self._mix(query, key, values)
+        out = next(n for n in ("o_proj", "dense", "c_proj") if n in names)
+        # GPT-2 names both output matrices c_proj; they differ by their place.
+        matrix = next(m for m in self.shape.matrices if m.leaf == out)
+        return self.linear(matrix, mixed)
+
+    def _split(self, joint: Value) -> tuple[Value, Value, Value]:
+        """Query, key and value as views of one product, which stays whole while one of them does.
+
+        Rotation copies the first two.
+        """
+        if self.shape.positions:
+            return joint, joint, joint
+        c = self.numerics.compute
+        q, k = self.tokens * self.shape.query * c, self.tokens * self.shape.key * c
+        query = self.tape.run(q, (joint,), forward=2 * q, backward=2 * q)
+        key = self.tape.run(k, (joint,), forward=2 * k, backward=2 * k)
+        return query, key, joint
+
+    def _rotated(self, value: Value, elements: int) -> Value:
+        """Rotary positions: x cos + rotate(x) sin; nothing is kept but the tables."""
+        if self.shape.qk_norm:
+            value = self.norm(value, elements)
+        size = value.size
+        # backward: g cos, g sin, its two halves, each padded to the whole, summed
+        return self.tape.run(size, (value,), forward=3 * size, backward=3 * size)
+
+    def _mix(self, query: Value, key: Value, values: Value) -> Value:
+        tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
+        statistics = 4.0 * self.tokens * self.shape.heads
+        scores = self.rows * self.shape.heads * self.length**2
+        grouped = self.shape.heads != self.shape.kv_heads
+        if self.attention == "flash":
+            lse = Value(statistics, grad=False)
+            return self._attend(q, (query, key, values), [query, key, values, lse])
+        if grouped:  # repeated to all heads
+            key = tape.run(q, (key,), backward=0)
+            values = tape.run(q, (values,), backward=0)
+        if self.attention == "masked":
+            lse = Value(statistics, grad=False)
+            mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
+            return self._attend(q, (query, key, values), [query, key, values, lse, mask])
+        product = tape.run(2 * scores, (query, key), (query, key), forward=2 * scores)
+        masked = tape.run(2 * scores, (product,), passes=True)
+        weights = tape.run(4 * scores, (masked,))
+        soft = tape.run(4 * scores, (weights,), ())
+        kept = Value(4 * scores, grad=False)
+        cast = tape.run(2 * scores, (soft,), (kept,))
+        return tape.run(q, (cast, values), (cast, values))
+
+    def _attend(self, size: float, inputs: tuple[Value, ...], keeps: list[Value]) -> Value:
+        """Flash attention keeps its inputs, its output and one statistic per row and head."""
+        node = self.tape.run(size, inputs, keeps)
+        last = self.tape.nodes[-1]
+        self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
+        return node
+
+    def kept_selectively(self) -> float:
+        """Bytes per layer that operator-wise selective checkpointing keeps.
+
+        torchtitan's policy: the input, attention's output and statistics, and every second matrix
+        product in the order in which they run.
+        """
+        saved = sum(matrix.outputs for matrix in self.shape.matrices[::2])
+        c = self.numerics.compute
+        width = self.shape.hidden * self.numerics.residual + (saved + self.shape.query) * c
+        return self.tokens * (width + 4.0 * self.shape.heads)
+
+    def _feed_forward(self, value: Value) -> Value:
+        if self.shape.experts is not None:
+            return self._experts(value)
+        names = self.matrices
+        c, f = self.numerics.compute, self.shape.width
+        size = self.tokens * f * c
+        if not self.shape.gated:
+            first, second = [m for m in self.shape.matrices if m.name.startswith("mlp.")]
+            return self.linear(second, self._activated(self.linear(first, value), size))
+        if "gate_up_proj" in names:
+            joint = self.linear(names["gate_up_proj"], value)
+            active = self.tape.run(size, (joint,), (joint,), backward=size)
+            product = self.tape.run(size, (active, joint), (active, joint))
+        elif self.numerics.compiled:
+            gate = self.linear(names["gate_proj"], value)
+            up = self.linear(names["up_proj"], value)
+            product = self.tape.run(size, (gate, up), (gate, up))
+        else:
+            gate = self.linear(names["gate_proj"], value)
+            active = self._activated(gate, size)
+            up = self.linear(names["up_proj"], value)
+            product = self.tape.run(size, (active, up), (active, up))
+        return self.linear(names["down_proj"], product)
+
+    def _activated(self, value: Value, size: float) -> Value:
+        tape = self.tape
+        if self.shape.activation != "gelu_new":
+            return tape.run(size, (value,), (value,))
+        # 0.5 x (1 + tanh(c (x + 0.044715 x^3)))
+        half = tape.run(size, (value,))
+        cube = tape.run(size, (value,), (value,), backward=3 * size)
+        inner = tape.run(size, (tape.run(size, (value, tape.run(size, (cube,)))),))
+        tanh = tape.run(size, (inner,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(tanh,))
+        shifted = tape.run(size, (tanh,), passes=True)
+        return tape.run(size, (half, shifted), (half, shifted))
+
+    def _experts(self, value: Value) -> Value:
+        """Each token's copies through its experts, then summed with their routing weights."""
+        shape, n, tape = self.shape, self.numerics, self.tape
+        assert shape.experts is not None
+        chosen = self.tokens * shape.experts.active
+        h, f, c = shape.hidden, shape.experts.width, n.compute
+        count = shape.experts.count
+        outer = self._expert_weight(count, 2 * f, h, 2)
+        inner = self._expert_weight(count, h, f, 1)
+        copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
+        trained = (copies,) if n.trained or n.expert_rank else ()
+        joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
+        active = tape.run(chosen * f * c, (joint,), (joint,))
+        product = tape.run(chosen * f * c, (active, joint), (active, joint))
+        trained = (product,) if n.trained or n.expert_rank else ()
+        down = tape.run(chosen * h * c, (product, inner), (*trained, inner))
+        # Routing weights are fp32, and so is what they multiply.
+        weighted = tape.run(4 * chosen * h, (down,), (down,))
+        return tape.run(value.size, (weighted,), holds=(value,))
+
+    def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
+        """All experts' weights, with their adapters' product added where they have them."""
+        n = self.numerics
+        size = count * outputs * inputs * n.weights
+        if not n.expert_rank:
+            return _parameter(size, n.trained)
+        rank = count * fused * n.expert_rank
+        a = _parameter(rank * inputs * n.adapters, True)
+        b = _parameter(rank * outputs * n.adapters, True)
+        return self.tape.run(size, (a, b))
+
+
+def _parameter(size: float, trained: bool) -> Value:
+    return Value(size, grad=trained, leaf=True)

@@ -1,0 +1,272 @@
+"""The words of `finetune plan` after the recipe: a machine, and what to print about it."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from finetune import backend as backends
+from finetune.errors import FinetuneError
+from finetune.planner import advice, changes, hardware, memory, page
+from finetune.planner.plan import Plan, plan
+from finetune.planner.predict import Prediction, local_rows, model_source, predict, workload_of
+from finetune.planner.rules import incompatibilities
+from finetune.recipe import Recipe
+
+SHOWN = 8
+"""Rows of the ranking that are printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The machine that is planned for; without `--gpu` the one that this runs on."""
+    parser.add_argument("--gpu", help="name of the GPU, such as H100-80, A100-40, RTX4090")
+    parser.add_argument("--gpus", type=int, help="GPUs of the whole job")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that hold them")
+    parser.add_argument("--link", help="between GPUs of a node: nvlink, pcie4, pcie5, ...")
+    parser.add_argument("--network", help="between nodes: ib400, 100gbe, ...")
+    parser.add_argument("--host-ram", type=float, metavar="GB", help="host memory of a node")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of a GPU without a name")
+    parser.add_argument("--tflops", type=float, help="its dense 16-bit rate")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of its own memory")
+    parser.add_argument("--price", type=float, help="per GPU and hour")
+    parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
+    parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
+
+
+def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
+    """The machine that the words describe, or None when they name none.
+
+    Raises:
+        FinetuneError: a word is not known, or a number is missing or not positive.
+    """
+    numbers = {
+        "--gpu-memory": arguments.gpu_memory,
+        "--tflops": arguments.tflops,
+        "--bandwidth": arguments.bandwidth,
+    }
+    given = [name for name, value in numbers.items() if value is not None]
+    positive = {**numbers, "--host-ram": arguments.host_ram, "--price": arguments.price}
+    problems = [
+        f"{name} {value}: expected a number above 0"
+        for name, value in positive.items()
+        if value is not None and value <= 0
+    ]
+    if given and arguments.gpu is not None:
+        problems.append(f"--gpu {arguments.gpu}: has a name already; leave {', '.join(given)} away")
+    if given and len(given) < len(numbers):
+        missing = ", ".join(name for name in numbers if name not in given)
+        problems.append(f"{', '.join(given)}: describes a GPU together with {missing}")
+    if problems:
+        raise FinetuneError(*problems)
+    if arguments.gpu is None and not given:
+        return None
+    chosen: str | hardware.GPU = arguments.gpu or ""
+    if given:
+        chosen = hardware.GPU(
+            "GPU", arguments.gpu_memory * 1e9, arguments.tflops * 1e12, arguments.bandwidth * 1e9
+        )
+    host = None if arguments.host_ram is None else arguments.host_ram * 1e9
+    return hardware.machine(
+        chosen, count, arguments.nodes, arguments.link, arguments.network, host, arguments.price
+    )
+
+
+def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
+    """Print the plan of a recipe, and where a machine is named, what it takes there."""
+    machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
+    if machine is None and (present := hardware.installed()):
+        count = arguments.gpus or arguments.processes or len(present)
+        machine = hardware.machine(present[0], count, 1, arguments.link)
+    if machine is None:
+        return _plain(arguments, recipe)
+    named, count = arguments.backend, machine.count
+    if named is None:
+        return _advise(arguments, recipe, machine)
+    settled = plan(recipe, named, count, arguments.precision)
+    prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
+    return _show(arguments, settled, prediction)
+
+
+def _plain(arguments: argparse.Namespace, recipe: Recipe) -> int:
+    """The plan, and its memory where the shapes are known, on a machine without a GPU."""
+    settled = plan(recipe, arguments.backend, arguments.processes, arguments.precision)
+    try:
+        workload = workload_of(settled, model_source(recipe).shape)
+        timeline, problem = memory.timeline(workload), ""
+    except FinetuneError as error:
+        timeline, problem = None, str(error)
+    if arguments.json:
+        record: dict[str, Any] = dict(settled.summary())
+        record["memory"] = None if timeline is None else _moments(timeline)
+        print(json.dumps(record, indent=2))
+        return 0
+    print(settled.explain())
+    if timeline is None:
+        print(f"memory       not predicted: {problem}")
+        return 0
+    peak = timeline.peak
+    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
+    print(f"memory       {page.size(peak.total)} per process in '{peak.name}': {parts}")
+    memory_here = psutil.virtual_memory().total
+    print(
+        f"machine      no GPU here; {page.size(memory_here)} of memory for {settled.processes} "
+        "processes. Name a GPU for the rest: --gpu H100-80 --gpus 8"
+    )
+    return 0
+
+
+def _moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
+    return [
+        {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
+        for moment in timeline.moments
+    ]
+
+
+def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) -> int:
+    workload, machine = prediction.workload, prediction.machine
+    precision = settled.backend.precision
+    wanted = prediction.status != "safe" or arguments.fit
+    found = changes.changes(workload, machine, precision) if wanted else []
+    record = {**settled.summary(), "prediction": prediction.summary()}
+    record["changes"] = [_change(change) for change in found]
+    fit = _fit(prediction, precision) if arguments.fit else None
+    if arguments.json:
+        print(json.dumps(record | ({} if fit is None else {"fit": fit}), indent=2))
+        return 0
+    print(settled.explain())
+    print()
+    print(page.page(prediction, found))
+    if fit is not None:
+        print()
+        print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
+        print(_shortest_words(fit["shortest"]))
+    return 0
+
+
+def _change(change: changes.Change) -> dict[str, Any]:
+    return {
+        "what": change.what, "setting": change.setting, "bytes": change.gain, "fits": change.fits
+    }  # fmt: skip
+
+
+def _fit(prediction: Prediction, precision: str) -> dict[str, Any]:
+    workload, machine = prediction.workload, prediction.machine
+    path = changes.shortest(workload, machine, precision)
+    listed = None if path is None else [_change(change) for change in path]
+    return {"largest_micro_rows": advice.largest_rows(workload, machine), "shortest": listed}
+
+
+def _shortest_words(path: list[dict[str, Any]] | None) -> str:
+    if path is None:
+        return "no three changes make it fit: it needs more or larger GPUs"
+    if not path:
+        return "it fits as it is"
+    return "fewest changes that make it fit: " + ", then ".join(step["setting"] for step in path)
+
+
+def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
+    """Without a backend: all of them, ranked."""
+    precision: backends.Precision = arguments.precision or "bf16"
+    source = model_source(recipe)
+    base = plan(_one_process(recipe), "single", 1, precision)
+    workload = workload_of(base, source.shape)
+    found = advice.options(
+        workload,
+        machine,
+        precision,
+        rows_per_step=recipe.batch.rows,
+        micro_rows=_sizes(recipe, machine),
+    )
+    whole = advice.rank(found)
+    best = whole[0] if whole else None
+    ranked = _possible(recipe, whole, precision)
+    grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
+    if arguments.json:
+        print(json.dumps(_ranking(ranked, found, machine, grid), indent=2))
+        return 0
+    if not ranked:
+        least = min(found, key=lambda each: each.peak.total)
+        print(
+            f"nothing fits on {page.machine_words(machine)}: the least is {least.name} with "
+            f"{page.size(least.peak.total)} of {page.size(least.usable)}"
+        )
+        print()
+        print(page.what_to_change(changes.changes(least.workload, machine, precision)))
+        print(_shortest_words(_listed(changes.shortest(least.workload, machine, precision))))
+        return 0
+    print(page.ranking(ranked[:SHOWN], advice.reason(ranked[0], found)))
+    if best and best.name not in backends.names():
+        print(f"\n{best.name} would be the fastest: this toolkit has no backend of it")
+    if grid is not None:
+        print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
+    print(f"\nin full: --backend {ranked[0].name} batch.micro_rows={ranked[0].workload.rows}")
+    return 0
+
+
+def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | None:
+    return None if path is None else [_change(change) for change in path]
+
+
+def _one_process(recipe: Recipe) -> Recipe:
+    """The recipe with one row at a time, which divides any batch."""
+    return recipe.with_batch(micro_rows=1)
+
+
+def _sizes(recipe: Recipe, machine: hardware.Machine) -> list[int]:
+    """Micro-batches to try: powers of two that divide a process's rows of a step."""
+    each = recipe.batch.rows // machine.count
+    if recipe.batch.rows % machine.count:
+        raise FinetuneError(
+            f"batch.rows: {recipe.batch.rows} rows do not divide over {machine.count} GPUs; use "
+            f"batch.rows={max(1, each) * machine.count}"
+        )
+    return [rows for rows in (1, 2, 4, 8, 16, 32) if each % rows == 0]
+
+
+def _possible(
+    recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
+) -> list[advice.Option]:
+    """Without what the rules of recipes and backends forbid, and layouts that have no backend."""
+    known, kept = backends.names(), list[advice.Option]()
+    for option in ranked:
+        layout = option.workload.layout
+        backend = backends.Backend(
+            layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision
+        )
+        changed = recipe.with_batch(micro_rows=option.workload.rows)
+        if layout.name in known and not incompatibilities(changed, backend, layout.processes):
+            kept.append(option)
+    return kept
+
+
+def _ranking(
+    ranked: list[advice.Option],
+    found: list[advice.Option],
+    machine: hardware.Machine,
+    grid: object,
+) -> dict[str, Any]:
+    rows = [
+        {
+            "backend": each.name,
+            "micro_rows": each.workload.rows,
+            "accumulation": each.workload.accumulation,
+            "checkpointing": each.workload.checkpointing,
+            "status": each.status,
+            "bytes": each.peak.total,
+            "usable": each.usable,
+            "host_per_node": each.host,
+            "bytes_sent": each.moved.total,
+            **dataclasses.asdict(each.times),
+        }
+        for each in ranked
+    ]
+    reason = advice.reason(ranked[0], found) if ranked else "nothing fits"
+    layout = None if grid is None else dataclasses.asdict(grid)  # type: ignore[call-overload]
+    return {
+        "gpu": machine.gpu.name, "gpus": machine.count, "reason": reason, "options": rows,
+        "grid": layout,
+    }  # fmt: skip

@@ -1,0 +1,217 @@
+"""GPUs, links and networks in numbers, and a machine put together from their names."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from typing import Literal
+
+from finetune.errors import FinetuneError, did_you_mean
+
+SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+
+GIGA = 1e9
+Bound = Literal["compute", "communication", "offload"]
+"""What a step waits for most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """One accelerator. Rates are per second and per direction."""
+
+    name: str
+    memory: float
+    """Bytes that the driver reports."""
+    flops: float
+    """Dense 16-bit matrix products."""
+    bandwidth: float
+    """Bytes of its own memory."""
+    nvlink: float = 0.0
+    """Bytes to the other GPUs of a node, per direction; 0 where there is no such link."""
+    pcie: float = 32 * GIGA
+    """Bytes to the host, per direction."""
+    bf16: bool = True
+    mfu: float = 0.40
+    """Share of `flops` that training reaches: an assumption, said on the page."""
+
+
+# Vendors' data sheets: dense rates (half of those "with sparsity"), NVLink halved to one direction.
+# Memory is what the driver reports where that is known: an "80 GB" A100 or H100 shows 79.15 GiB
+# (85.0e9 bytes), a 24 GB card 24 GiB less the ECC or driver share.
+# MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within what is published (torchtitan Llama-3.1
+# 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 elsewhere.
+_ROWS: tuple[GPU, ...] = (
+    GPU("A100-40", 42.3e9, 312e12, 1555e9, 300e9, 32e9, mfu=0.45),
+    GPU("A100-80", 85.0e9, 312e12, 2039e9, 300e9, 32e9, mfu=0.45),
+    GPU("A100-80-PCIe", 85.0e9, 312e12, 1935e9, 0, 32e9, mfu=0.45),
+    GPU("A100-40-PCIe", 42.3e9, 312e12, 1555e9, 0, 32e9, mfu=0.45),
+    GPU("H100-80", 85.0e9, 989e12, 3350e9, 450e9, 64e9),
+    GPU("H100-80-PCIe", 85.0e9, 756e12, 2000e9, 0, 64e9),
+    GPU("H100-96", 102.0e9, 989e12, 3350e9, 450e9, 64e9),
+    GPU("H200", 150.7e9, 989e12, 4800e9, 450e9, 64e9),
+    GPU("B200", 192.0e9, 2250e12, 8000e9, 900e9, 64e9),
+    GPU("MI250X", 137.4e9, 383e12, 3277e9, 400e9, 32e9),
+    GPU("MI300X", 206.1e9, 1307e12, 5300e9, 448e9, 64e9),
+    GPU("L4", 24.1e9, 121e12, 300e9, 0, 32e9),
+    GPU("L40S", 48.3e9, 362e12, 864e9, 0, 32e9),
+    GPU("A10G", 24.1e9, 70e12, 600e9, 0, 32e9),
+    GPU("A6000", 51.0e9, 155e12, 768e9, 56e9, 32e9),
+    GPU("RTX3090", 25.4e9, 71e12, 936e9, 56e9, 32e9),
+    GPU("RTX4090", 25.4e9, 165e12, 1008e9, 0, 32e9, mfu=0.5),
+    GPU("RTX5090", 34.2e9, 209e12, 1792e9, 0, 64e9, mfu=0.5),
+    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False),
+    GPU("V100", 34.1e9, 125e12, 900e9, 150e9, 16e9, bf16=False),
+    GPU("V100-16", 16.9e9, 125e12, 900e9, 150e9, 16e9, bf16=False),
+)
+GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _ROWS}
+ALIASES = {
+    "a100": "A100-80", "a100-sxm": "A100-80", "h100": "H100-80", "h100-sxm": "H100-80",
+    "a100-pcie": "A100-80-PCIe", "h100-pcie": "H100-80-PCIe", "4090": "RTX4090",
+    "3090": "RTX3090", "5090": "RTX5090", "rtxa6000": "A6000", "a10": "A10G", "v100-32": "V100",
+    "a100-80gb": "A100-80", "a100-40gb": "A100-40", "h100-80gb": "H100-80",
+}  # fmt: skip
+
+# Bytes per second and direction between the GPUs of a node. Peak rates of the standards.
+LINKS: dict[str, float] = {
+    "pcie3": 16e9, "pcie4": 32e9, "pcie5": 64e9,
+    "nvlink2": 150e9, "nvlink3": 300e9, "nvlink4": 450e9, "nvlink5": 900e9,
+}  # fmt: skip
+# Bytes per second of one network port: its line rate. 400 Gb/s InfiniBand is 50 GB/s.
+NETWORKS: dict[str, float] = {
+    "ib100": 12.5e9, "ib200": 25e9, "ib400": 50e9, "ib800": 100e9,
+    "10gbe": 1.25e9, "25gbe": 3.125e9, "100gbe": 12.5e9, "200gbe": 25e9, "400gbe": 50e9,
+    "efa400": 50e9, "efa3200": 400e9,
+}  # fmt: skip
+# Share of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
+# 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
+EFFICIENCY = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """GPUs in nodes, and what joins them."""
+
+    gpu: GPU
+    count: int = 1
+    nodes: int = 1
+    link: float = 0.0
+    """Bytes per second and direction between two GPUs of a node."""
+    network: float = 0.0
+    """Bytes per second that one GPU has to other nodes."""
+    host_memory: float | None = None
+    """Bytes per node, where it is known."""
+    price: float | None = None
+    """Per GPU and hour, in any currency."""
+    fast: bool = False
+    """Whether the GPUs of a node are joined by NVLink or its like."""
+
+    @property
+    def per_node(self) -> int:
+        return self.count // self.nodes
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take: less context, kernels, NCCL, and a reserve of 5 %."""
+        context = 0.14e9 if self.gpu.name == "T4" else 0.5e9
+        several = (0.3e9 if self.nodes == 1 else 1.0e9) if self.count > 1 else 0.0
+        return (self.gpu.memory - context - several) * 0.95
+
+
+def gpu(name: str) -> GPU:
+    """A GPU by name.
+
+    Raises:
+        FinetuneError: it is not known; says which are, and how to give one's numbers.
+    """
+    key = re.sub(r"[\s_]", "-", name.strip().lower()).removeprefix("nvidia-")
+    key = re.sub(r"^rtx-", "rtx", key)
+    known = {known.lower(): known for known in GPUS} | ALIASES
+    if key in known:
+        return GPUS[known[key]]
+    raise FinetuneError(
+        f"--gpu {name}: unknown{did_you_mean(name, GPUS)}; known are {', '.join(GPUS)}; describe "
+        "another by --gpu-memory 48 --tflops 362 --bandwidth 864"
+    )
+
+
+def installed() -> list[GPU]:
+    """The GPUs of this machine, as NVIDIA's driver names them; empty where there is no driver.
+
+    Raises:
+        FinetuneError: a GPU is not in the table.
+    """
+    if shutil.which(SMI[0]) is None:
+        return []
+    answer = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=False)
+    if answer.returncode != 0:
+        return []
+    found: list[GPU] = []
+    for line in answer.stdout.strip().splitlines():
+        name, _, memory = line.rpartition(",")
+        reported = float(memory) * 2**20
+        found.append(dataclasses.replace(_of_driver(name, reported), memory=reported))
+    return found
+
+
+def _of_driver(name: str, reported: float) -> GPU:
+    """The row of a driver's name: `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`, ..."""
+    words = set(re.split(r"[\s\-_]+", name.lower().replace("geforce", "").replace("rtx ", "rtx")))
+    pcie = "pcie" in words
+    near = [
+        row for row in GPUS.values()
+        if row.name.lower().split("-")[0] in words and row.name.endswith("-PCIe") == pcie
+    ]  # fmt: skip
+    if not near:
+        raise FinetuneError(
+            f"this machine's {name.strip()} is not in the table; describe it by --gpu-memory "
+            f"{reported / 1e9:.0f} --tflops ... --bandwidth ..."
+        )
+    return min(near, key=lambda row: abs(row.memory - reported))
+
+
+def machine(
+    name: str | GPU,
+    count: int = 1,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_memory: float | None = None,
+    price: float | None = None,
+) -> Machine:
+    """A machine from the words that describe it.
+
+    Args:
+        link: between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's best.
+        network: between nodes; each node has one port per GPU, as HGX machines do.
+        host_memory: bytes per node.
+
+    Raises:
+        FinetuneError: with every word that is not known or does not fit.
+    """
+    problems: list[str] = []
+    chosen = name if isinstance(name, GPU) else gpu(name)
+    if count < 1 or nodes < 1 or count % max(nodes, 1):
+        problems.append(f"--gpus {count}: does not divide over {nodes} nodes")
+    fastest = max(chosen.nvlink, chosen.pcie)
+    inside, fast = fastest, chosen.nvlink > 0
+    if link is not None and not link.startswith("nvlink"):
+        fast = False
+        if link not in LINKS:
+            known = ", ".join(["nvlink", *LINKS])
+            problems.append(f"--link {link}: unknown{did_you_mean(link, LINKS)}; known are {known}")
+        inside = LINKS.get(link, fastest)
+    elif link is not None:
+        if link == "nvlink" and not chosen.nvlink:
+            problems.append(f"--link nvlink: {chosen.name} has none; use pcie4 or pcie5")
+        inside, fast = LINKS.get(link, chosen.nvlink), True
+    outside = NETWORKS.get(network or "ib400", 0.0)
+    if network is not None and network not in NETWORKS:
+        known = ", ".join(NETWORKS)
+        problems.append(
+            f"--network {network}: unknown{did_you_mean(network, NETWORKS)}; known are {known}"
+        )
+    if problems:
+        raise FinetuneError(*problems)
+    return Machine(
+        chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
+    )

@@ -1,0 +1,318 @@
+"""Memory of one process as a timeline: each moment of a step with what is alive in it.
+
+The peak is the largest moment, not a sum of parts: log-probabilities and the gradients of the first
+layers are never alive together.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from finetune.planner.block import Layer
+from finetune.planner.resident import state
+from finetune.planner.tape import Tape, Trace, Value, trace
+from finetune.planner.workload import Workload
+
+# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered.
+LIVE_PARAMETERS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One moment of a step: bytes by component."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The moments of a step in order."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """The layer and the head of a workload, each run once on its tape."""
+
+    layer: Trace
+    kept: float
+    """Bytes that each layer keeps from the forward to the backward pass."""
+    first: float
+    """The same for the first layer: without gradients of its input it keeps less."""
+    head: Trace
+
+
+def traces(workload: Workload) -> Traces:
+    held = workload.checkpointing == "full"
+    layer = _layer_trace(workload, held, enters=True)
+    # Frozen embeddings have no gradient; checkpoints need one all the same, and so ask for it.
+    enters = workload.adapter is None or held
+    first = layer if enters else _layer_trace(workload, held, enters=False)
+    stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
+    kept, least = (stream, stream) if held else (layer.saved, first.saved)
+    if workload.checkpointing == "selective":
+        kept = least = _layer(workload).kept_selectively()
+    if workload.activations_on_host:
+        kept = least = 0.0
+    return Traces(layer, kept, least, _head(workload))
+
+
+def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
+    tape, source, result = _layer(workload).build(enters)
+    return trace(tape, source, result, source_held=held)
+
+
+def _layer(workload: Workload) -> Layer:
+    return Layer(
+        workload.shape,
+        workload.numerics,
+        workload.rows,
+        workload.length,
+        workload.attention,
+        workload.adapter.ranks if workload.adapter else {},
+    )
+
+
+def _head(workload: Workload) -> Trace:
+    """Last norm, head and loss."""
+    shape, numerics = workload.shape, workload.numerics
+    fp32_head = workload.kbit_prepared
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape: Tape = builder.tape
+    source = Value(workload.tokens * shape.hidden * numerics.residual)
+    normed = builder.norm(source)
+    width = 4 if fp32_head else numerics.weights
+    weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
+    given, entries = normed, workload.tokens * shape.vocab
+    inner = workload.tokens * shape.hidden * numerics.compute
+    if numerics.autocast and normed.size != inner:
+        given = tape.run(inner, (normed,))
+    if numerics.autocast and width != numerics.compute:
+        weight = tape.run(shape.embedding * numerics.compute, (weight,))
+    keeps = ([given] if numerics.trained else []) + ([] if weight.leaf else [weight])
+    loss = workload.loss
+    size = entries * numerics.compute if loss.logits else 0.0
+    logits = tape.run(size, (given, weight), keeps)
+    return trace(tape, source, _loss(workload, tape, logits, entries))
+
+
+def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
+    loss = workload.loss
+    if not loss.logits:
+        return tape.run(0, (logits,))
+    if loss.exact:
+        wide = logits if logits.size == 4 * entries else tape.run(4 * entries, (logits,))
+        shares = tape.run(4 * entries, (wide,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
+        return tape.run(4, (shares,))
+    kept = Value(loss.saved * entries, grad=False)
+    scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
+    return tape.run(
+        4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
+    )
+
+
+def timeline(workload: Workload) -> Timeline:
+    """Every moment of a step in the steady state, when the optimizer's moments exist."""
+    return _Step(workload).timeline()
+
+
+class _Step:
+    """The quantities of one step, and the moments made of them."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.run = workload, traces(workload)
+        self.layers = workload.shape.layers
+        trained = workload.adapter is None
+        per_layer = workload.shape.layer_parameters if trained else self._adapter_layer()
+        self.trained_layer = per_layer
+        self.trained_outer = workload.shape.outer_parameters if trained else 0.0
+        width = workload.gradient_width / workload.layout.share("grads")
+        # Offloaded gradients leave for the host as soon as they are reduced.
+        immediate = workload.immediate or workload.layout.offload != "none"
+        self.immediate = immediate
+        self.layer_gradient = 0.0 if immediate else per_layer * width
+        self.outer_gradient = 0.0 if immediate else self.trained_outer * width
+        self.whole = self.layers * self.layer_gradient + self.outer_gradient
+        # Weights come from other processes, or from the host.
+        self.streams = workload.layout.group > 1 or workload.layout.offload == "all"
+        self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
+        self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
+        # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
+        self.checkpointed = workload.checkpointing == "full"
+
+    def _adapter_layer(self) -> float:
+        adapter = self.workload.adapter
+        return adapter.parameters / self.layers if adapter else 0.0
+
+    def earlier(self) -> float:
+        """Gradients of earlier micro-batches of the same step."""
+        if self.workload.accumulation == 1:
+            return 0.0
+        if (
+            self.fsdp and not self.workload.synchronise_each
+        ):  # no_sync: whole gradients in the type that they are reduced in
+            return float(self.workload.reduce_width) * self.workload.trained
+        return self.whole
+
+    def moment(self, name: str, **parts: float) -> Moment:
+        base = state(self.workload)
+        grown = max(self.earlier(), parts.pop("gradients", 0.0))
+        return Moment(name, {**base, "gradients": grown, **parts})
+
+    def timeline(self) -> Timeline:
+        run, kept = self.run, self._kept(self.layers)
+        gathered = self._units_forward()
+        casts = self._weight_casts()
+        stream = float(self.workload.tokens * self.workload.shape.hidden)
+        self.incoming = stream * self.workload.numerics.residual
+        moments = [
+            self.moment(
+                "forward: last layer",
+                # The embedding's output is held by the model's own frame.
+                activations=self._kept(self.layers - 1) + run.layer.forward + self.incoming,
+                casts=casts,
+                units=self._units_backward(),
+            ),
+            self.moment(
+                "forward: loss",
+                activations=kept,
+                loss=run.head.forward,
+                casts=casts if self.workload.loss.inside else 0.0,
+                units=gathered,
+            ),
+            self.moment(
+                "backward: loss and head",
+                activations=kept,
+                loss=run.head.backward + self.loss,
+                units=gathered + self._prefetched(),
+            ),
+        ]
+        names = {0: "backward: last layer", 1: "backward: last layer but one"}
+        for index in sorted({0, 1, self.layers - 1} & set(range(self.layers))):
+            first = index == self.layers - 1
+            moments.append(self._layer("backward: first layer" if first else names[index], index))
+        moments.append(self._embedding())
+        moments.append(self.moment("optimizer step", gradients=self.whole, update=self._update()))
+        return Timeline(tuple(moments))
+
+    def _kept(self, layers: int) -> float:
+        """What the first so many layers keep for the backward pass."""
+        return (layers - 1) * self.run.kept + self.run.first if layers else 0.0
+
+    def _layer(self, name: str, index: int) -> Moment:
+        """Backward pass of a layer, counted from the last."""
+        run, workload = self.run, self.workload
+        below = self._kept(self.layers - index - (0 if self.checkpointed else 1))
+        transient = run.layer.backward
+        if self.checkpointed:  # the layer's forward pass again, with the gradient that came in
+            transient = max(transient, run.layer.forward + self.incoming)
+        if workload.immediate:
+            transient -= run.layer.gradients
+        reduced = 0.0
+        if self.fsdp and index:
+            # The previous unit's gradients, in fp32, until their reduce-scatter has ended.
+            reduced = float(workload.reduce_width) * self.trained_layer
+        return self.moment(
+            name,
+            gradients=self._head_gradient() + index * self.layer_gradient,
+            activations=below + transient,
+            loss=self.loss,
+            units=self._units_backward(),
+            reduction=reduced,
+        )
+
+    def _head_gradient(self) -> float:
+        """Gradient of the head while layers run backwards."""
+        if not self.trained_outer or self.immediate:
+            return 0.0
+        embedding = float(self.workload.shape.embedding)
+        if self.fsdp and self.workload.root_unit:
+            return embedding * self.workload.compute  # whole until the root unit has ended
+        width = self.workload.gradient_width / self.workload.layout.share("grads")
+        return embedding * width
+
+    def _embedding(self) -> Moment:
+        """Gradient of the embedding: one whole table, added to the head's where they are tied."""
+        workload, shape = self.workload, self.workload.shape
+        table = shape.embedding * workload.trained_width if self.trained_outer else 0.0
+        extra = 2.0 * table if shape.tied else 0.0
+        if self.fsdp or workload.layout.share("grads") > 1:
+            extra = (2.0 if shape.tied else 1.0) * table
+        reduced = (
+            float(workload.reduce_width) * self.trained_outer
+            if self.fsdp and workload.root_unit
+            else 0.0
+        )
+        return self.moment(
+            "backward: embedding",
+            gradients=self.whole,
+            activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
+            loss=self.loss,
+            units=self._units_forward(),
+            reduction=extra + reduced,
+        )
+
+    def _update(self) -> float:
+        workload = self.workload
+        if workload.layout.engine == "deepspeed" and workload.layout.offload == "none":
+            partition = workload.trained / workload.layout.share("optimizer")
+            return 4.0 * partition if workload.gradient_width == 2 else 0.0
+        if workload.stepping == "foreach":
+            return self.whole
+        if workload.stepping == "loop":  # sqrt of the second moment, and that divided: two copies
+            table = workload.shape.embedding if self.trained_outer else 0
+            largest = max([table, *(m.weights for m in workload.shape.matrices)])
+            return 2.0 * largest * workload.trained_width if workload.adapter is None else 0.0
+        return 0.0
+
+    def _weight_casts(self) -> float:
+        """Casts that autocast caches until its context ends: checkpoints do not free them."""
+        workload = self.workload
+        cast = workload.numerics.autocast and workload.adapter is None
+        if not (cast and self.checkpointed):
+            return 0.0
+        return 2.0 * self.layers * workload.shape.linear_weights
+
+    def _units_forward(self) -> float:
+        """Weights gathered while the loss is computed."""
+        workload = self.workload
+        layout = workload.layout
+        if not self.streams:
+            return 0.0
+        if layout.engine == "fsdp":
+            if layout.shard == "grads":
+                return self.layers * workload.unit_bytes + workload.outer_bytes
+            head = workload.shape.embedding * workload.outer_width
+            return workload.outer_bytes if workload.root_unit else head
+        if layout.shard == "params":
+            return workload.shape.embedding * workload.outer_width
+        return 0.0
+
+    def _prefetched(self) -> float:
+        """The last layer, which FSDP2 gathers as soon as the backward pass begins."""
+        layout = self.workload.layout
+        ahead = self.fsdp and layout.shard == "params"
+        return self.workload.unit_bytes if ahead else 0.0
+
+    def _units_backward(self) -> float:
+        """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
+        workload = self.workload
+        layout = workload.layout
+        if not self.streams or (layout.engine == "deepspeed" and layout.shard != "params"):
+            return 0.0
+        if layout.engine == "fsdp" and layout.shard == "grads":
+            return self._units_forward()
+        outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
+        ahead = min(2, self.layers) * workload.unit_bytes
+        return outer + min(ahead, 2.0 * LIVE_PARAMETERS)

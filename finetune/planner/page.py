@@ -1,0 +1,150 @@
+"""A prediction as a page to read: the verdict, the moments, a table, what to change."""
+
+from collections.abc import Iterable, Sequence
+
+from finetune.planner.advice import Option
+from finetune.planner.changes import Change
+from finetune.planner.hardware import Machine
+from finetune.planner.predict import Prediction
+
+BAR = 36
+
+
+def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
+    """The whole page as text."""
+    parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
+    if changes:
+        parts.append(what_to_change(changes))
+    return "\n\n".join(parts)
+
+
+def size(count: float) -> str:
+    """Bytes in GB, and in MB below one."""
+    return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
+def machine_words(machine: Machine) -> str:
+    nodes = f" in {machine.nodes} nodes" if machine.nodes > 1 else ""
+    return f"{machine.count} x {machine.gpu.name}{nodes}"
+
+
+def verdict(prediction: Prediction) -> str:
+    """Whether it fits, how fast it is, and what binds it."""
+    words = {
+        "safe": "fits",
+        "tight": "fits, but tightly: a longer row may not",
+        "no": "DOES NOT FIT",
+    }
+    totals, times = prediction.totals, prediction.times
+    name = prediction.workload.layout.name
+    lines = [
+        f"{name} on {machine_words(prediction.machine)}: {words[prediction.status]}",
+        f"  memory   {size(totals.allocated)} of {size(prediction.usable)} usable per GPU, most in "
+        f"'{prediction.timeline.peak.name}'",
+        f"           reserved about {size(totals.reserved)}, process about {size(totals.process)} "
+        f"({size(totals.low)} to {size(totals.high)})",
+        f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
+        f"by {times.bound}",
+    ]
+    if not prediction.machine.gpu.bf16 and prediction.workload.compute == 2:
+        lines.append(
+            f"  note     {prediction.machine.gpu.name} has no bf16 units: it is emulated, slower "
+            "than said here; use --precision fp32"
+        )
+    if prediction.host:
+        known = prediction.machine.host_memory
+        limit = f" of {size(known)}" if known else ", give --host-ram to check it"
+        lines.append(f"  host     {size(prediction.host)} per node{limit}")
+    return "\n".join(lines)
+
+
+def moments(prediction: Prediction) -> str:
+    """A bar per moment, as long as its share of what is usable."""
+    lines = ["moments of a step"]
+    peak, largest = prediction.timeline.peak, prediction.timeline.peak.total
+    scale = max(prediction.usable, largest)
+    limit = round(BAR * prediction.usable / scale)
+    for moment in prediction.timeline.moments:
+        filled = round(BAR * moment.total / scale)
+        bar = "#" * filled + "." * max(0, limit - filled)
+        mark = "  <- peak" if moment is peak else ""
+        lines.append(f"  {moment.name:27} {bar:{BAR}} {size(moment.total):>9}{mark}")
+    return "\n".join(lines)
+
+
+def table(prediction: Prediction) -> str:
+    """What is alive at the peak."""
+    lines = ["at the peak"]
+    for name, count in prediction.timeline.peak.parts.items():
+        if count >= 5e5:
+            lines.append(f"  {name:27} {size(count):>9}")
+    shape, workload = prediction.source.shape, prediction.workload
+    share = workload.trained / shape.parameters
+    lines.append(
+        f"model: {shape.parameters:,} parameters, {workload.trained:,} trained ({share:.2%}); "
+        f"shapes from {prediction.source.where}"
+    )
+    return "\n".join(lines)
+
+
+def time(prediction: Prediction) -> str:
+    """Seconds and bytes of a step, and the whole run."""
+    times, volume = prediction.times, prediction.volume
+    hidden = f"{times.overlap:.0%} of communication runs beside it"
+    lines = [
+        "one step",
+        f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
+        f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
+    ]
+    if volume.total:
+        lines.append(
+            f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"
+        )
+    if times.offload:
+        lines.append(f"  offload       {duration(times.offload)}: copies over PCIe, AdamW on CPU")
+    if prediction.seconds is not None and prediction.gpu_hours is not None:
+        cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
+        lines.append(
+            f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
+            f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
+        )
+    else:
+        lines.append("whole run: unknown until the rows are counted; give --rows")
+    return "\n".join(lines)
+
+
+def what_to_change(changes: Sequence[Change]) -> str:
+    """Single changes and what each gives."""
+    lines = ["what to change, and what it alone gives"]
+    for change in changes:
+        fits = "fits" if change.fits else "not enough alone"
+        lines.append(f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})")
+    return "\n".join(lines)
+
+
+def ranking(options: Iterable[Option], reason: str) -> str:
+    """The backends that fit, best first, with the reason for the first."""
+    rows = list(options)
+    if not rows:
+        return "no backend fits"
+    lines = [
+        reason,
+        "",
+        f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
+    ]
+    for each in rows:
+        workload = each.workload
+        tight = "  tight" if each.status == "tight" else ""
+        lines.append(
+            f"  {each.name:22} {workload.rows:4} {workload.checkpointing:9} "
+            f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
+        )
+    return "\n".join(lines)

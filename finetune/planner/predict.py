@@ -1,0 +1,229 @@
+"""A plan on a machine, in numbers: memory, communication, time, and whether it fits."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner import advice, communication, hardware, layout, memory, published, totals
+from finetune.planner.architecture import Architecture
+from finetune.planner.block import AttentionKind
+from finetune.planner.families import read
+from finetune.planner.plan import Plan
+from finetune.planner.timing import Times
+from finetune.planner.workload import OURS, Adapter, Workload, lora
+from finetune.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The shapes of a recipe's model, and where they were read."""
+
+    shape: Architecture
+    where: str
+
+
+def model_source(recipe: Recipe) -> Source:
+    """The shapes of a recipe's model: its own config, a local folder, the hub cache, or the table.
+
+    Raises:
+        FinetuneError: none of them has it, or the architecture is not known.
+    """
+    model = recipe.model
+    if model.config is not None:
+        return Source(read(model.config, "model.config"), "model.config")
+    if model.name is None:
+        raise FinetuneError("model: give model.name or model.config: its shape is not known")
+    for path in _config_paths(model.name, model.revision):
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise FinetuneError(f"{path}: cannot be read: {error}") from None
+            return Source(read(config, str(path)), str(path))
+    known = published.find(model.name)
+    if known is not None:
+        return Source(read(known, model.name), "the table of published shapes")
+    raise FinetuneError(
+        f"model.name: no config.json of '{model.name}' in a folder of that name or in the hub "
+        "cache, and it is in no table of ours; download it once (`hf download "
+        f"{model.name} config.json`), or give model.config"
+    )
+
+
+def _config_paths(name: str, revision: str | None) -> list[Path]:
+    """Where a model's config may lie on this machine."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    folder = cache / f"models--{name.replace('/', '--')}"
+    wanted = revision or "main"
+    reference = folder / "refs" / wanted
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+    return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
+
+
+def workload_of(plan: Plan, shape: Architecture) -> Workload:
+    """What one process of a plan trains."""
+    recipe, backend = plan.recipe, plan.backend
+    place = layout.of_backend(backend, plan.processes)
+    kinds: dict[str, AttentionKind] = {"eager": "eager"}
+    return Workload(
+        shape=shape,
+        rows=recipe.batch.micro_rows,
+        length=recipe.batch.max_length,
+        scheme=advice.scheme_of(place, backend.precision),
+        layout=place,
+        adapter=_adapter(recipe, shape),
+        quantization=recipe.model.quantization,
+        checkpointing="full" if recipe.model.activation_checkpointing else "none",
+        attention=kinds.get(recipe.model.attention, "flash"),
+        loss=OURS,
+        update=recipe.optim.name,
+        accumulation=plan.accumulation,
+    )
+
+
+def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
+    given = recipe.adapter
+    if given is None:
+        return None
+    outer = {"embed_tokens": shape.embedding, "lm_head": shape.embedding}
+    whole = sum(outer.get(name.rsplit(".", 1)[-1], 0) for name in given.modules_to_save)
+    return lora(
+        shape,
+        given.r,
+        given.targets,
+        width=4,  # PEFT keeps adapters in fp32
+        dropout=given.dropout > 0,
+        dora=given.use_dora,
+        excluded=given.exclude_modules,
+        only_layers=given.layers_to_transform,
+        rank_pattern=given.rank_pattern,
+        saved_whole=whole,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A plan on a machine: every number in bytes and seconds."""
+
+    plan: Plan
+    machine: hardware.Machine
+    source: Source
+    workload: Workload
+    timeline: memory.Timeline
+    totals: totals.Totals
+    usable: float
+    status: advice.Status
+    host: float
+    """Bytes of host memory per node."""
+    volume: communication.Volume
+    times: Times
+    steps: int | None
+    """Optimizer steps of the run, where the number of rows is known."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run."""
+        return None if self.steps is None else self.steps * self.times.step
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.machine.count / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price."""
+        if self.gpu_hours is None or self.machine.price is None:
+            return None
+        return self.gpu_hours * self.machine.price
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, in bytes and seconds, for JSON."""
+        times, volume = self.times, self.volume
+        return {
+            "machine": _machine_summary(self.machine),
+            "model": {
+                "source": self.source.where,
+                "parameters": self.source.shape.parameters,
+                "active_parameters": self.source.shape.active_parameters,
+                "trained_parameters": self.workload.trained,
+            },
+            "memory": {
+                "moments": [
+                    {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
+                    for moment in self.timeline.moments
+                ],
+                "peak": self.timeline.peak.name,
+                **dataclasses.asdict(self.totals),
+                "usable": self.usable,
+                "status": self.status,
+                "host_per_node": self.host,
+            },
+            "communication": {**dataclasses.asdict(volume), "total": volume.total},
+            "time": {
+                **dataclasses.asdict(times),
+                "tokens_per_second": times.tokens_per_second,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "gpu_hours": self.gpu_hours,
+                "cost": self.cost,
+            },
+        }
+
+
+def _machine_summary(machine: hardware.Machine) -> dict[str, Any]:
+    fields = dataclasses.asdict(machine)
+    fields["gpu"] = dataclasses.asdict(machine.gpu)
+    return fields
+
+
+def predict(plan: Plan, machine: hardware.Machine, rows: int | None = None) -> Prediction:
+    """What a plan takes on a machine.
+
+    Args:
+        rows: rows of the training set, for the length of the whole run.
+
+    Raises:
+        FinetuneError: the model's shape is not known, or the machine has other processes.
+    """
+    if machine.count != plan.processes:
+        raise FinetuneError(
+            f"--gpus {machine.count}: the plan runs {plan.processes} processes, one per GPU"
+        )
+    source = model_source(plan.recipe)
+    workload = workload_of(plan, source.shape)
+    option = advice.option(workload, machine)
+    timeline = memory.timeline(workload)
+    steps = plan.recipe.max_steps
+    if rows is not None:
+        steps = plan.steps(rows)
+    return Prediction(
+        plan,
+        machine,
+        source,
+        workload,
+        timeline,
+        totals.of(timeline, workload, machine.nodes),
+        option.usable,
+        option.status,
+        option.host,
+        option.moved,
+        option.times,
+        steps,
+    )
+
+
+def local_rows(recipe: Recipe) -> int | None:
+    """Rows of a recipe's data where all of it is local JSONL, counted by lines; else None."""
+    total = 0
+    for data in recipe.data:
+        path = Path(data.source)
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        with path.open("rb") as lines:
+            rows = sum(1 for line in lines if line.strip())
+        total += min(rows, data.first or rows) * data.repeat
+    return total - (recipe.eval_rows or 0) if total else None

@@ -1,0 +1,109 @@
+"""Shapes of well-known models as their authors published them, for when a config cannot be read.
+
+Gated repositories need a login even for their `config.json`. A row holds its fields: hidden size,
+layers, heads, key heads, inner width, vocabulary, and what differs from untied Llama.
+"""
+
+import re
+from typing import Any
+
+_TABLE = """
+llama-7b            llama     4096  32  32  32  11008  32000
+llama-13b           llama     5120  40  40  40  13824  32000
+llama-30b           llama     6656  60  52  52  17920  32000
+llama-65b           llama     8192  80  64  64  22016  32000
+llama-2-7b          llama     4096  32  32  32  11008  32000
+llama-2-13b         llama     5120  40  40  40  13824  32000
+llama-2-70b         llama     8192  80  64   8  28672  32000
+codellama-7b        llama     4096  32  32  32  11008  32016
+codellama-34b       llama     8192  48  64   8  22016  32000
+llama-3-8b          llama     4096  32  32   8  14336 128256
+llama-3-70b         llama     8192  80  64   8  28672 128256
+llama-3.1-8b        llama     4096  32  32   8  14336 128256
+llama-3.1-70b       llama     8192  80  64   8  28672 128256
+llama-3.1-405b      llama    16384 126 128   8  53248 128256
+llama-3.2-1b        llama     2048  16  32   8   8192 128256 tied
+llama-3.2-3b        llama     3072  28  24   8   8192 128256 tied
+llama-3.3-70b       llama     8192  80  64   8  28672 128256
+tinyllama-1.1b      llama     2048  22  32   4   5632  32000
+smollm2-135m        llama      576  30   9   3   1536  49152 tied
+smollm2-360m        llama      960  32  15   5   2560  49152 tied
+smollm2-1.7b        llama     2048  24  32  32   8192  49152 tied
+yi-6b               llama     4096  32  32   4  11008  64000
+yi-34b              llama     7168  60  56   8  20480  64000
+mistral-7b-v0.1     mistral   4096  32  32   8  14336  32000
+mistral-7b-v0.2     mistral   4096  32  32   8  14336  32000
+mistral-7b-v0.3     mistral   4096  32  32   8  14336  32768
+mixtral-8x7b        mixtral   4096  32  32   8  14336  32000 experts=8/2
+mixtral-8x22b       mixtral   6144  56  48   8  16384  32768 experts=8/2
+qwen2.5-0.5b        qwen2      896  24  14   2   4864 151936 tied
+qwen2.5-1.5b        qwen2     1536  28  12   2   8960 151936 tied
+qwen2.5-3b          qwen2     2048  36  16   2  11008 151936 tied
+qwen2.5-7b          qwen2     3584  28  28   4  18944 152064
+qwen2.5-14b         qwen2     5120  48  40   8  13824 152064
+qwen2.5-32b         qwen2     5120  64  40   8  27648 152064
+qwen2.5-72b         qwen2     8192  80  64   8  29568 152064
+qwen2-7b            qwen2     3584  28  28   4  18944 152064
+qwen2-72b           qwen2     8192  80  64   8  29568 152064
+qwen3-0.6b          qwen3     1024  28  16   8   3072 151936 tied head=128
+qwen3-1.7b          qwen3     2048  28  16   8   6144 151936 tied head=128
+qwen3-4b            qwen3     2560  36  32   8   9728 151936 tied head=128
+qwen3-8b            qwen3     4096  36  32   8  12288 151936 head=128
+qwen3-14b           qwen3     5120  40  40   8  17408 151936 head=128
+qwen3-32b           qwen3     5120  64  64   8  25600 151936 head=128
+qwen3-30b-a3b       qwen3_moe 2048  48  32   4   6144 151936 head=128 experts=128/8 moe=768
+qwen3-235b-a22b     qwen3_moe 4096  94  64   4  12288 151936 head=128 experts=128/8 moe=1536
+gemma-2b            gemma     2048  18   8   1  16384 256000 tied head=256
+gemma-7b            gemma     3072  28  16  16  24576 256000 tied head=256
+gemma-2-2b          gemma2    2304  26   8   4   9216 256000 tied head=256
+gemma-2-9b          gemma2    3584  42  16   8  14336 256000 tied head=256
+gemma-2-27b         gemma2    4608  46  32  16  36864 256000 tied head=128
+phi-3-mini          phi3      3072  32  32  32   8192  32064
+phi-3-medium        phi3      5120  40  40  10  17920  32064
+"""
+
+_ENDINGS = re.compile(
+    r"-(instruct|chat|base|it|hf|\d+k|\d{4}|intermediate.*|step.*|bnb.*|for.*)(?=-|$)"
+)
+
+
+def _key(name: str) -> str:
+    last = name.rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("meta-")
+    return re.sub(r"[-\s]", "", _ENDINGS.sub("", last))
+
+
+def _row(line: str) -> tuple[str, dict[str, Any]]:
+    name, kind, *numbers = line.split()
+    h, layers, heads, kv, width, vocab = (int(number) for number in numbers[:6])
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "tie_word_embeddings": "tied" in numbers[6:],
+    }
+    for word in numbers[6:]:
+        field, _, value = word.partition("=")
+        if field == "head":
+            config["head_dim"] = int(value)
+        elif field == "experts":
+            count, active = value.split("/")
+            many = "num_local_experts" if kind == "mixtral" else "num_experts"
+            config |= {many: int(count), "num_experts_per_tok": int(active)}
+        elif field == "moe":
+            config["moe_intermediate_size"] = int(value)
+    return name, config
+
+
+CONFIGS: dict[str, dict[str, Any]] = dict(_row(line) for line in _TABLE.strip().splitlines())
+_KEYS = {_key(name): name for name in CONFIGS}
+
+
+def find(name: str) -> dict[str, Any] | None:
+    """The config of a model by its hub id or a short name, or None when it is not in the table."""
+    key = _key(name)
+    found = _KEYS.get(key) or _KEYS.get(re.sub(r"v\d\.\d$", "", key)) or _KEYS.get(f"{key}v0.1")
+    return None if found is None else CONFIGS[found]

@@ -1,0 +1,64 @@
+"""What stays in memory from step to step: on the device, and on the host under offload."""
+
+from finetune.planner.workload import Workload
+
+# DeepSpeed 0.19's default: elements of a bucket of gradients; there are two, as communication runs
+# beside computation.
+REDUCE_BUCKET = 500_000_000
+
+
+def state(workload: Workload) -> dict[str, float]:
+    """Bytes that stay on one process's device from step to step, by component."""
+    layout, trained = workload.layout, workload.trained
+    shards = layout.share("params")
+    held = 4 if workload.scheme == "fsdp" else workload.trained_width
+    parts: dict[str, float] = {}
+    on_host = layout.offload == "all"
+    weights = workload.frozen_bytes / shards
+    mine = trained * held / shards
+    if workload.adapter is None:
+        parts["weights"] = 0.0 if on_host else mine
+    else:
+        parts["weights"] = 0.0 if on_host else weights
+        parts["adapters"] = 0.0 if on_host else mine
+    moments = workload.moments * trained / layout.share("optimizer")
+    parts["optimizer"] = 0.0 if layout.offload != "none" else moments
+    parts["buckets"] = _buckets(workload)
+    parts["inputs"] = _inputs(workload)
+    return parts
+
+
+def _buckets(workload: Workload) -> float:
+    """Copies of gradients that are being reduced."""
+    layout, trained = workload.layout, workload.trained
+    if layout.engine == "ddp" and layout.processes > 1:
+        return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
+    if layout.engine == "deepspeed" and layout.shard != "optimizer":
+        return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
+    return 0.0
+
+
+def _inputs(workload: Workload) -> float:
+    """Ids, positions and rotary tables, and the causal mask where one is made."""
+    tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
+    # A mask is expanded to all rows; only checkpoints keep it, layers keep copies of their own.
+    masked = workload.attention != "flash" and workload.checkpointing == "full"
+    mask = workload.rows * workload.length**2 if masked else 0
+    return 8.0 * workload.tokens + 8.0 * workload.length + tables + mask
+
+
+def host(workload: Workload) -> float:
+    """Bytes of host memory per process that offload needs.
+
+    FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
+    the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
+    """
+    layout = workload.layout
+    if layout.offload == "none" or layout.device == "nvme":
+        return 0.0
+    trained, group = workload.trained, layout.group
+    frozen = workload.frozen_bytes / group if layout.offload == "all" else 0.0
+    if layout.engine == "fsdp":
+        return 16.0 * trained / group + frozen
+    each = 18 if layout.offload == "all" else 16
+    return (each * trained / group + frozen) * 1.5

@@ -1,0 +1,176 @@
+"""A tape of operations with the bytes that each makes, keeps for the backward pass, and frees.
+
+It repeats what autograd does to memory, without numbers in the tensors: a value lives while a later
+operation needs it or a node has saved it; the backward pass makes gradients in reverse order, frees
+what a node had saved once it has run, and adds gradients of a value that was used twice.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A tensor of so many bytes."""
+
+    size: float
+    grad: bool = True
+    """Whether a gradient flows to it."""
+    leaf: bool = False
+    """A parameter: its bytes are not counted here, and its gradient stays."""
+    gradient: float = 0.0
+    """Bytes of its gradient; those of the value where this is 0."""
+
+    @property
+    def gradient_size(self) -> float:
+        return self.gradient or self.size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One operation."""
+
+    inputs: tuple[Value, ...]
+    output: Value
+    keeps: tuple[Value, ...] = ()
+    """Values that are saved for the backward pass."""
+    forward: float = 0.0
+    """Bytes that the operation needs besides its output while it runs."""
+    backward: float = 0.0
+    """The same for its backward."""
+    passes: bool = False
+    """Hands its gradient on without a copy, as an addition does."""
+    holds: tuple[Value, ...] = ()
+    """Values that a caller holds until this operation has run."""
+
+
+class Tape:
+    """Operations in the order in which the forward pass runs them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def run(
+        self,
+        size: float,
+        inputs: Iterable[Value],
+        keeps: Iterable[Value] = (),
+        forward: float = 0.0,
+        backward: float = 0.0,
+        passes: bool = False,
+        holds: Iterable[Value] = (),
+    ) -> Value:
+        """Record an operation; returns its output, which has a gradient if an input has one."""
+        taken = tuple(inputs)
+        output = Value(size, any(value.grad for value in taken))
+        node = Node(taken, output, tuple(keeps), forward, backward, passes, tuple(holds))
+        self.nodes.append(node)
+        return output
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What running a tape does to memory, in bytes over what was there before."""
+
+    saved: float
+    """Held after the forward pass for the backward pass, the result not counted."""
+    forward: float
+    """Most that the forward pass holds at once."""
+    backward: float
+    """Most that the backward pass holds at once, saved values and new gradients counted."""
+    gradients: float
+    """Gradients of parameters that stay."""
+
+
+class _Memory:
+    """Bytes that are alive, and the most that ever were."""
+
+    def __init__(self) -> None:
+        self.live = 0.0
+        self.peak = 0.0
+        self.references: dict[Value, int] = {}
+
+    def hold(self, value: Value) -> None:
+        if value.leaf:
+            return
+        if value not in self.references:
+            self.live += value.size
+        self.references[value] = self.references.get(value, 0) + 1
+
+    def release(self, value: Value) -> None:
+        if value.leaf:
+            return
+        self.references[value] -= 1
+        if not self.references[value]:
+            del self.references[value]
+            self.live -= value.size
+
+    def note(self, besides: float = 0.0) -> None:
+        self.peak = max(self.peak, self.live + besides)
+
+
+def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -> Trace:
+    """Run a tape forwards and backwards, from the gradient of its result to that of its source.
+
+    Args:
+        source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
+    """
+    memory = _Memory()
+    last = {value: node for node in tape.nodes for value in node.inputs + node.holds}
+    needed = {node for node in tape.nodes if node.output.grad}
+    memory.hold(source)
+    if source_held:
+        memory.live -= source.size
+        memory.hold(source)
+    for node in tape.nodes:
+        memory.hold(node.output)
+        if node in needed:
+            for value in node.keeps:
+                memory.hold(value)
+        memory.note(node.forward)
+        for value in dict.fromkeys(node.inputs + node.holds):
+            if value is not result and last[value] is node:
+                memory.release(value)
+    forward, memory.peak = memory.peak, 0.0
+    memory.release(result)
+    saved = memory.live
+    gradients = _backward(tape, memory, needed, result)
+    return Trace(saved, forward, memory.peak, gradients)
+
+
+def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> float:
+    """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients."""
+    grads: dict[Value, Value] = {result: Value(result.gradient_size)}
+    memory.hold(grads[result])
+    memory.note()
+    gradients = 0.0
+    for node in reversed(tape.nodes):
+        gradient = grads.pop(node.output, None)
+        if gradient is None or node not in needed:
+            continue
+        made: list[tuple[Value, Value]] = []
+        for value in node.inputs:
+            if not value.grad:
+                continue
+            new = gradient if node.passes else Value(value.gradient_size)
+            memory.hold(new)
+            made.append((value, new))
+        memory.note(node.backward)
+        for value in node.keeps:
+            memory.release(value)
+        memory.release(gradient)
+        for value, new in made:
+            if value.leaf:
+                gradients += value.gradient_size  # stays alive: never released
+                continue
+            old = grads.get(value)
+            if old is None:
+                grads[value] = new
+                continue
+            total = Value(value.gradient_size)
+            memory.hold(total)
+            memory.note()
+            memory.release(old)
+            memory.release(new)
+            grads[value] = total
+    return gradients

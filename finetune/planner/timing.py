@@ -1,0 +1,134 @@
+"""How long a step takes: FLOPs against the GPU's rate, bytes against the links: a roofline."""
+
+import dataclasses
+import math
+
+from finetune.planner.architecture import Architecture
+from finetune.planner.communication import Volume
+from finetune.planner.hardware import EFFICIENCY, Bound, Machine
+from finetune.planner.workload import Workload
+
+# Share of communication that runs beside computation: an assumption for NVLink (FSDP2 prefetches a
+# unit ahead; DDP's buckets start with the first gradients), half of it on slower links.
+OVERLAP_FAST = 0.7
+OVERLAP_SLOW = 0.35
+# CPU AdamW reads and writes 28 bytes a parameter (weights, moments and gradient in fp32, the bf16
+# copy); a server's memory moves 100 GB/s.
+CPU_ADAM_BYTES = 28
+HOST_BANDWIDTH = 100e9
+# One NVMe drive of 2023 reads 3 to 6 GB/s.
+NVME_BANDWIDTH = 4e9
+# Pinned copies reach about this share of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
+PCIE_EFFICIENCY = 0.78
+
+
+def flops_per_token(
+    shape: Architecture, length: int, causal: bool = True, adapter: bool = False,
+    recompute: bool = False,
+) -> float:  # fmt: skip
+    """FLOPs of training per token: 2 per weight and pass, and attention's scores.
+
+    Three passes (forward, gradient of inputs, gradient of weights); with frozen weights the last is
+    absent; recomputation repeats the first. Attention's own products have no weights: forward once
+    and backward twice in either case.
+    """
+    weights = 2.0 * shape.multiplied
+    scores = 4.0 * shape.layers * shape.query * length * (0.5 if causal else 1.0)
+    passes = 2 if adapter else 3
+    extra = 1 if recompute else 0
+    return (passes + extra) * weights + (3 + extra) * scores
+
+
+def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
+    """Tokens per micro-step from which offloaded weights no longer bound the step.
+
+    4 bytes per weight travel, 2 for each pass, while 8 FLOPs per weight and token run,
+    recomputation counted: 8 T / (F m) = 4 / B, and so T* = F m / (2 B).
+    """
+    return flops * mfu / (2 * bandwidth)
+
+
+def scaled_lr(base: float, processes: int, rule: str) -> float:
+    """The learning rate under a scaling rule, the one that a recipe's `lr_scaling` names."""
+    return base * {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[rule]
+
+
+def lr_warning(processes: int, rule: str) -> str:
+    """What to know about a scaled learning rate; empty when nothing is scaled."""
+    return "warmup; sqrt rule for Adam" if rule == "linear" and processes > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of one optimizer step."""
+
+    compute: float
+    communication: float
+    offload: float
+    step: float
+    bound: Bound
+    tokens: int
+    """Tokens of the whole job per step."""
+    flops: float
+    """Of one process per step."""
+    mfu: float
+    overlap: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step
+
+
+def _attained(machine: Machine, workload: Workload) -> float:
+    rate = machine.gpu.flops * machine.gpu.mfu
+    return rate / 2 if workload.compute == 4 else rate  # TF32 runs at half the 16-bit rate
+
+
+def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
+    """Seconds that the bytes of a step take on their links."""
+    group = workload.layout.group
+    across = machine.nodes > 1 and group > machine.per_node
+    inside = min(machine.link, machine.network) if across else machine.link
+    seconds = moved.inside / (inside * EFFICIENCY) if moved.inside else 0.0
+    if moved.between:
+        seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
+    return seconds
+
+
+def offload_seconds(workload: Workload, machine: Machine) -> float:
+    """Seconds of a step that go to the host: copies over PCIe, and AdamW on the CPU."""
+    layout = workload.layout
+    if layout.offload == "none":
+        return 0.0
+    lane = machine.gpu.pcie * PCIE_EFFICIENCY
+    if layout.device == "nvme":
+        lane = NVME_BANDWIDTH / machine.per_node
+    mine = workload.trained / layout.group
+    seconds = mine * (workload.gradient_width + workload.compute) / lane
+    seconds += mine * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
+    if layout.offload == "all":
+        weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
+        passes = 2 * workload.accumulation
+        seconds += passes * weights / layout.group / lane
+    return seconds
+
+
+def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
+    """The step as a roofline: the longer of computing and moving, and what they do not share."""
+    per_token = flops_per_token(
+        workload.shape, workload.length, True, workload.adapter is not None,
+        workload.checkpointing == "full",
+    )  # fmt: skip
+    tokens = workload.tokens * workload.accumulation
+    work = per_token * tokens
+    compute = work / _attained(machine, workload)
+    links = communication_seconds(moved, machine, workload)
+    offload = offload_seconds(workload, machine)
+    overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
+    moving = links + offload
+    step = max(compute, moving) + (1 - overlap) * min(compute, moving)
+    bound: Bound = "compute"
+    if moving > compute:
+        bound = "offload" if offload > links else "communication"
+    total = tokens * workload.layout.processes
+    return Times(compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap)

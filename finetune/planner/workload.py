@@ -1,0 +1,257 @@
+"""What is trained on one process, in numbers: model, batch, numerics, adapter, loss, layout."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size
+from finetune.planner.architecture import Architecture, Matrix
+from finetune.planner.block import AttentionKind, Numerics
+from finetune.planner.layout import Layout
+from finetune.planner.states import adam_moments, nf4_bytes
+
+Checkpointing = Literal["none", "full", "selective"]
+Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
+"""How weights are held and computed with: all fp32; all bf16; fp32 weights under autocast; fp32
+shards gathered in bf16; bf16 weights with fp32 masters in the optimizer."""
+Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Bytes per token and vocabulary entry around the loss."""
+
+    name: str
+    exact: bool = False
+    """Run operation by operation (the profile of transformers >= 4.45 and of this toolkit)."""
+    forward: float = 0.0
+    """Most that the loss's forward pass holds besides the logits."""
+    saved: float = 0.0
+    """Kept from the forward to the backward pass."""
+    backward: float = 0.0
+    """Most that its backward pass holds, the gradient of the logits counted."""
+    retained: float = 0.0
+    """Held through the whole backward pass by whoever still refers to the output."""
+    inside: bool = True
+    """Computed inside the model's forward pass, and so inside autocast, whose casts still live."""
+    logits: bool = True
+    """Whether logits are ever whole in memory."""
+
+
+# Logits in bf16 (2) become fp32 (4), log-probabilities (4), and two gradients of 4 each.
+HF = Loss("hf", exact=True)
+# This toolkit's: the same operations after the model has returned.
+OURS = Loss("finetune", exact=True, inside=False)
+# The bf16 logits stay referenced by the model's output while the backward pass runs.
+HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
+# Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
+HF_AUTOCAST = Loss("hf_autocast", exact=True, retained=4)
+# transformers < 4.45: fp32 logits returned, shifted copy, log-probabilities, two gradients: 20.
+HF_BEFORE_4_45 = Loss("hf_pre_4.45", forward=12, saved=8, backward=16, retained=4)
+# Chunked cross-entropy in 8 pieces over bf16 logits: an eager chunk holds 12 bytes, a compiled 4.
+CHUNKED_8 = Loss("chunked8", forward=12 / 8, saved=2, backward=2 + 12 / 8)
+CHUNKED_8_COMPILED = Loss("chunked8_compiled", forward=4 / 8, saved=2, backward=2 + 4 / 8)
+# litgpt computes fp32 cross-entropy over chunks of 128 rows: log-probabilities stay, 10 at most.
+LITGPT = Loss("litgpt_chunked", forward=8, saved=6, backward=10)
+# Cut or Liger cross-entropy never holds the logits (arXiv:2411.09009).
+LINEAR = Loss("linear_cut", logits=False)
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        HF, OURS, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED,
+        LITGPT, LINEAR,
+    )
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """LoRA on chosen matrices."""
+
+    ranks: Mapping[str, int]
+    """Rank by the matrix's last name, for the tape of one layer."""
+    parameters: int
+    width: int = 2
+    """Bytes per adapter weight."""
+    dropout: bool = False
+    """Whether its input is thinned at random."""
+    experts: int = 0
+    """Rank on experts, 0 where they have no adapter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One process's share of training, as far as memory, bytes and time depend on it."""
+
+    shape: Architecture
+    rows: int
+    """Rows per forward pass."""
+    length: int
+    """Tokens per row."""
+    scheme: Scheme = "autocast"
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    adapter: Adapter | None = None
+    quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
+    kbit_prepared: bool = False
+    """Embedding, head and norms in fp32: what PEFT's `prepare_model_for_kbit_training` leaves."""
+    checkpointing: Checkpointing = "none"
+    attention: AttentionKind = "flash"
+    loss: Loss = HF
+    update: Update = "adamw"
+    accumulation: int = 1
+    stepping: Literal["fused", "foreach", "loop"] = "fused"
+    """How the optimizer walks over parameters: `foreach` copies all gradients, `loop` makes two
+    temporary copies of one tensor at a time."""
+    root_unit: bool = False
+    """FSDP: embedding, last norm and head are one unit that stays gathered, instead of two."""
+    cpu: bool = False
+    """Trained without an accelerator: dropout keeps wider masks."""
+    compiled: bool = False
+    """Layers run through torch.compile, which keeps the inputs of fused operations only."""
+    immediate: bool = False
+    """Each tensor is updated as soon as its gradient exists: gradients are never all alive."""
+    activations_on_host: bool = False
+    """What layers keep for the backward pass waits in host memory."""
+    reduce_width: int = 4
+    """Bytes per gradient element in FSDP's reductions."""
+    inputs_kept: bool = False
+    """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
+    synchronise_each: bool = False
+    """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def trained(self) -> int:
+        """Parameters that get gradients."""
+        return self.shape.parameters if self.adapter is None else self.adapter.parameters
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an element that matrices are multiplied in."""
+        return 4 if self.scheme == "fp32" else 2
+
+    @property
+    def frozen_width(self) -> int:
+        """Bytes per frozen weight that is not quantised: as it is computed with."""
+        return self.compute
+
+    @property
+    def trained_width(self) -> int:
+        """Bytes per trained weight as the layer holds it."""
+        if self.adapter is not None:
+            return self.adapter.width
+        return 4 if self.scheme in ("fp32", "autocast") else 2
+
+    @property
+    def gradient_width(self) -> int:
+        if self.scheme == "fsdp":
+            return 4  # sharded gradients have the shards' type
+        return self.trained_width
+
+    @property
+    def numerics(self) -> Numerics:
+        full = self.adapter is None
+        autocast = self.scheme == "autocast"
+        wide = self.scheme == "fp32" or (autocast and full) or self.kbit_prepared
+        return Numerics(
+            residual=4 if wide else 2,
+            compute=self.compute,
+            weights=self.trained_width if full else self.frozen_width,
+            autocast=autocast,
+            trained=full,
+            adapters=0 if self.adapter is None else self.adapter.width,
+            expert_rank=0 if self.adapter is None else self.adapter.experts,
+            dropout=self.adapter is not None and self.adapter.dropout,
+            wide_masks=self.cpu,
+            inputs_kept=self.inputs_kept,
+            compiled=self.compiled,
+            dequantised=self.quantization.startswith("nf4"),
+        )
+
+    @property
+    def moments(self) -> float:
+        """Optimizer bytes per trained parameter before sharding."""
+        if self.update in ("adamw_8bit", "paged_adamw_8bit"):
+            return adam_moments(1, eight_bit=True)
+        if self.update == "adafactor":
+            return 0.0  # rows and columns of second moments: under a thousandth of the weights
+        width = 4 if self.scheme in ("fsdp", "deepspeed") else self.trained_width
+        masters = 4 if self.scheme == "deepspeed" else 0
+        return masters + (width if self.update == "muon" else adam_moments(width, False))
+
+    @property
+    def frozen_bytes(self) -> float:
+        """All frozen weights as they lie in memory, unsharded."""
+        if self.adapter is None:
+            return 0.0
+        return self.shape.layers * self.frozen_layer_bytes + self.frozen_outer_bytes
+
+    @property
+    def frozen_layer_bytes(self) -> float:
+        shape, inside = self.shape, self.shape.linear_weights
+        small = shape.layer_parameters - inside - shape.expert_parameters
+        width = 4 if self.kbit_prepared else self.frozen_width
+        experts = shape.expert_parameters * self.frozen_width
+        return self._stored(inside) + small * width + experts
+
+    def _stored(self, weights: float) -> float:
+        if self.quantization == "none":
+            return weights * self.frozen_width
+        if self.quantization == "int8":
+            return weights * 1.0  # and one fp32 scale per output row, under a thousandth
+        return nf4_bytes(weights, double_quantised=self.quantization == "nf4")
+
+    @property
+    def frozen_outer_bytes(self) -> float:
+        return self.shape.outer_parameters * (4 if self.kbit_prepared else self.frozen_width)
+
+    @property
+    def unit_bytes(self) -> float:
+        """One layer gathered whole, as it is computed with."""
+        if self.adapter is None:
+            return self.shape.layer_parameters * self.compute
+        adapters = self.adapter.parameters / self.shape.layers
+        width = self.compute if self.scheme in ("fsdp", "deepspeed") else self.adapter.width
+        return self.frozen_layer_bytes + adapters * width
+
+    @property
+    def outer_width(self) -> int:
+        """Bytes per weight of a gathered embedding or head."""
+        return 4 if self.kbit_prepared else self.compute
+
+    @property
+    def outer_bytes(self) -> float:
+        """Embedding, norm and head gathered whole."""
+        if self.adapter is None:
+            return self.shape.outer_parameters * self.compute
+        return self.frozen_outer_bytes
+
+
+def lora(
+    shape: Architecture,
+    rank: int,
+    targets: str | tuple[str, ...] = "all-linear",
+    width: int = 4,
+    dropout: bool = False,
+    dora: bool = False,
+    excluded: str | tuple[str, ...] = (),
+    only_layers: tuple[int, ...] = (),
+    rank_pattern: Mapping[str, int] | None = None,
+    saved_whole: int = 0,
+) -> Adapter:
+    """The adapter that these settings make; `saved_whole` counts `modules_to_save`."""
+    chosen = adapted(shape, targets, excluded, only_layers)
+    patterns = rank_pattern or {}
+
+    def rank_of(matrix: Matrix) -> int:
+        return next((r for name, r in patterns.items() if matrix.name.endswith(name)), rank)
+
+    parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for _, matrix in chosen)
+    ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
+    experts = rank if targets == "all-linear" and shape.experts is not None else 0
+    layers = len({layer for layer, _ in chosen})
+    parameters += layers * expert_adapter_size(shape, experts)
+    return Adapter(ranks, parameters + saved_whole, width, dropout, experts)

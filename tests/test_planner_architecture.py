@@ -1,0 +1,116 @@
+"""Shapes read from config.json against published totals, transformers, and PEFT."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.planner import published
+from finetune.planner.families import READERS, read
+from finetune.planner.workload import lora
+
+
+def small(kind: str, **fields: object) -> dict[str, object]:
+    config = {
+        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "head_dim": 16,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return config | fields
+
+
+def test_every_config_has_its_published_number_of_parameters(assets: Path) -> None:
+    table = (assets / "configs" / "TABLE.txt").read_text(encoding="utf-8").splitlines()
+    totals = {line.split("|")[0]: int(line.split("|")[2]) for line in table if "|" in line}
+    found = {
+        name: read(json.loads((assets / "configs" / name / "config.json").read_text())).parameters
+        for name in totals
+    }
+    assert found == totals
+    assert len(found) >= 30
+
+
+def test_mixtral_counts_all_experts_and_meets_two() -> None:
+    config = published.find("mistralai/Mixtral-8x7B-v0.1")
+    assert config is not None
+    shape = read(config)
+    assert (shape.parameters, shape.active_parameters) == (46_702_792_704, 12_879_925_248)
+
+
+def test_a_hub_name_finds_its_row_and_a_version_is_not_lost() -> None:
+    for name, vocab in (
+        ("mistralai/Mistral-7B-Instruct-v0.3", 32768),
+        ("mistralai/Mistral-7B-v0.1", 32000),
+        ("meta-llama/Llama-3.1-8B-Instruct", 128256),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 49152),
+    ):
+        config = published.find(name)
+        assert config is not None
+        assert config["vocab_size"] == vocab
+    assert published.find("somebody/unknown-3b") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("gemma", {}),
+        ("gemma2", {}),
+        ("phi3", {"pad_token_id": 0}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    ],
+)
+def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
+    kind: str, fields: dict[str, object]
+) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = small(kind, **fields)
+    named = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **named))
+        shape = read(config)
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        assert shape.tensors == len(list(model.parameters()))
+        wrapped = get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert lora(shape, 4).parameters == trained
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(FinetuneError) as caught:
+        read(small("lama"))
+    assert "did you mean 'llama'?" in str(caught.value)
+    assert all(kind in str(caught.value) for kind in READERS)
+
+
+def test_every_problem_of_a_config_is_told_at_once() -> None:
+    with pytest.raises(FinetuneError) as caught:
+        read(small("llama", vocab_size=0, hidden_act="relu6", num_key_value_heads=3))
+    assert len(caught.value.problems) == 3
+
+
+def test_layers_without_experts_in_a_mixture_are_refused() -> None:
+    config = small("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+    with pytest.raises(FinetuneError, match="mlp_only_layers"):
+        read(config | {"mlp_only_layers": [0]})
+
+
+def test_adapters_are_chosen_by_name_expression_layer_and_pattern() -> None:
+    shape = read(small("llama"))
+    # q: 64 -> 64, k and v: 64 -> 32, o: 64 -> 64, gate and up: 64 -> 96, down: 96 -> 64
+    assert lora(shape, 4, ("q_proj", "v_proj")).parameters == 2 * 4 * (128 + 96)
+    assert lora(shape, 4, r".*\.0\.self_attn\.q_proj").parameters == 4 * 128
+    assert lora(shape, 4, ("q_proj",), only_layers=(1,)).parameters == 4 * 128
+    assert lora(shape, 4, ("q_proj",), rank_pattern={"q_proj": 8}).parameters == 2 * 8 * 128
+    assert lora(shape, 4, ("q_proj",), dora=True).parameters == 2 * (4 * 128 + 64)
+    with pytest.raises(FinetuneError, match="here are q_proj"):
+        lora(shape, 4, ("query",))
