@@ -314,6 +314,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world() -> int:
+    """How many processes the job has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _launcher_arguments() -> list[str]:
     """The words after `launch` of the `accelerate launch` that started this process."""
     for parent in psutil.Process().parents():
