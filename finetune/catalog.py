@@ -229,7 +229,7 @@ def _problems(error: ValidationError, kind: type | None, where: str) -> list[str
             hint = did_you_mean(str(item["loc"][-1]), known)
             listed = f"; known are {', '.join(known)}" if known and not hint else ""
             problems.append(f"{where}: {place}: unknown key{hint}{listed}")
-        elif item["type"] == "literal_error":
+        elif item["type"] == "literal_error" and "ctx" in item:
             known = _quoted(item["ctx"]["expected"])
             hint = did_you_mean(str(got), known)
             problems.append(f"{where}: {place}: got {got!r}, expected {' or '.join(known)}{hint}")
@@ -251,7 +251,10 @@ def _known_fields(kind: type | None, path: tuple[int | str, ...]) -> list[str]:
         if kind is None or isinstance(part, int):
             continue
         hint = typing.get_type_hints(kind).get(str(part))
-        kind = next((t for t in _inner_types(hint) if dataclasses.is_dataclass(t)), None)
+        kind = next(
+            (t for t in _inner_types(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)),
+            None,
+        )
     return [field.name for field in dataclasses.fields(kind)] if kind is not None else []
 
 

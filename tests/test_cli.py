@@ -39,7 +39,8 @@ class InProcess:
     def __call__(self, *words: str | Path) -> Finished:
         self.capfd.readouterr()
         status = main([str(word) for word in words])
-        return Finished(status, *self.capfd.readouterr())
+        told = self.capfd.readouterr()
+        return Finished(status, told.out, told.err)
 
 
 @pytest.fixture

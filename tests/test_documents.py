@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, Finetune, Tiny
 

@@ -149,9 +149,8 @@ def environment_use(tree: ast.Module) -> tuple[bool, bool]:
     """Whether variables of the environment are read, and whether they are changed."""
     stores, uses = list[ast.AST](), 0
     for node in ast.walk(tree):
-        named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
-        if named and isinstance(node.value, ast.Name) and node.value.id == "os":
-            uses += 1
+        if isinstance(node, ast.Attribute):
+            uses += ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             stores += [node] if ast.unparse(node.value) == "os.environ" else []

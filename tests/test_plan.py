@@ -341,6 +341,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         FSDP, {"mixed_precision": False},
         ["mixed_precision: got False, expected 'bf16' or 'no' (quoted)"],
     ),
+    "a number of processes that is none": (
+        ZERO, {"num_processes": "two"},
+        ["num_processes: got 'two', expected a whole number of at least 1"],
+    ),
     "a stage that is none": (
         ZERO, {"deepspeed_config.zero_stage": 4},
         ["deepspeed_config.zero_stage: got 4, expected 1, 2 or 3"],
