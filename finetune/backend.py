@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import psutil
 import yaml
@@ -125,11 +125,12 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FinetuneError(f"{path}: not YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise FinetuneError(f"{path}: expected keys and values, got {type(config).__name__}")
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
+    config = cast(dict[str, Any], read)
     problems = _key_problems(config)
     if not problems:
         problems = _value_problems(config)
@@ -145,7 +146,7 @@ def _key_problems(config: dict[str, Any]) -> list[str]:
     for section, keys in sections.items():
         inner = config.get(section, {})
         if isinstance(inner, dict):
-            places.append((f"{section}.", inner, keys))
+            places.append((f"{section}.", cast(dict[str, Any], inner), keys))
         else:
             problems.append(f"{section}: expected keys and values, got {inner!r}")
     for prefix, values, known in places:
@@ -169,6 +170,9 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
     if config.get("mixed_precision") not in PRECISIONS:
         got = config.get("mixed_precision")
         problems.append(f"mixed_precision: got {got!r}, expected 'bf16' or 'no' (quoted)")
+    processes = config.get("num_processes", 1)
+    if type(processes) is not int or processes < 1:
+        problems.append(f"num_processes: got {processes!r}, expected a whole number of at least 1")
     fsdp, zero = config.get("fsdp_config"), config.get("deepspeed_config")
     if (fsdp is not None) != (kind == "FSDP"):
         problems.append("fsdp_config: belongs to distributed_type: FSDP, and only to it")
@@ -227,9 +231,9 @@ def _from_config(path: Path, config: dict[str, Any]) -> Backend:
         environment |= {key.upper(): str(value) for key, value in fsdp.items()}
     if zero := config.get("deepspeed_config"):
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-        renamed = {"zero3_init_flag": "zero3_init"}
+        renamed: dict[str, str] = {"zero3_init_flag": "zero3_init"}
         environment |= {
-            f"ACCELERATE_DEEPSPEED_{renamed.get(key, key).upper()}": str(value)
+            f"ACCELERATE_DEEPSPEED_{(renamed[key] if key in renamed else key).upper()}": str(value)
             for key, value in zero.items()
         }
     several = ENGINES[config["distributed_type"]] != "single"
@@ -312,6 +316,11 @@ def launched() -> Backend | None:
 def rank() -> int:
     """This process's number in the job, 0 where there is only one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """How many processes the job has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _launcher_arguments() -> list[str]:

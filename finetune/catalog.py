@@ -3,9 +3,12 @@
 import ast
 import dataclasses
 import json
+import re
 import runpy
+import traceback
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,28 @@ from pydantic_core import to_jsonable_python
 
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import METHODS
-from finetune.recipe import Recipe
+from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
 
+SECTIONS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (Model, LoRA, Data, Batch, Optim, Evaluation, Saving, *METHODS.values())
+}
 FREE_TO_CHANGE = {
     "backend", "evaluation", "max_steps", "epochs", "saving", "trackers",
     "batch.micro_rows", "model.activation_checkpointing", "model.attention",
 }  # fmt: skip
 """Fields that a continued run may change: they leave the mathematics of the steps as they are."""
+
+
+class ExactNumbers(yaml.SafeLoader):
+    """YAML 1.1 reads 2e-4 as text; here it is the number that it is in Python and JSON."""
+
+
+ExactNumbers.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
 
 
 def folders() -> list[Path]:
@@ -87,7 +105,7 @@ def load(path: Path) -> Recipe:
         return _from_python(path)
     try:
         text = path.read_text(encoding="utf-8")
-        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, ExactNumbers)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     return from_fields(fields, str(path))
@@ -97,9 +115,12 @@ def _from_python(path: Path) -> Recipe:
     try:
         defined = runpy.run_path(str(path))
     except ValidationError as error:
-        raise FinetuneError(*_problems(error, None, str(path))) from None
-    except (SyntaxError, NameError, ImportError, TypeError, AttributeError) as error:
-        raise FinetuneError(f"{path}: {type(error).__name__}: {error}") from None
+        kind = SECTIONS.get(error.title)
+        raise FinetuneError(*_problems(error, kind, f"{path}: {error.title}")) from None
+    except Exception as error:  # a person's program: whatever it raises is about this file
+        lines = [line for name, line in _places(error) if name == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        raise FinetuneError(f"{where}: {type(error).__name__}: {error}") from None
     recipes = [value for value in defined.values() if isinstance(value, Recipe)]
     distinct = [r for i, r in enumerate(recipes) if not any(r is s for s in recipes[:i])]
     if "recipe" in defined and isinstance(defined["recipe"], Recipe):
@@ -107,6 +128,12 @@ def _from_python(path: Path) -> Recipe:
     if len(distinct) != 1:
         raise FinetuneError(f"{path}: expected one `recipe = ...`, found {len(distinct)}")
     return distinct[0]
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, int | None]]:
+    """Files and lines that an error passed through, outermost first."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        yield frame.f_code.co_filename, line
 
 
 def to_fields(recipe: Recipe) -> dict[str, Any]:
@@ -132,23 +159,9 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
         )
     kind = METHODS[method]
     try:
-        return TypeAdapter(kind).validate_python(_exact_numbers(fields))
+        return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
         raise FinetuneError(*_problems(error, kind, where)) from None
-
-
-def _exact_numbers(value: Any) -> Any:
-    """YAML 1.1 reads 2e-4 as text: numbers are read as Python does."""
-    if isinstance(value, dict):
-        return {key: _exact_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_exact_numbers(inner) for inner in value]
-    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def override(recipe: Recipe, pairs: list[str] | tuple[str, ...]) -> Recipe:
@@ -216,11 +229,20 @@ def _problems(error: ValidationError, kind: type | None, where: str) -> list[str
             hint = did_you_mean(str(item["loc"][-1]), known)
             listed = f"; known are {', '.join(known)}" if known and not hint else ""
             problems.append(f"{where}: {place}: unknown key{hint}{listed}")
+        elif item["type"] == "literal_error" and "ctx" in item:
+            known = _quoted(item["ctx"]["expected"])
+            hint = did_you_mean(str(got), known)
+            problems.append(f"{where}: {place}: got {got!r}, expected {' or '.join(known)}{hint}")
         else:
             message = item["msg"].removeprefix("Value error, ")
             shown = "" if isinstance(got, dict | list) or not item["loc"] else f", got {got!r}"
             problems.append(f"{where}: {place}: {message}{shown}")
     return problems
+
+
+def _quoted(listed: str) -> list[str]:
+    """The words of pydantic's "'a', 'b' or 'c'"."""
+    return re.findall(r"'([^']*)'", listed)
 
 
 def _known_fields(kind: type | None, path: tuple[int | str, ...]) -> list[str]:
@@ -229,7 +251,10 @@ def _known_fields(kind: type | None, path: tuple[int | str, ...]) -> list[str]:
         if kind is None or isinstance(part, int):
             continue
         hint = typing.get_type_hints(kind).get(str(part))
-        kind = next((t for t in _inner_types(hint) if dataclasses.is_dataclass(t)), None)
+        kind = next(
+            (t for t in _inner_types(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)),
+            None,
+        )
     return [field.name for field in dataclasses.fields(kind)] if kind is not None else []
 
 

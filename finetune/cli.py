@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
 from finetune.quiet import quiet
 
 
@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (training failed) or 2 (a person's mistake)."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(words)
-    _sort_out(parser, arguments, unknown)
+    _sort_out(arguments, unknown)
     quiet()
     try:
         return arguments.verb(arguments)
@@ -32,9 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _sort_out(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, unknown: list[str]
-) -> None:
+def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
     """Give `key=value` words that stand behind options to the recipe, other flags to `launch`."""
     after_flag = [False, *(word.startswith("--") and "=" not in word for word in unknown)]
     pairs = [
@@ -48,7 +46,9 @@ def _sort_out(
     elif pairs:
         arguments.flags += pairs
     if arguments.flags and arguments.verb is not launch_recipe:
-        parser.error(f"unrecognized arguments: {' '.join(arguments.flags)}")
+        known = [option for option in arguments.words.format_usage().split() if "--" in option]
+        hint = did_you_mean(arguments.flags[0], [option.strip("[]|") for option in known])
+        arguments.words.error(f"unrecognized arguments: {' '.join(arguments.flags)}{hint}")
 
 
 def _tell(error: FinetuneError) -> int:
@@ -71,8 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def verb(name: str, run: Callable[[Any], int], summary: str) -> argparse.ArgumentParser:
-        added = verbs.add_parser(name, help=summary, description=summary)
-        added.set_defaults(verb=run)
+        added = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.set_defaults(verb=run, words=added)
         return added
 
     listing = verb("list", list_recipes, "recipes and backends that can be named")
@@ -103,19 +103,21 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.add_argument("run", help="run directory")
     exporting.add_argument("--to", required=True, type=Path, help="folder to write")
     exporting.add_argument("--merge", action="store_true", help="merge the adapter into the base")
-    exporting.add_argument("--step", type=int, help="checkpoint, instead of the best or last one")
+    exporting.add_argument(
+        "--step", type=_count, help="checkpoint, instead of the best or last one"
+    )
 
     chatting = verb("chat", chat_with_run, "talk to a run's model")
     chatting.add_argument("run", help="run directory, or a folder with a model")
     chatting.add_argument("--prompt", help="answer this once, instead of a conversation")
-    chatting.add_argument("--max-new-tokens", type=int, default=512)
+    chatting.add_argument("--max-new-tokens", type=_count, default=512)
 
     evaluating = verb("eval", evaluate_run, "exact match of a run's greedy answers on a data file")
     evaluating.add_argument("run", help="run directory")
     evaluating.add_argument("--data", help="data file, instead of the recipe's eval_data")
     evaluating.add_argument("--format", default="messages", help="format of --data")
-    evaluating.add_argument("--limit", type=int, default=200, help="rows")
-    evaluating.add_argument("--max-new-tokens", type=int, default=256)
+    evaluating.add_argument("--limit", type=_count, default=200, help="rows")
+    evaluating.add_argument("--max-new-tokens", type=_count, default=256)
     evaluating.add_argument("--json", action="store_true", help="print JSON")
 
     reporting = verb("report", report_run, "write a run's report as one HTML page")
@@ -126,14 +128,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number of at least 1")
+    return int(text)
+
+
 def _recipe_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="name or file of a recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=1e-4")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=1e-4"
+    )
 
 
 def _backend_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="name or YAML; by default the recipe's")
-    parser.add_argument("--processes", type=int, help="by default the backend's")
+    parser.add_argument("--processes", type=_count, help="by default the backend's")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
 
 
@@ -180,19 +190,22 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import catalog
-    from finetune.planner import plan
+    from finetune import backend, catalog
+    from finetune.preflight import check
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
-    settled = plan(recipe, arguments.backend, arguments.processes, arguments.precision)
+    machine = backend.load(arguments.backend or recipe.backend)
+    settled = check(recipe, machine, arguments.processes, arguments.precision, files=False)
     print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
     return 0
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:
     from finetune import catalog
+    from finetune.preflight import check_here
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     from finetune.worker import Options, train
 
     options = Options(_output(arguments), arguments.resume, arguments.nvme_path, arguments.timeout)
@@ -221,15 +234,21 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
 
 
 def export_run(arguments: argparse.Namespace) -> int:
-    from finetune.result.exporter import export
     from finetune.run import open_run
 
-    folder = export(open_run(arguments.run), arguments.to, arguments.merge, arguments.step)
+    run = open_run(arguments.run)
+    from finetune.result.exporter import export
+
+    folder = export(run, arguments.to, arguments.merge, arguments.step)
     print(f"exported to {folder}")
     return 0
 
 
 def chat_with_run(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.run).is_dir():
+        raise FinetuneError(
+            f"{arguments.run}: no such folder; name a run, or a folder with a model"
+        )
     from finetune.result.chat import answer, chat
     from finetune.result.inference import open_model
 
@@ -252,8 +271,6 @@ def report_run(arguments: argparse.Namespace) -> int:
 def evaluate_run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
     from finetune.recipe import Data
-    from finetune.result.evaluate import exact_match, references
-    from finetune.result.inference import open_model
     from finetune.run import open_run
 
     run = open_run(arguments.run)
@@ -261,6 +278,9 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     if arguments.data is None and not held_out:
         raise FinetuneError(f"{run.root}: its recipe has no eval_data; give --data and --format")
     data = Data(arguments.data, arguments.format) if arguments.data else held_out[0]
+    from finetune.result.evaluate import exact_match, references
+    from finetune.result.inference import open_model
+
     score = exact_match(
         open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
     )

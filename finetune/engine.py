@@ -7,7 +7,6 @@ accelerator every backend runs for real over gloo, with the same configuration f
 import contextlib
 import dataclasses
 import datetime
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,7 +331,7 @@ def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:
         asked = " or ".join(sorted(kind.value for kind in expected))
         compare("distributed type", asked, accelerator.distributed_type.value)
     compare("processes", plan.processes, accelerator.num_processes)
-    compare("processes", int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes)
+    compare("processes", backends.world(), accelerator.num_processes)
     compare("accumulation", plan.accumulation, accelerator.gradient_accumulation_steps)
     compare("precision", plan.backend.precision, _precision(accelerator))
     if accelerator.distributed_type == DistributedType.FSDP:

@@ -13,12 +13,16 @@ from pathlib import Path
 from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.planner import Plan, plan
+from finetune.planner import Plan
+from finetune.preflight import check
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
 
 STATUS_FILE = "FINETUNE_STATUS_FILE"
 """Variable that names the file in which a worker leaves its error for the launcher."""
+
+ARGUMENTS_REFUSED = 2
+"""Exit status of `accelerate launch` itself for words that it cannot read."""
 
 
 def launch(
@@ -40,7 +44,7 @@ def launch(
         TrainingFailure: the processes ended with an error.
     """
     machine = backends.load(backend or recipe.backend)
-    settled = plan(recipe, machine, processes, precision)
+    settled = check(recipe, machine, processes, precision)
     root = Path(output or Path("runs") / "latest")
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         recipe_file, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
@@ -92,6 +96,8 @@ def _run(command: list[str], status: Path, threads: int) -> None:
         told = json.loads(status.read_text())
         kind = FinetuneError if told["status"] == FinetuneError.exit_status else TrainingFailure
         raise kind(*told["problems"])
+    if code == ARGUMENTS_REFUSED:
+        raise FinetuneError("`accelerate launch` does not know these flags; its answer is above")
     if code:
         raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
 

@@ -23,7 +23,8 @@ from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.loop import evaluate, train_step
 from finetune.memory import peak_bytes
-from finetune.planner import Plan, plan
+from finetune.planner import Plan
+from finetune.preflight import check_here
 from finetune.recipe import Recipe
 from finetune.record.card import write_card
 from finetune.record.display import Display
@@ -63,10 +64,7 @@ def train(
         FinetuneError: the request cannot be honoured; nothing was changed.
         TrainingFailure: training was started and could not go on.
     """
-    launched = backends.launched()
-    chosen = launched or backends.load(backend or "single")
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    settled = plan(recipe, chosen, processes, precision)
+    settled = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -76,7 +74,9 @@ def train(
         engine = Engine(settled, nvme, timeout)
         return Training(engine, Run(options.output), options).go()
     finally:
-        if processes == 1:  # a notebook trains again, perhaps with another plan, in this process
+        if (
+            settled.processes == 1
+        ):  # a notebook trains again, perhaps with another plan, in this process
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -93,7 +93,6 @@ class Training:
     def go(self) -> Run:
         """Train to the end; returns the run."""
         self.resumed = self._on_one(lambda: claim(self.run, self.recipe, self.options.resume))
-        self._on_one(self._write_record)
         self.tokenizer, self.pad_id = self._tokenizer()
         self.data = self._data()
         self.steps = self.plan.steps(len(self.data.train))
@@ -122,9 +121,11 @@ class Training:
         return outcome[0]  # type: ignore[return-value]
 
     def _write_record(self) -> None:
+        """Only once data and model are known to be good: a mistake leaves the directory free."""
         write_json(self.run.recipe, catalog.to_fields(self.recipe))
         write_json(self.run.plan, self.plan.summary())
         write_json(self.run.environment, environment(accelerators()))
+        write_json(self.run.data, self.data.counts)
 
     def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
         tokenizer = model.load_tokenizer(self.recipe)
@@ -140,8 +141,6 @@ class Training:
         prepared = prepare(self.recipe, chat, cache)
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
-        if self.engine.speaks:
-            write_json(self.run.data, prepared.counts)
         return prepared
 
     def _build(self) -> Progress:
@@ -149,6 +148,7 @@ class Training:
         engine = self.engine
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
+        self._on_one(self._write_record)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
@@ -339,15 +339,24 @@ def claim(run: Run, recipe: Recipe, resume: bool) -> int | None:
         FinetuneError: it holds another recipe's run, or one that was not asked to be continued.
     """
     if not run.recipe.exists():
-        if run.root.exists() and any(run.root.iterdir()):
-            raise FinetuneError(f"{run.root}: not empty and not a run; choose another --output")
-        run.root.mkdir(parents=True, exist_ok=True)
+        try:
+            run.root.mkdir(parents=True, exist_ok=True)
+            others = sorted(path.name for path in run.root.iterdir())
+        except OSError as error:
+            raise FinetuneError(
+                f"{run.root}: no directory for a run ({error.strerror}); choose another --output"
+            ) from None
+        if others:
+            raise FinetuneError(
+                f"{run.root}: not empty and not a run (it holds {others[0]}"
+                f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
+            )
         return None
     changed = catalog.differences(catalog.load(run.recipe), recipe)
     if changed:
         raise FinetuneError(
-            f"{run.root}: holds the run of another recipe; choose another --output. They differ in",
-            *(f"  {line}" for line in changed),
+            f"{run.root}: holds the run of another recipe; choose another --output. "
+            f"They differ in {'; '.join(changed)}"
         )
     newest = run.newest()
     if resume:

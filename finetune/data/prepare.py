@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from finetune.data.encode import FIELDS, Problems, Tally, check_source, encode_source
-from finetune.data.formats import find_format
 from finetune.data.order import permutation
 from finetune.data.render import Chat
 from finetune.data.rows import Columns, Rows, open_rows, pack_rows, save_rows
-from finetune.data.sources import Source, find_source, load_hub
+from finetune.data.sources import Source, find_sources, load_hub
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 
@@ -47,7 +46,7 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path) -> Prepared:
 
     Raises FinetuneError with up to ten problems, each with its file and row.
     """
-    sources, eval_sources = _find_sources(recipe)
+    sources, eval_sources = find_sources(recipe)
     key = fingerprint(recipe, chat, [*sources, *eval_sources])
     folder = cache / key
     if not (folder / "counts.json").is_file():
@@ -55,24 +54,6 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path) -> Prepared:
         _write(folder, train, evaluation, counts)
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
     return Prepared(open_rows(folder / "train"), open_rows(folder / "eval"), counts, folder)
-
-
-def _find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
-    """Files of `data` and `eval_data`; every unknown format and missing file is one problem."""
-    problems = list[str]()
-    if not recipe.data:
-        problems.append("data: the recipe has none; give with_data(Data(source, format))")
-    found: tuple[list[Source], list[Source]] = ([], [])
-    for sources, section in zip(found, (recipe.data, recipe.eval_data), strict=True):
-        for data in section:
-            try:
-                find_format(data.format)
-                sources.append(find_source(data))
-            except FinetuneError as error:
-                problems.extend(error.problems)
-    if problems:
-        raise FinetuneError(*problems)
-    return found
 
 
 def _encode_all(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.data.formats import find_format
 from finetune.errors import FinetuneError
-from finetune.recipe import Data
+from finetune.recipe import Data, Recipe
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DOCUMENT_END = "<|endoftext|>"
@@ -44,6 +45,24 @@ class Source:
                 raise FinetuneError(f"{path}: the file is empty")
             for number, value in READERS[path.suffix](path):
                 yield SourceRow(f"{path} row {number}", value)
+
+
+def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
+    """Files of `data` and `eval_data`; every unknown format and missing file is one problem."""
+    problems = list[str]()
+    if not recipe.data:
+        problems.append("data: the recipe has none; give with_data(Data(source, format))")
+    found: tuple[list[Source], list[Source]] = ([], [])
+    for sources, section in zip(found, (recipe.data, recipe.eval_data), strict=True):
+        for data in section:
+            try:
+                find_format(data.format)
+                sources.append(find_source(data))
+            except FinetuneError as error:
+                problems.extend(error.problems)
+    if problems:
+        raise FinetuneError(*problems)
+    return found
 
 
 def find_source(data: Data) -> Source:

@@ -110,7 +110,7 @@ def plan(
     machine = backend if isinstance(backend, Backend) else backends.load(backend or recipe.backend)
     if precision is not None:
         machine = dataclasses.replace(machine, precision=precision)
-    count = processes or machine.processes
+    count = machine.processes if processes is None else processes
     problems = incompatibilities(recipe, machine, count)
     if problems:
         raise FinetuneError(*problems)

@@ -27,7 +27,7 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 
 def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     rows, micro = recipe.batch.rows, recipe.batch.micro_rows
-    unit = micro * processes
+    unit = micro * max(1, processes)
     if rows % unit:
         below, above = rows - rows % unit, rows + unit - rows % unit
         choices = " or ".join(str(value) for value in (below, above) if value)
@@ -105,7 +105,9 @@ def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
 
 
 def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if backend.engine == "single" and processes > 1:
+    if processes < 1:
+        yield f"processes: got {processes}, expected at least 1"
+    elif backend.engine == "single" and processes > 1:
         yield f"processes: single runs one process, got {processes}; use ddp or fsdp_full_shard"
-    if backend.engine == "ddp" and processes < 2:
+    elif backend.engine == "ddp" and processes < 2:
         yield f"processes: ddp needs at least 2, got {processes}; use single"

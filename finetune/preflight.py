@@ -1,0 +1,89 @@
+"""What can be known to be wrong before anything is loaded: the plan, and what a recipe names here.
+
+No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune import backend as backends
+from finetune.data.formats import find_format
+from finetune.data.sources import HUB_NAME, find_sources
+from finetune.errors import FinetuneError
+from finetune.planner import Plan, plan
+from finetune.recipe import Model, Recipe
+
+
+def check(
+    recipe: Recipe,
+    machine: backends.Backend,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    files: bool = True,
+) -> Plan:
+    """The plan of a recipe whose formats exist and, with `files`, whose data and model do too.
+
+    Raises:
+        FinetuneError: with every problem of the plan, the formats and the files.
+    """
+    problems: list[str] = []
+    if files:
+        problems += _missing_folders(recipe.model)
+        problems += _problems_of(lambda: find_sources(recipe)) if recipe.data else []
+    else:
+        for data in (*recipe.data, *recipe.eval_data):
+            problems += _problems_of(lambda name=data.format: find_format(name))
+    try:
+        settled = plan(recipe, machine, processes, precision)
+    except FinetuneError as error:
+        raise FinetuneError(*error.problems, *problems) from None
+    if problems:
+        raise FinetuneError(*problems)
+    return settled
+
+
+def _problems_of(look: Callable[[], object]) -> list[str]:
+    try:
+        look()
+    except FinetuneError as error:
+        return list(error.problems)
+    return []
+
+
+def check_here(
+    recipe: Recipe, backend: str | None = None, precision: backends.Precision | None = None
+) -> Plan:
+    """The plan of this process: as `accelerate launch` started it, else as one process.
+
+    Raises:
+        FinetuneError: as `check` does, or the backend needs processes that nobody started.
+    """
+    launched = backends.launched()
+    if launched is not None:
+        return check(recipe, launched, launched.processes, precision)
+    machine = backends.load(backend or "single")
+    if machine.engine != "single":
+        raise FinetuneError(
+            f"--backend {machine.name}: `finetune train` alone is one process; start it with "
+            f"`finetune launch --backend {machine.name}` or `accelerate launch --config_file "
+            f"{machine.path} -m finetune train`"
+        )
+    return check(recipe, machine, 1, precision)
+
+
+def _missing_folders(model: Model) -> list[str]:
+    """Names that can be no id of the hub and are no folder either."""
+    named = {"model.name": model.name, "model.tokenizer": model.tokenizer}
+    problems: list[str] = []
+    for field, name in named.items():
+        if name is None or Path(name).is_dir():
+            if field == "model.name" and name and not (Path(name) / "config.json").is_file():
+                problems.append(f"{field}: the folder {name} holds no model (no config.json)")
+        elif Path(name).is_file():
+            problems.append(f"{field}: {name} is a file; name the folder that it lies in")
+        elif not HUB_NAME.fullmatch(name):
+            problems.append(
+                f"{field}: no such folder: {name}; give a folder with config.json, or a hub id "
+                "such as HuggingFaceTB/SmolLM2-135M"
+            )
+    return problems

@@ -1,0 +1,215 @@
+"""A recipe is the same value in Python, YAML and JSON, and changes only where it is told to."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.methods import METHODS, SFT, Pretrain
+from finetune.recipe import LoRA, Optim, Recipe
+
+SHIPPED = catalog.names()
+
+PYTHON = """
+from finetune import Data, Model, SFT
+
+recipe = (
+    SFT(Model("models/small", revision="81e4321"), eval_rows=5, train_on="completion")
+    .with_data(Data("a.jsonl", "messages", first=100), Data("b.csv", "alpaca", repeat=2))
+    .with_qlora(r=8, alpha=12, targets=("q_proj", "v_proj"), rank_pattern={"q_proj": 4})
+    .with_batch(rows=16, micro_rows=4, overlong="split")
+    .with_optim(lr=2e-4, betas=(0.9, 0.95), eps=1e-6, max_grad_norm=None)
+    .with_evaluation(every=10, patience=3)
+    .with_saving(every=10, keep=1)
+    .with_epochs(1.5)
+    .with_seed(3)
+    .with_backend("zero2")
+)
+"""
+YAML = """
+method: sft
+model: {name: models/small, revision: "81e4321", quantization: nf4}
+data:
+  - {source: a.jsonl, format: messages, first: 100}
+  - {source: b.csv, format: alpaca, repeat: 2}
+eval_rows: 5
+train_on: completion
+adapter: {r: 8, alpha: 12, targets: [q_proj, v_proj], rank_pattern: {q_proj: 4}}
+batch: {rows: 1.6e1, micro_rows: 4, overlong: split}
+optim: {lr: 2e-4, betas: [0.9, 0.95], eps: 1e-6, max_grad_norm: null}
+evaluation: {every: 10, patience: 3}
+saving: {every: 10, keep: 1}
+epochs: 1.5
+seed: 3
+backend: zero2
+"""
+
+
+def test_python_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:
+    for name, text in (
+        ("r.py", PYTHON),
+        ("r.yaml", YAML),
+        ("r.json", json.dumps(yaml.load(YAML, catalog.ExactNumbers))),
+    ):
+        (tmp_path / name).write_text(text)
+    written, read, parsed = (
+        catalog.load(tmp_path / f"r.{kind}") for kind in ("py", "yaml", "json")
+    )
+    assert written == read == parsed
+    assert type(written) is type(read) is SFT
+    assert read.optim == Optim(lr=2e-4, betas=(0.9, 0.95), eps=1e-6, max_grad_norm=None)
+    assert read.batch.rows == 16
+    assert read.model.revision == "81e4321"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e6", 1e6), ("2e-4", 2e-4), ("-1.5E+3", -1500.0), (".5e1", 5.0), ("7", 7), ("0.1", 0.1)],
+)
+def test_yaml_reads_numbers_as_python_does(tmp_path: Path, text: str, number: float) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"method: sft\nmodel: {{config: {{model_type: llama, rope_theta: {text}}}}}\n")
+    config = catalog.load(path).model.config
+    assert config == {"model_type": "llama", "rope_theta": number}
+
+
+@pytest.mark.parametrize("text", ["1e", "e5", "1e5x", "2024-01-02e", "0xe5"])
+def test_text_that_is_no_number_stays_text_in_yaml(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"method: sft\nmodel: {{config: {{name: {text}z}}}}\n")
+    assert catalog.load(path).model.config == {"name": f"{text}z"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: Path) -> None:
+    recipe = catalog.resolve(name)
+    fields = catalog.to_fields(recipe)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(fields))
+    (tmp_path / "r.json").write_text(json.dumps(fields))
+    assert catalog.load(tmp_path / "r.yaml") == recipe
+    assert catalog.load(tmp_path / "r.json") == recipe
+    assert fields["method"] == recipe.method
+    assert type(recipe) is METHODS[recipe.method]
+
+
+def test_a_recipe_of_another_method_is_another_value() -> None:
+    assert catalog.from_fields({"method": "pretrain"}) == Pretrain()
+    assert catalog.from_fields({"method": "sft"}) == SFT()
+    assert SFT() != Pretrain()
+
+
+@pytest.mark.parametrize(
+    ("pair", "path", "value"),
+    [
+        ("optim.lr=1e-4", "optim.lr", 1e-4),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("batch.rows=64", "batch.rows", 64),
+        ("batch.rows=6.4e1", "batch.rows", 64),
+        ("optim.betas=[0.8, 0.9]", "optim.betas", (0.8, 0.9)),
+        ("optim.betas.1=0.95", "optim.betas", (0.9, 0.95)),
+        ("optim.max_grad_norm=null", "optim.max_grad_norm", None),
+        ("optim.max_grad_norm=None", "optim.max_grad_norm", None),
+        ("model.activation_checkpointing=True", "model.activation_checkpointing", True),
+        ("model.name=a=b", "model.name", "a=b"),
+        ("model.name=", "model.name", ""),
+        ('model.revision="123"', "model.revision", "123"),
+        ("adapter.targets=all-linear", "adapter.targets", "all-linear"),
+        ('adapter.targets=["q_proj"]', "adapter.targets", ("q_proj",)),
+        ("adapter.rank_pattern.q_proj=4", "adapter.rank_pattern", {"q_proj": 4}),
+        ("data.0.first=10", "data.0.first", 10),
+        ("trackers=[]", "trackers", ()),
+        ("max_steps=5", "max_steps", 5),
+        ("train_on=all", "train_on", "all"),
+    ],
+)
+def test_an_override_sets_one_field_and_no_other(pair: str, path: str, value: object) -> None:
+    before = catalog.resolve("qwen3_0_6b_lora")
+    after = catalog.resolve("qwen3_0_6b_lora", [pair])
+    got: Any = after
+    for part in path.split("."):
+        got = got[int(part)] if part.isdigit() else getattr(got, part)
+    assert got == value
+    assert type(got) is type(value)
+    outer = path.split(".")[0]
+    for field in dataclasses.fields(before):
+        if field.name != outer:
+            assert getattr(after, field.name) == getattr(before, field.name)
+
+
+def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file() -> None:
+    recipe = catalog.resolve("qwen3_0_6b_lora", ["optim.lr=1", "adapter.r=4", "optim.lr=2"])
+    assert (recipe.optim.lr, recipe.adapter) == (2.0, LoRA(r=4))
+
+
+def test_an_adapter_may_be_taken_away_and_given() -> None:
+    assert catalog.resolve("qwen3_0_6b_lora", ["adapter=null"]).adapter is None
+    assert catalog.resolve("qwen3_0_6b_full", ["adapter.r=4"]).adapter == LoRA(r=4)
+    assert catalog.resolve("qwen3_0_6b_full", ['adapter={"r": 4}']).adapter == LoRA(r=4)
+
+
+def test_every_problem_is_told_with_its_path() -> None:
+    fields = {
+        "method": "sft",
+        "model": {"name": "a", "quantisation": "nf4", "attention": "flash"},
+        "data": [{"source": "a"}, {"source": "b", "format": "text", "first": 0}],
+        "batch": {"rows": 2.5},
+        "colour": "red",
+    }
+    with pytest.raises(FinetuneError) as error:
+        catalog.from_fields(fields, "mine.yaml")
+    assert sorted(error.value.problems) == [
+        "mine.yaml: batch.rows: Input should be a valid integer, got a number with a fractional "
+        "part, got 2.5",
+        "mine.yaml: colour: unknown key; known are model, data, eval_data, eval_rows, adapter, "
+        "batch, optim, evaluation, saving, epochs, max_steps, seed, trackers, backend, train_on",
+        "mine.yaml: data.0.format: Field required",
+        "mine.yaml: data.1.first: Input should be greater than 0, got 0",
+        "mine.yaml: model.attention: got 'flash', expected sdpa or eager or flash_attention_2 or "
+        "flex_attention",
+        "mine.yaml: model.quantisation: unknown key; did you mean 'quantization'?",
+    ]
+
+
+def test_a_model_is_either_named_or_built() -> None:
+    with pytest.raises(FinetuneError, match=r"give `name` .* or `config` .*, not both"):
+        catalog.resolve("quickstart_base", ["model.name=a"])
+
+
+def test_a_recipe_cannot_be_changed_in_place() -> None:
+    recipe = catalog.resolve("quickstart")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.seed = 1  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_only_what_changes_the_mathematics_is_a_difference() -> None:
+    recipe = catalog.resolve("quickstart")
+    free: Recipe = (
+        recipe.with_backend("ddp").with_saving(every=1).with_evaluation(every=5)
+        .with_epochs(9).with_steps(4).with_batch(micro_rows=1)
+    )  # fmt: skip
+    assert catalog.differences(recipe, free) == []
+    changed = recipe.with_optim(lr=1.0).with_seed(4).with_lora(r=2)
+    assert catalog.differences(recipe, changed) == [
+        "adapter.r: 16 -> 2",
+        "optim.lr: 0.004 -> 1.0",
+        "seed: 0 -> 4",
+    ]
+
+
+def test_recipes_of_the_working_directory_come_before_those_that_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/quickstart.yaml").write_text("# Mine.\nmethod: sft\nseed: 7\n")
+    (tmp_path / "recipes/_part.yaml").write_text("method: sft\n")
+    monkeypatch.chdir(tmp_path)
+    assert catalog.resolve("quickstart") == SFT(seed=7)
+    assert catalog.describe(catalog.names()["quickstart"]) == "Mine."
+    assert catalog.names().keys() == SHIPPED.keys()

@@ -1,0 +1,620 @@
+"""Bad input gets a clear error: what, where, got, and what instead; status 2; nothing is lost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, Finetune, Finished, Tiny, environment, write_recipe
+
+from finetune import backend, catalog
+from finetune.cli import main
+from finetune.data.formats import FORMATS
+from finetune.run import Run, write_json
+
+BACKENDS = ", ".join(backend.names())
+KNOWN_FORMATS = ", ".join(sorted(FORMATS))
+
+
+def errors(done: Finished) -> list[str]:
+    """What a person is told, where that is all that is said and the status is that of a mistake."""
+    assert done.status == 2, done.output
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("error: ")] == []
+    return [line.removeprefix("error: ") for line in lines]
+
+
+class InProcess:
+    """The command line in this process, which has torch already: an exception is a traceback."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self.capfd = capfd
+
+    def __call__(self, *words: str | Path) -> Finished:
+        self.capfd.readouterr()
+        status = main([str(word) for word in words])
+        told = self.capfd.readouterr()
+        return Finished(status, told.out, told.err)
+
+
+@pytest.fixture
+def run_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> InProcess:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return InProcess(capfd)
+
+
+def one_step(tiny: Tiny, **sections: Any) -> dict[str, Any]:
+    """A recipe of one step, in fp32 and without evaluation unless a section says so."""
+    return tiny.fields(**{"max_steps": 1, "saving": {"every": 1}} | sections)
+
+
+# What is told from a recipe's text alone.
+
+TOLD: dict[str, tuple[list[str], list[str]]] = {
+    "an unknown recipe": (
+        ["show", "quickstrat"],
+        ["recipe 'quickstrat': unknown; did you mean 'quickstart'?; `finetune list` shows all"],
+    ),
+    "a recipe file that is not there": (
+        ["plan", "mine.yaml"],
+        ["recipe mine.yaml: no such file"],
+    ),
+    "an unknown key": (
+        ["show", "quickstart", "optim.ler=1e-4"],
+        ["override: optim.ler: unknown key; did you mean 'lr'?"],
+    ),
+    "an unknown section": (
+        ["show", "quickstart", "optimizer.lr=1e-4"],
+        ["override: optimizer: unknown key; did you mean 'optim'?"],
+    ),
+    "an unknown key in a list": (
+        ["show", "quickstart", "data.0.fromat=text"],
+        ["override: data.0.fromat: unknown key; did you mean 'format'?"],
+    ),
+    "a key like none": (
+        ["show", "quickstart", "saving.zzz=1"],
+        ["override: saving.zzz: unknown key; known are every, keep"],
+    ),
+    "a value of a list of words": (
+        ["show", "quickstart", "optim.name=adamv"],
+        [
+            "override: optim.name: got 'adamv', expected adamw or adamw_8bit or paged_adamw_8bit "
+            "or adafactor or muon; did you mean 'adamw'?"
+        ],
+    ),
+    "a value of the wrong type": (
+        ["show", "quickstart", "batch.rows=many"],
+        [
+            "override: batch.rows: Input should be a valid integer, unable to parse string as an "
+            "integer, got 'many'"
+        ],
+    ),
+    "a value out of range": (
+        ["show", "quickstart", "adapter.r=0"],
+        ["override: adapter.r: Input should be greater than 0, got 0"],
+    ),
+    "an unknown method": (
+        ["show", "quickstart", "method=stf"],
+        ["override: method: got 'stf', expected one of sft, pretrain; did you mean 'sft'?"],
+    ),
+    "a word that is no override": (
+        ["show", "quickstart", "optim.lr"],
+        ["'optim.lr': expected key=value"],
+    ),
+    "an override without a key": (
+        ["show", "quickstart", "=3"],
+        ["'=3': expected key=value"],
+    ),
+    "a row of a list that is not there": (
+        ["show", "quickstart", "data.7.first=3"],
+        ["data.7.first: there is no such place in the recipe"],
+    ),
+    "a place inside a value": (
+        ["show", "quickstart", "optim.lr.x=3"],
+        ["optim.lr.x: there is no such place in the recipe"],
+    ),
+    "three problems at once": (
+        ["show", "quickstart", "lr", "optim.ler=1", "adapter.r=0"],
+        [
+            "'lr': expected key=value",
+            "override: adapter.r: Input should be greater than 0, got 0",
+            "override: optim.ler: unknown key; did you mean 'lr'?",
+        ],
+    ),
+    "an unknown backend": (
+        ["plan", "quickstart", "--backend", "fsdp_ful_shard"],
+        [
+            "backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are "
+            f"{BACKENDS}"
+        ],
+    ),
+    "a backend's file that is not there": (
+        ["plan", "quickstart", "--backend", "mine.yaml"],
+        ["backend mine.yaml: no such file"],
+    ),
+    "an unknown format and a batch that does not divide": (
+        ["plan", "quickstart", "data.0.format=mesages", "batch.rows=24", "--backend", "ddp"],
+        [
+            "batch.rows: 24 does not divide into micro-batches of 16 rows on 2 processes "
+            "(16 x 2 = 32); use batch.rows=32",
+            "data.format: 'mesages' is not a format; did you mean 'messages'? "
+            f"(known: {KNOWN_FORMATS})",
+        ],
+    ),
+    "a backend that this process cannot be": (
+        ["train", "quickstart", "--backend", "ddp"],
+        [
+            "--backend ddp: `finetune train` alone is one process; start it with `finetune launch "
+            f"--backend ddp` or `accelerate launch --config_file {ROOT}/accelerate_configs/ddp.yaml"
+            " -m finetune train`"
+        ],
+    ),
+    "a run that is not there": (
+        ["report", "runs/none"],
+        ["runs/none: not a run directory (it has no recipe.json)"],
+    ),
+    "a run to export that is not there": (
+        ["export", "runs/none", "--to", "x"],
+        ["runs/none: not a run directory (it has no recipe.json)"],
+    ),
+    "a run to evaluate that is not there": (
+        ["eval", "runs/none"],
+        ["runs/none: not a run directory (it has no recipe.json)"],
+    ),
+    "a model to talk to that is not there": (
+        ["chat", "runs/none"],
+        ["runs/none: no such folder; name a run, or a folder with a model"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_mistake_is_told_with_its_place_and_a_way_out(
+    name: str, finetune: Finetune, tmp_path: Path
+) -> None:
+    words, told = TOLD[name]
+    assert errors(finetune(*words, cwd=tmp_path)) == told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("r.json", "{", "cannot be read: Expecting property name enclosed in double quotes"),
+        ("r.yaml", "a: [1", "cannot be read: while parsing a flow sequence"),
+        ("r.yaml", "- 1\n", "expected keys and values, got list"),
+        ("r.json", "{}", "method: got None, expected one of sft, pretrain"),
+        ("r.json", '{"method": "sft", "modle": {}}', "modle: unknown key; did you mean 'model'?"),
+        (
+            "r.json",
+            '{"method": "sft", "model": {"nmae": "a"}}',
+            "model.nmae: unknown key; did you mean 'name'?",
+        ),
+    ],
+)
+def test_a_broken_recipe_is_named_with_its_problem(
+    finetune: Finetune, tmp_path: Path, file: str, text: str, told: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    done = finetune("show", file, cwd=tmp_path)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: {file}: {told}")
+    assert "Traceback" not in done.output
+
+
+def test_a_recipe_that_is_not_utf8_is_named(finetune: Finetune, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"method: sft # \xe9\n")
+    (told,) = errors(finetune("show", "r.yaml", cwd=tmp_path))
+    assert told.startswith("r.yaml: cannot be read: 'utf-8' codec can't decode byte 0xe9")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("recipe = 3", "r.py: expected one `recipe = ...`, found 0"),
+        ("from finetune import SFT\n\nrecipe = STF()", "r.py:3: NameError: name 'STF' is not"),
+        ("from finetune import SFT\na = SFT()\nb = SFT(seed=1)", "r.py: expected one `recipe ="),
+        ("import finetune\nopen('gone.txt')", "r.py:2: FileNotFoundError: [Errno 2] No such file"),
+        ("def recipe(:", "r.py: SyntaxError: "),
+        (
+            "from finetune import SFT\nrecipe = SFT().with_lora(dropuot=4)",
+            "r.py: LoRA: dropuot: unknown key; did you mean 'dropout'?",
+        ),
+        (
+            "from finetune import SFT\nrecipe = SFT().with_batch(row=4)",
+            "r.py: Batch: row: unknown key; did you mean 'rows'?",
+        ),
+        (
+            "from finetune import SFT\nrecipe = SFT(epochs=-1)",
+            "r.py: SFT: epochs: Input should be greater than 0, got -1",
+        ),
+    ],
+)
+def test_a_recipe_in_python_that_fails_is_told_without_a_traceback(
+    finetune: Finetune, tmp_path: Path, code: str, told: str
+) -> None:
+    (tmp_path / "r.py").write_text(code)
+    assert errors(finetune("show", "r.py", cwd=tmp_path))[0].startswith(told)
+
+
+# What is told from the files that a recipe names, still without torch.
+
+
+def test_every_missing_file_is_told_at_once_and_the_plan_beside(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    fields = tiny.fields(
+        model={"name": "no/such/folder"},
+        data=[{"source": "dta.jsonl", "format": "messages"}],
+        eval_data=[{"source": "data.jsonl", "format": "mesages"}],
+        batch={"rows": 7, "micro_rows": 2},
+    )
+    shutil.copy(tiny.data, tmp_path / "data.jsonl")
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    for words in (["train"], ["launch", "--backend", "ddp", "--processes", "1"]):
+        verb, *flags = words
+        told = errors(finetune(verb, recipe, *flags, cwd=tmp_path))
+        divides = "use batch.rows=6 or 8"
+        assert told[0] == (
+            "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 processes "
+            f"(2 x 1 = 2); {divides}"
+        )
+        if verb == "launch":
+            assert told.pop(1) == "processes: ddp needs at least 2, got 1; use single"
+        assert told[1:] == [
+            "model.name: no such folder: no/such/folder; give a folder with config.json, or a hub "
+            "id such as HuggingFaceTB/SmolLM2-135M",
+            "data.source: no such file or folder: dta.jsonl; did you mean 'data.jsonl'?",
+            "data.format: 'mesages' is not a format; did you mean 'messages'? "
+            f"(known: {KNOWN_FORMATS})",
+        ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "r.json"]
+
+
+def test_a_folder_without_a_model_and_a_file_for_a_folder_are_told(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    weights = tiny.model / "model.safetensors"
+    model = {"name": str(tmp_path / "empty"), "tokenizer": str(weights)}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(model=model))
+    assert errors(finetune("train", recipe)) == [
+        f"model.name: the folder {tmp_path}/empty holds no model (no config.json)",
+        f"model.tokenizer: {weights} is a file; name the folder that it lies in",
+    ]
+
+
+# What is told once the files are read.
+
+BAD_DATA: dict[str, tuple[bytes, str]] = {
+    "an empty file": (b"", "{path}: the file is empty"),
+    "a file that is not UTF-8": (
+        b'\n{"a": "caf\xe9"}\n',
+        "{path} row 2: not UTF-8 (byte 10 of the line is 0xe9); convert it: iconv -f LATIN1 "
+        "-t UTF-8",
+    ),
+    "a row without its column": (
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        b'{"question": "a", "answer": "b"}\n',
+        "{path} row 2: format 'messages' needs 'messages', the row has 'question', 'answer'; "
+        "format 'question_answer' would fit",
+    ),
+    "rows with nothing to train on": (
+        b'{"messages": [{"role": "user", "content": "a"}]}\n',
+        "{path}: none of its 1 rows is left to train on (1 without a trained token, 0 longer than "
+        "batch.max_length=128, 0 passed over by format 'messages')",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
+    name: str, tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    content, told = BAD_DATA[name]
+    source = tmp_path / "train.jsonl"
+    source.write_bytes(content)
+    recipe = write_recipe(
+        tmp_path / "r.json", one_step(tiny, data=[{"source": str(source), "format": "messages"}])
+    )
+    output = tmp_path / "run"
+    done = run_here("train", recipe, "--precision", "fp32", "--output", output)
+    assert errors(done)[0].startswith(told.format(path=source))
+    assert list(output.iterdir()) == []
+    # Mended, the same words train: the mistake has not taken the directory.
+    shutil.copy(tiny.data, source)
+    again = run_here("train", recipe, "--precision", "fp32", "--output", output)
+    assert again.status == 0, again.output
+    assert Run(output).steps() == [1]
+
+
+def test_a_mistake_that_a_process_finds_is_told_without_a_traceback(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """The same in a process of its own, whose every line is seen."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    for path in model.glob("token*"):
+        path.unlink()
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
+    (told,) = errors(finetune("train", recipe, "--output", tmp_path / "run"))
+    assert told.startswith(f"model.name: no tokenizer can be loaded from '{model}' (")
+    assert told.endswith("name a folder with tokenizer.json, or set model.tokenizer")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            "{% for m in messages %}{{ m.content }} {% endfor %}",
+            "which is no end token of this tokenizer, so a model could not learn to stop; end it "
+            "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer",
+        ),
+        (None, "chatml"),
+    ],
+)
+def test_a_template_that_cannot_mark_assistant_turns_is_refused(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path, template: str | None, told: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    (model / "chat_template.jinja").unlink()
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
+    problems = errors(run_here("train", recipe, "--output", tmp_path / "run"))
+    assert told in problems[0]
+    assert problems[0].startswith(f"{tiny.data} row 1")
+
+
+def test_targets_that_match_nothing_leave_nothing_to_train(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    fields = one_step(tiny, adapter={"targets": ["q_prj"]})
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
+    assert told.startswith("adapter.targets: ")
+    assert told.endswith(
+        "linear modules here: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, "
+        "v_proj"
+    )
+
+
+def test_rows_longer_than_the_context_are_counted_under_every_rule(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    rows = [json.loads(line)["messages"] for line in tiny.data.read_text().splitlines()]
+    lengths = [len(tokenizer.apply_chat_template(row)["input_ids"]) for row in rows]
+    limit = sorted(lengths)[len(lengths) // 2]
+    longer = sum(length > limit for length in lengths)
+    place = f"{tiny.data} row {lengths.index(max(lengths)) + 1}"
+    batch = {"max_length": limit}
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, batch=batch, eval_data=[],
+                                                        evaluation={"every": None}))  # fmt: skip
+    assert errors(run_here("train", recipe, "--output", tmp_path / "error")) == [
+        f"{tiny.data}: {longer} of {len(rows)} rows are longer than batch.max_length={limit} "
+        f"tokens, the longest {max(lengths)} ({place}); set batch.max_length={max(lengths)}, or "
+        "batch.overlong to drop, truncate or split"
+    ]
+    for rule, name in (("drop", "dropped"), ("truncate", "truncated"), ("split", "split")):
+        run = Run(tmp_path / rule)
+        done = run_here("train", recipe, f"batch.overlong={rule}", "--output", run.root)
+        assert done.status == 0, done.output
+        counts = json.loads(run.data.read_text())["train"]
+        others = {"dropped", "truncated", "split"} - {name}
+        assert counts[name] == longer
+        assert {counts[other] for other in others} == {0}
+        assert counts["samples"] == len(rows)
+        assert counts["longest_sample"] == max(lengths)
+
+
+# The directory of a run.
+
+
+def test_a_directory_is_never_taken_from_another_run(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
+    output = tmp_path / "run"
+    assert run_here("train", recipe, "--output", output).status == 0
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    changes = ("optim.lr=0.5", "batch.max_length=64", "saving.keep=9")
+    assert errors(run_here("train", recipe, *changes, "--output", output)) == [
+        f"{output}: holds the run of another recipe; choose another --output. They differ in "
+        "batch.max_length: 128 -> 64; optim.lr: 0.001 -> 0.5"
+    ]
+    assert errors(run_here("train", recipe, "optim.lr=0.5", "--resume", "--output", output)) == [
+        f"{output}: holds the run of another recipe; choose another --output. They differ in "
+        "optim.lr: 0.001 -> 0.5"
+    ]
+    assert errors(run_here("train", recipe, "--output", output)) == [
+        f"{output}: holds this recipe's run up to step 1; continue it with --resume, or choose "
+        "another --output"
+    ]
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def test_a_directory_with_other_files_is_left_alone(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "b.png").write_text("b")
+    (folder / "a.png").write_text("a")
+    assert errors(run_here("train", recipe, "--output", folder)) == [
+        f"{folder}: not empty and not a run (it holds a.png and 1 more); choose another --output"
+    ]
+    assert errors(run_here("train", recipe, "--output", folder / "a.png")) == [
+        f"{folder}/a.png: no directory for a run (File exists); choose another --output"
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png"]
+
+
+def test_a_failure_while_training_has_status_1(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    path = write_recipe(tmp_path / "r.json", one_step(tiny))
+    run = Run(tmp_path / "run")
+    write_json(run.recipe, catalog.to_fields(catalog.load(path)))
+    run.checkpoints.write_text("a file where checkpoints should lie")
+    done = run_here("train", path, "--output", run.root)
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] != []
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "finetune: error: the following arguments are required: COMMAND"),
+        (["tarin"], "finetune: error: argument COMMAND: invalid choice: 'tarin'"),
+        (["show"], "finetune show: error: the following arguments are required: recipe"),
+        (["plan", "quickstart", "--processes", "0"],
+         "finetune plan: error: argument --processes: got '0', expected a whole number of at "
+         "least 1"),
+        (["plan", "quickstart", "--precision", "fp16"],
+         "finetune plan: error: argument --precision: invalid choice: 'fp16'"),
+        (["plan", "quickstart", "--procesess", "2"],
+         "finetune plan: error: unrecognized arguments: --procesess 2; did you mean "
+         "'--processes'?"),
+        (["list", "--jsn"],
+         "finetune list: error: unrecognized arguments: --jsn; did you mean '--json'?"),
+        (["train", "quickstart", "--num_machines", "2"],
+         "finetune train: error: unrecognized arguments: --num_machines 2"),
+    ],
+)  # fmt: skip
+def test_words_that_cannot_be_read_are_refused_with_the_usage(
+    finetune: Finetune, words: list[str], told: str
+) -> None:
+    done = finetune(*words)
+    assert done.status == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("usage: finetune")
+    assert done.stderr.splitlines()[-1].startswith(told)
+
+
+def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
+    done = finetune("launch", recipe, "--no_such_flag", "--output", tmp_path / "run")
+    assert done.status == 2
+    lines = done.stderr.splitlines()
+    assert lines[-2].endswith("unrecognized arguments: --no_such_flag")
+    assert lines[-1] == (
+        "error: `accelerate launch` does not know these flags; its answer is above"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_overrides_may_stand_behind_options(finetune: Finetune) -> None:
+    words = ("plan", "quickstart", "--backend", "ddp", "optim.lr=1e-4", "--json", "batch.rows=64")
+    told = json.loads(finetune(*words, "--processes", "4", "optim.lr=2e-4").stdout)
+    assert (told["lr"], told["rows_per_step"], told["processes"]) == (2e-4, 64, 4)
+    assert told["backend"] == "ddp"
+
+
+# What answers at once.
+
+QUICK = (["list"], ["show", "quickstart"], ["plan", "quickstart", "--backend", "ddp"])
+
+
+@pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
+def test_quick_verbs_import_no_torch(words: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from finetune.cli import main; status = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment(tmp_path), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
+def test_quick_verbs_answer_in_half_a_second(words: list[str], tmp_path: Path) -> None:
+    """In processor time, which equals the time on the clock where nothing else runs."""
+    spent = []
+    for _ in range(3):
+        command = [sys.executable, "-m", "finetune", *words]
+        process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        spent.append(usage.ru_utime + usage.ru_stime)
+    assert min(spent) < 0.5
+
+
+def test_list_names_every_recipe_and_backend_with_its_sentence(finetune: Finetune) -> None:
+    told = json.loads(finetune("list", "--json").stdout)
+    paths = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert told["recipes"].keys() == paths
+    assert sorted(told["backends"]) == backend.names()
+    assert all(told["recipes"].values())
+    assert all(told["backends"].values())
+    shown = finetune("list").stdout
+    for name, summary in (told["recipes"] | told["backends"]).items():
+        assert any(line.split(maxsplit=1) == [name, summary] for line in shown.splitlines())
+
+
+def test_show_prints_a_recipe_that_can_be_read_again(finetune: Finetune, tmp_path: Path) -> None:
+    recipe = catalog.resolve("qwen3_8b_qlora", ["optim.lr=1e-5"])
+    words = ("show", "qwen3_8b_qlora", "optim.lr=1e-5")
+    as_json, as_yaml = finetune(*words, "--json").stdout, finetune(*words).stdout
+    assert json.loads(as_json) == catalog.to_fields(recipe)
+    assert yaml.safe_load(as_yaml)["model"] == catalog.to_fields(recipe)["model"]
+    for name, text in (("r.json", as_json), ("r.yaml", as_yaml)):
+        (tmp_path / name).write_text(text)
+        assert catalog.load(tmp_path / name) == recipe
+
+
+def test_plan_tells_the_same_as_json_and_as_text(finetune: Finetune) -> None:
+    words = ("plan", "qwen3_8b_lora", "--backend", "fsdp_full_shard", "--processes", "4")
+    told = json.loads(finetune(*words, "--json").stdout)
+    assert told["engine"] == "fsdp"
+    assert told["shard"] == "params"
+    product = told["micro_rows"] * told["accumulation"] * told["processes"]
+    assert product == told["rows_per_step"] == catalog.resolve("qwen3_8b_lora").batch.rows
+    line = f"{told['micro_rows']} micro x {told['accumulation']} accumulation x 4 processes"
+    assert line in finetune(*words).stdout
+
+
+# Several processes.
+
+
+def test_a_mistake_is_told_once_whatever_the_number_of_processes(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Found by the processes, not before: one line, and nothing of torch's own report."""
+    source = tmp_path / "train.jsonl"
+    source.write_text('{"question": "a", "answer": "b"}\n')
+    fields = one_step(tiny, data=[{"source": str(source), "format": "messages"}])
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    words = ("--backend", "ddp", "--processes", "2", "--output", tmp_path / "run")
+    done = finetune("launch", recipe, *words)
+    assert done.status == 2
+    assert "Traceback" not in done.output
+    assert "ChildFailedError" not in done.output
+    (told,) = [line for line in done.output.splitlines() if "error" in line.lower()]
+    assert told.startswith(f"error: {source} row 1: format 'messages' needs 'messages'")
+    assert list((tmp_path / "run").iterdir()) == []

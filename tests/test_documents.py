@@ -1,0 +1,290 @@
+"""Every command and every line of Python in the documents works as it is written there."""
+
+import argparse
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from conftest import ROOT, Finetune, Tiny
+
+import finetune as ft
+from finetune import backend, catalog
+from finetune.cli import build_parser
+from finetune.errors import FinetuneError
+from finetune.planner import plan
+from finetune.recipe import Recipe
+from finetune.run import Run
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = {"sh", "bash", "console"}
+
+
+def blocks(document: Path) -> Iterator[tuple[str, str]]:
+    """Language and text of every fenced block."""
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.M):
+        yield match[1], match[2]
+
+
+def commands(document: Path) -> Iterator[str]:
+    """Commands of the shell blocks: one a line, a backslash continues it."""
+    for language, text in blocks(document):
+        if language in SHELL:
+            for line in text.replace("\\\n", " ").splitlines():
+                command = line.removeprefix("$ ").split("  #")[0].strip()
+                if command and not command.startswith("#"):
+                    yield " ".join(command.split())
+
+
+COMMANDS = [(path.name, command) for path in DOCUMENTS for command in commands(path)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with what a checkout has and the commands name."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "recipes", "accelerate_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A real run of one step, for the commands that are typed after a training."""
+    place = tmp_path_factory.mktemp("run")
+    recipe = catalog.from_fields(tiny.fields(max_steps=1, adapter={"r": 4}))
+    before = os.environ.get("FINETUNE_CACHE")
+    os.environ["FINETUNE_CACHE"] = str(place / "cache")
+    try:
+        return ft.train(recipe, precision="fp32", output=place / "run")
+    finally:
+        os.environ.pop("FINETUNE_CACHE")
+        if before is not None:
+            os.environ["FINETUNE_CACHE"] = before
+
+
+# How a command is checked: as it is where it is cheap, else by what it would do.
+
+
+def as_it_is(words: list[str], folder: Path, finetune: Finetune) -> None:
+    done = finetune(*words[1:], cwd=folder)
+    assert done.status == 0, done.output
+    assert done.stdout
+
+
+def as_a_plan(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """A training on models of the hub: the same recipe, overrides and backend are planned.
+
+    Flags that are not `launch`'s own must be flags of `accelerate launch`.
+    """
+    arguments, unknown = build_parser().parse_known_args(words[1:])
+    flags = [word for word in unknown if word not in arguments.overrides]
+    launch_command_parser().parse_args([*flags, "script.py"])
+    chosen = ["--backend", arguments.backend] if arguments.backend else []
+    chosen += ["--processes", str(arguments.processes)] if arguments.processes else []
+    as_it_is(
+        ["finetune", "plan", arguments.recipe, *arguments.overrides, *chosen], folder, finetune
+    )
+
+
+def as_a_plan_of_accelerate(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """`accelerate launch --config_file FILE -m finetune train ...`: read by its own parser."""
+    assert words[1] == "launch"
+    given = launch_command_parser().parse_args(words[2:])
+    assert given.module
+    assert given.training_script == "finetune"
+    verb, recipe, *overrides = given.training_script_args
+    assert verb == "train"
+    planned = ["finetune", "plan", recipe, *overrides, "--backend", given.config_file]
+    as_it_is(planned, folder, finetune)
+
+
+def as_a_dry_run(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """A target of make: what it would run; `train` names a pair that can be planned."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(
+        ["make", "-n", *words[1:]],
+        cwd=folder, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(".venv/bin/")
+    if words[1] == "train":
+        as_a_plan(shlex.split(last.removeprefix(".venv/bin/")), folder, finetune)
+
+
+CHECKS: dict[str, Any] = {
+    "finetune list": as_it_is,
+    "finetune show": as_it_is,
+    "finetune plan": as_it_is,
+    "finetune chat": as_it_is,
+    "finetune report": as_it_is,
+    "finetune export": as_it_is,
+    "finetune launch": as_a_plan,
+    "finetune train": as_a_plan,
+    "accelerate launch": as_a_plan_of_accelerate,
+    "make quickstart": as_a_dry_run,
+    "make test": as_a_dry_run,
+    "make train": as_a_dry_run,
+}
+"""A command that begins with none of these fails the test: say here how it is checked."""
+
+
+def test_there_are_commands_to_check() -> None:
+    kinds = {" ".join(command.split()[:2]) for _, command in COMMANDS}
+    assert kinds <= CHECKS.keys()
+    assert {"make quickstart", "make test", "finetune launch", "accelerate launch"} <= kinds
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS)
+def test_a_command_of_the_documents_works(
+    document: str, command: str, folder: Path, finetune: Finetune, request: pytest.FixtureRequest
+) -> None:
+    words = shlex.split(command)
+    if "RUN" in words:
+        trained: Run = request.getfixturevalue("run")
+        words[words.index("RUN")] = str(trained.root)
+    CHECKS[" ".join(words[:2])](words, folder, finetune)
+
+
+# Commands and flags in running text.
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    (actions,) = [
+        action
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return actions.choices
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_running_text_have_verbs_and_flags_that_exist(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.M)
+    known = verbs()
+    for line in re.findall(r"`finetune ([^`]+)`", text):
+        verb, *words = line.split()
+        assert verb in known, line
+        flags = {word for word in words if word.startswith("--")}
+        assert flags <= set(known[verb]._option_string_actions), line
+    every_flag = {flag for parser in known.values() for flag in parser._option_string_actions}
+    named = set(re.findall(r"`(--[a-z][a-z-]*)(?: [A-Z]\w*)?`", text))
+    assert named <= every_flag | {"--config_file"}
+
+
+# Python.
+
+
+def python_blocks(name: str) -> list[str]:
+    return [text for language, text in blocks(ROOT / name) if language == "python"]
+
+
+def run_python(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(code, "document", "exec"), names)
+    return names
+
+
+def test_the_readme_notebook_code_runs_up_to_the_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All of it but `ft.launch`, which would train on a model of the hub: its call is read."""
+    code, _ = python_blocks("README.md")
+    body, call = code.split("run = ft.launch", 1)
+    names = run_python(body)
+    assert capsys.readouterr().out.startswith("model        Qwen/Qwen3-0.6B: LoRA r=16")
+    bound = eval(f"bind{call}", names | {"bind": inspect.signature(ft.launch).bind})
+    machine = backend.load(bound.arguments["backend"])
+    assert plan(bound.arguments["recipe"], machine, bound.arguments["processes"]).processes == 2
+
+
+def test_the_readme_recipe_is_a_recipe() -> None:
+    _, code = python_blocks("README.md")
+    assert run_python(code)["recipe"] == catalog.resolve("smollm2_135m_lora")
+
+
+def test_python_and_yaml_of_the_recipe_reference_are_the_same_recipe(tmp_path: Path) -> None:
+    (code,) = python_blocks("docs/recipes.md")
+    (text,) = [text for language, text in blocks(ROOT / "docs/recipes.md") if language == "yaml"]
+    (tmp_path / "r.yaml").write_text(text)
+    assert run_python(code)["recipe"] == catalog.load(tmp_path / "r.yaml")
+
+
+def test_overrides_of_the_recipe_reference_apply() -> None:
+    text = (ROOT / "docs/recipes.md").read_text()
+    (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", text)
+    recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
+    assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
+
+
+def test_the_mixture_of_the_data_page_is_one() -> None:
+    (code,) = python_blocks("docs/data.md")
+    names = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")
+    recipe: Recipe = names["recipe"]
+    assert [data.format for data in recipe.data] == ["messages", "alpaca", "question_answer"]
+    assert (recipe.data[1].first, recipe.data[2].repeat) == (5000, 3)
+
+
+def test_no_block_of_python_is_left_out() -> None:
+    counts = {
+        path.name: sum(language == "python" for language, _ in blocks(path)) for path in DOCUMENTS
+    }
+    assert {name: n for name, n in counts.items() if n} == {
+        "README.md": 2, "data.md": 1, "recipes.md": 1,
+    }  # fmt: skip
+
+
+def test_the_fields_that_a_continued_run_may_change_are_listed() -> None:
+    text = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
+    (listed,) = re.findall(r"leaves the steps as they are \(([^)]*)\)", text)
+    assert re.findall(r"`([\w.]+)`", listed) == sorted(catalog.FREE_TO_CHANGE)
+
+
+# What works where.
+
+BASE = ft.SFT(ft.Model("m")).with_data(ft.Data("d.jsonl", "messages"))
+INT8 = ft.Model("m", quantization="int8")
+COLUMNS: dict[str, Recipe] = {
+    "full": BASE,
+    "LoRA": BASE.with_lora(),
+    "NF4": BASE.with_qlora(),
+    "int8": BASE.with_model(INT8).with_lora(),
+    "DoRA": BASE.with_lora(use_dora=True),
+    "8-bit AdamW": BASE.with_optim(name="adamw_8bit"),
+    "Adafactor": BASE.with_optim(name="adafactor"),
+    "Muon": BASE.with_optim(name="muon"),
+}
+
+
+def works(recipe: Recipe, name: str) -> bool:
+    try:
+        plan(recipe, name)
+    except FinetuneError:
+        return False
+    return True
+
+
+def compatibility() -> str:
+    """The table of `docs/backends.md`, from the planner's rules."""
+    text = (ROOT / "docs/backends.md").read_text()
+    names = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)[: len(backend.names())]
+    rows = [["", *COLUMNS], ["---", *(":-:" for _ in COLUMNS)]]
+    for name in names:
+        cells = ["yes" if works(recipe, name) else "no" for recipe in COLUMNS.values()]
+        rows.append([f"{name}", *cells])
+    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|" for row in rows)
+
+
+def test_the_table_of_what_works_where_is_what_the_planner_decides() -> None:
+    assert compatibility() in (ROOT / "docs/backends.md").read_text()
+
+
+if __name__ == "__main__":  # print the table, to be pasted
+    sys.stdout.write(compatibility() + "\n")

@@ -1,0 +1,419 @@
+"""A plan says what a recipe means on a backend, or why it cannot run and what to use instead."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+from finetune import backend, catalog
+from finetune.backend import Backend
+from finetune.errors import FinetuneError
+from finetune.methods import SFT
+from finetune.planner import plan
+from finetune.recipe import Data, LoRA, Model, Recipe
+
+BACKENDS = {name: backend.load(name) for name in backend.names()}
+ROWS = Data("rows.jsonl", "messages")
+BASE = SFT(Model("models/small")).with_data(ROWS).with_batch(rows=16, micro_rows=1)
+SHARDED = {name for name, each in BACKENDS.items() if each.shard != "none"}
+
+
+def refused(recipe: Recipe, name: str, processes: int = 2) -> list[str]:
+    """Reasons why a recipe cannot run on a backend."""
+    machine = BACKENDS[name]
+    count = 1 if machine.engine == "single" else processes
+    try:
+        plan(recipe, machine, count)
+    except FinetuneError as error:
+        return list(error.problems)
+    return []
+
+
+# Every shipped recipe on every backend.
+
+TOO_SMALL = {"local_folder_lora": {8}, "quickstart": {8}, "quickstart_base": {2, 8}}
+"""Shipped recipes whose step has fewer rows than so many processes take at once."""
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_a_shipped_recipe_is_planned_on_every_backend_or_refused_with_a_way_out(name: str) -> None:
+    recipe = catalog.resolve(name)
+    for machine in BACKENDS.values():
+        for processes in (1,) if machine.engine == "single" else (2, 8):
+            problems = refused(recipe, machine.name, processes)
+            if processes in TOO_SMALL.get(name, ()):
+                unit = recipe.batch.micro_rows * processes
+                (problem,) = problems
+                assert problem.endswith(f"= {unit}); use batch.rows={unit}")
+                mended = recipe.with_batch(rows=unit)
+                assert refused(mended, machine.name, processes) == []
+            else:
+                assert problems == []
+                settled = plan(recipe, machine, processes)
+                held = settled.accumulation * recipe.batch.micro_rows * processes
+                assert held == recipe.batch.rows
+
+
+# The numbers of a plan.
+
+
+def test_the_batch_of_a_step_is_the_same_on_any_number_of_processes() -> None:
+    recipe = BASE.with_batch(rows=48, micro_rows=2)
+    assert [plan(recipe, "ddp", n).accumulation for n in (2, 3, 4, 8)] == [12, 8, 6, 3]
+    assert plan(recipe, "single").accumulation == 24
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
+def test_the_learning_rate_is_scaled_only_if_asked_and_the_plan_says_so(
+    rule: str, lr: float
+) -> None:
+    recipe = BASE.with_optim(lr=1e-3, lr_scaling=rule)
+    settled = plan(recipe, "ddp", 4)
+    assert settled.lr == lr
+    assert settled.summary()["lr"] == lr
+    said = f"optim.lr_scaling={rule}: the learning rate is {lr:.3g} on 4 processes (0.001 on one)"
+    assert settled.notes() == ([] if rule == "none" else [said])
+    assert (said in settled.explain()) is (rule != "none")
+    assert plan(recipe, "single").lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "rows", "steps"),
+    [(1, None, 160, 10), (1, None, 161, 11), (2.5, None, 160, 25), (1, None, 3, 1), (9, 7, 160, 7)],
+)
+def test_steps_are_counted_over_the_whole_job(
+    epochs: float, max_steps: int | None, rows: int, steps: int
+) -> None:
+    recipe = BASE.with_epochs(epochs)
+    recipe = recipe if max_steps is None else recipe.with_steps(max_steps)
+    assert {plan(recipe, name, n).steps(rows) for name, n in (("single", 1), ("zero2", 8))} == {
+        steps
+    }
+
+
+def test_the_precision_of_a_backend_may_be_replaced() -> None:
+    assert plan(BASE, "ddp").backend.precision == "bf16"
+    assert plan(BASE, "ddp", precision="fp32").backend.precision == "fp32"
+
+
+def test_processes_come_from_the_backend_unless_they_are_given() -> None:
+    assert plan(BASE, "ddp").processes == 2
+    assert plan(BASE, "ddp", 4).processes == 4
+    assert plan(BASE.with_backend("zero3"), None).backend.name == "zero3"
+
+
+# The rules.
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "processes", "way_out"),
+    [(10, 4, 2, "8 or 16"), (7, 4, 2, "8"), (100, 8, 8, "64 or 128")],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_its_numbers(
+    rows: int, micro: int, processes: int, way_out: str
+) -> None:
+    unit = micro * processes
+    assert refused(BASE.with_batch(rows=rows, micro_rows=micro), "ddp", processes) == [
+        f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
+        f"processes ({micro} x {processes} = {unit}); use batch.rows={way_out}"
+    ]
+    for choice in way_out.split(" or "):
+        assert refused(BASE.with_batch(rows=int(choice), micro_rows=micro), "ddp", processes) == []
+
+
+def test_a_recipe_that_lacks_model_tokenizer_or_data_is_refused() -> None:
+    assert refused(SFT(), "single") == [
+        "model: give model.name (a hub id or a folder) or model.config (from scratch)",
+        "data: none; add a source with its format",
+    ]
+    built = BASE.with_model(Model(config={"model_type": "llama"}))
+    assert refused(built, "single") == [
+        "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantised_weights_need_an_adapter_and_a_pretrained_base(kind: Any) -> None:
+    bare = BASE.with_model(Model("models/small", quantization=kind))
+    assert refused(bare, "single") == [
+        f"model.quantization: {kind} weights cannot be trained; add an adapter (with_qlora) or "
+        "use model.quantization=none"
+    ]
+    assert refused(bare.with_lora(), "single") == []
+    built = Model(config={"model_type": "llama"}, tokenizer="t", quantization=kind)
+    assert refused(BASE.with_lora().with_model(built), "single") == [
+        f"model.quantization: {kind} needs pretrained weights (model.name)"
+    ]
+
+
+def test_int8_is_refused_where_parameters_are_sharded() -> None:
+    recipe = BASE.with_model(Model("models/small", quantization="int8")).with_lora()
+    cannot = {name for name in BACKENDS if refused(recipe, name)}
+    assert cannot == {name for name in BACKENDS if name.startswith(("fsdp", "zero3"))}
+    assert refused(recipe, "zero3") == [
+        "model.quantization: int8 weights cannot be sharded by zero3; use nf4, or a backend that "
+        "keeps parameters whole (ddp, zero2)"
+    ]
+
+
+@pytest.mark.parametrize("init", ["loftq", "eva", "corda", "pissa_niter_x"])
+def test_an_initialisation_that_needs_more_than_a_recipe_holds_is_refused(init: str) -> None:
+    assert refused(BASE.with_lora(init_lora_weights=init), "single") == [
+        f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not hold; "
+        "use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+    ]
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "orthogonal"])
+def test_an_initialisation_that_reads_the_base_needs_it_unquantised(init: str) -> None:
+    assert refused(BASE.with_lora(init_lora_weights=init), "single") == []
+    assert refused(BASE.with_qlora(init_lora_weights=init), "single") == [
+        f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
+    ]
+    assert refused(BASE.with_qlora(init_lora_weights="gaussian"), "single") == []
+
+
+def test_dora_is_refused_where_zero_shards_the_parameters() -> None:
+    recipe = BASE.with_lora(use_dora=True)
+    cannot = {name for name in BACKENDS if refused(recipe, name)}
+    assert cannot == {"zero3", "zero3_offload", "zero3_nvme"}
+    (reason,) = refused(recipe, "zero3")
+    assert reason.endswith("use fsdp_full_shard or zero2")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("adamw_8bit", "quantises its moments in blocks"),
+        ("paged_adamw_8bit", "quantises its moments in blocks"),
+        ("adafactor", "needs rows and columns of whole matrices"),
+        ("muon", "orthogonalises whole matrices"),
+    ],
+)
+def test_update_rules_that_need_whole_tensors_are_refused_where_they_are_cut(
+    name: Any, why: str
+) -> None:
+    recipe = BASE.with_optim(name=name)
+    assert {each for each in BACKENDS if refused(recipe, each)} == SHARDED
+    for each in SHARDED:
+        (reason,) = refused(recipe, each)
+        assert reason.startswith(f"optim.name: {name} {why}")
+        assert each in reason
+        assert reason.endswith("use adamw, or ddp")
+
+
+def test_evaluation_needs_something_to_evaluate_on_and_only_one_of_them() -> None:
+    nothing = "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
+    assert refused(BASE.with_evaluation(every=5), "single") == [nothing]
+    assert refused(BASE.with_evaluation(patience=5), "single") == [nothing]
+    held_out = SFT(Model("models/small"), eval_rows=4).with_data(ROWS)
+    assert refused(held_out.with_evaluation(every=5), "single") == []
+    assert refused(held_out.with_data(ROWS, eval_data=ROWS), "single") == [
+        "eval_rows: rows are held out of `data` only where eval_data is not given"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "reason"),
+    [
+        ("single", 2, "processes: single runs one process, got 2; use ddp or fsdp_full_shard"),
+        ("ddp", 1, "processes: ddp needs at least 2, got 1; use single"),
+        ("ddp", 0, "processes: got 0, expected at least 1"),
+        ("zero2", -1, "processes: got -1, expected at least 1"),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be_is_refused(
+    name: str, processes: int, reason: str
+) -> None:
+    with pytest.raises(FinetuneError) as error:
+        plan(BASE, name, processes)
+    assert error.value.problems == (reason,)
+
+
+def test_every_reason_is_told_at_once() -> None:
+    recipe = (
+        SFT(Model("models/small", quantization="int8"), adapter=LoRA(init_lora_weights="pissa"))
+        .with_data(ROWS)
+        .with_batch(rows=9, micro_rows=2)
+        .with_optim(name="muon")
+        .with_evaluation(every=3)
+    )
+    problems = refused(recipe, "fsdp_full_shard")
+    assert [problem.split(":")[0] for problem in problems] == [
+        "batch.rows", "model.quantization", "adapter.init_lora_weights", "optim.name", "evaluation",
+    ]  # fmt: skip
+
+
+# Backends.
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_accelerate_itself_reads_a_backend(name: str) -> None:
+    """With its own loader, which refuses unknown keys at the top; nested ones are ours to check."""
+    config = load_config_from_file(str(BACKENDS[name].path))
+    assert isinstance(config, ClusterConfig)
+    engine = {"NO": "single", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    assert engine.get(kind, "ddp") == BACKENDS[name].engine
+    assert config.mixed_precision == "bf16"
+    assert config.num_processes == BACKENDS[name].processes
+
+
+REALISED = {
+    "single": ("single", "none", "none", "none"),
+    "ddp": ("ddp", "none", "none", "none"),
+    "fsdp_full_shard": ("fsdp", "params", "none", "none"),
+    "fsdp_shard_grad_op": ("fsdp", "grads", "none", "none"),
+    "fsdp_full_shard_offload": ("fsdp", "params", "all", "cpu"),
+    "fsdp_shard_grad_op_offload": ("fsdp", "grads", "all", "cpu"),
+    "zero1": ("deepspeed", "optimizer", "none", "none"),
+    "zero2": ("deepspeed", "grads", "none", "none"),
+    "zero2_offload": ("deepspeed", "grads", "optimizer", "cpu"),
+    "zero3": ("deepspeed", "params", "none", "none"),
+    "zero3_offload": ("deepspeed", "params", "all", "cpu"),
+    "zero3_nvme": ("deepspeed", "params", "all", "nvme"),
+}
+
+
+def test_a_backend_is_what_its_name_says() -> None:
+    read = {n: (b.engine, b.shard, b.offload, b.device) for n, b in BACKENDS.items()}
+    assert read == REALISED
+
+
+FSDP = yaml.safe_load(Path(str(BACKENDS["fsdp_full_shard"].path)).read_text())
+ZERO = yaml.safe_load(Path(str(BACKENDS["zero2"].path)).read_text())
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "a misspelt key": (
+        FSDP, {"mixed_precison": "bf16"},
+        ["mixed_precison: unknown key; did you mean 'mixed_precision'?"],
+    ),
+    "a misspelt nested key, which Accelerate ignores": (
+        FSDP, {"fsdp_config.fsdp_reshard_after_foward": False},
+        [
+            "fsdp_config.fsdp_reshard_after_foward: unknown key; did you mean "
+            "'fsdp_reshard_after_forward'?"
+        ],
+    ),
+    "keys that the recipe owns": (
+        ZERO,
+        {
+            "deepspeed_config.gradient_accumulation_steps": 4,
+            "deepspeed_config.gradient_clipping": 1.0,
+        },
+        [
+            "deepspeed_config.gradient_accumulation_steps: the recipe owns this (derived from "
+            "batch.rows, batch.micro_rows and the processes); remove it",
+            "deepspeed_config.gradient_clipping: the recipe owns this (optim.max_grad_norm); "
+            "remove it",
+        ],
+    ),
+    "activation checkpointing": (
+        FSDP, {"fsdp_config.fsdp_activation_checkpointing": True},
+        [
+            "fsdp_config.fsdp_activation_checkpointing: the recipe owns this "
+            "(model.activation_checkpointing); remove it"
+        ],
+    ),
+    "a path that Accelerate loses": (
+        ZERO, {"deepspeed_config.offload_optimizer_nvme_path": "/nvme"},
+        [
+            "deepspeed_config.offload_optimizer_nvme_path: Accelerate loses it; pass --nvme-path "
+            "to finetune; remove it"
+        ],
+    ),
+    "wrong values": (
+        FSDP,
+        {"mixed_precision": "fp16", "fsdp_config.fsdp_version": 1,
+         "fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP",
+         "fsdp_config.fsdp_reshard_after_forward": "FULL_SHARD"},
+        [
+            "mixed_precision: got 'fp16', expected 'bf16' or 'no' (quoted)",
+            "fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)",
+            "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
+            "(SHARD_GRAD_OP)",
+            "fsdp_config.fsdp_auto_wrap_policy: expected TRANSFORMER_BASED_WRAP",
+        ],
+    ),
+    "a precision that YAML reads as false": (
+        FSDP, {"mixed_precision": False},
+        ["mixed_precision: got False, expected 'bf16' or 'no' (quoted)"],
+    ),
+    "a number of processes that is none": (
+        ZERO, {"num_processes": "two"},
+        ["num_processes: got 'two', expected a whole number of at least 1"],
+    ),
+    "a stage that is none": (
+        ZERO, {"deepspeed_config.zero_stage": 4},
+        ["deepspeed_config.zero_stage: got 4, expected 1, 2 or 3"],
+    ),
+    "parameters offloaded below stage 3": (
+        ZERO, {"deepspeed_config.offload_param_device": "cpu",
+               "deepspeed_config.offload_optimizer_device": "cpu"},
+        ["deepspeed_config.offload_param_device: needs zero_stage: 3"],
+    ),
+    "a disk below stage 3": (
+        ZERO, {"deepspeed_config.offload_optimizer_device": "nvme"},
+        ["deepspeed_config.offload_optimizer_device: nvme needs zero_stage: 3"],
+    ),
+    "two places to offload to": (
+        ZERO, {"deepspeed_config.zero_stage": 3, "deepspeed_config.offload_param_device": "cpu"},
+        ["deepspeed_config.offload_param_device: expected offload_optimizer_device's value"],
+    ),
+    "a device that is none": (
+        ZERO, {"deepspeed_config.offload_optimizer_device": "disk"},
+        ["deepspeed_config.offload_optimizer_device: got 'disk', expected none, cpu or nvme"],
+    ),
+    "an engine that is none": (
+        FSDP, {"distributed_type": "TPU"},
+        [
+            "distributed_type: got 'TPU', expected one of NO, MULTI_GPU, MULTI_CPU, FSDP, "
+            "DEEPSPEED",
+            "fsdp_config: belongs to distributed_type: FSDP, and only to it",
+        ],
+    ),
+    "a section that is none": (
+        FSDP, {"fsdp_config": "full"},
+        ["fsdp_config: expected keys and values, got 'full'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_backend_is_read_strictly(name: str, tmp_path: Path) -> None:
+    config, changes, told = CHANGES[name]
+    changed = {key: dict(v) if isinstance(v, dict) else v for key, v in config.items()}
+    for key, value in changes.items():
+        section, _, inner = key.rpartition(".")
+        (changed[section] if section else changed)[inner] = value
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(changed))
+    with pytest.raises(FinetuneError) as error:
+        backend.load(str(path))
+    assert list(error.value.problems) == [f"{path}: {line}" for line in told]
+
+
+@pytest.mark.parametrize("text", [b"a: [", b"- 1", b"", b"a: \xe9"])
+def test_a_file_that_is_no_backend_is_refused(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text)
+    with pytest.raises(FinetuneError, match=re.escape(f"{path}: ")):
+        backend.load(str(path))
+
+
+def test_a_backend_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(ZERO | {"num_processes": 8}))
+    mine = backend.load(str(path))
+    assert (mine.name, mine.processes, mine.path) == ("mine", 8, path)
+    assert mine.same_as(BACKENDS["zero2"]) == []
+    assert (
+        mine.same_as(Backend("other", "fsdp", "params"))
+        == [
+            "engine: deepspeed != fsdp",
+            "shard: grads != params",
+            f"zero_init: {mine.zero_init} != False",
+        ][: 3 if mine.zero_init else 2]
+    )
