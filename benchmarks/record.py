@@ -1,0 +1,79 @@
+"""A result on disk: JSON for programs, a Markdown table for people, with its circumstances."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+
+from finetune.record import units
+from finetune.record.environment import environment
+from finetune.run import write_json
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one benchmark found."""
+
+    title: str
+    how: str
+    """What was done and how it was timed, in a few sentences."""
+    values: dict[str, Any]
+    """For programs: plain values, with their unit in the name."""
+    table: list[list[str]]
+    """For people: the first row names the columns."""
+    remarks: list[str]
+    """What was not measured, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Circumstances:
+    """Machine, versions and command, as they were before the first measurement."""
+
+    values: dict[str, Any]
+
+    @classmethod
+    def now(cls, command: str, note: str | None) -> Self:
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        made = environment([torch.cuda.get_device_name(index) for index in range(found)])
+        made |= {
+            "command": command,
+            "processor": environment()["devices"][0],
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "load_average": round(os.getloadavg()[0], 2),
+            "note": note,
+        }
+        return cls(made)
+
+    def lines(self) -> list[str]:
+        values = self.values
+        shown = ("torch", "transformers", "accelerate", "peft", "deepspeed")
+        versions = values["versions"]
+        listed = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions)
+        lines = [
+            f"- machine: {', '.join(values['devices'])}; {values['processor']}, "
+            f"{units.size(values['memory_bytes'])} of memory",
+            f"- load average before: {values['load_average']} on {values['cores']} cores",
+            f"- command: `{values['command']}`",
+            f"- commit {values['commit']}, {values['started']}",
+            f"- Python {values['python']}, {listed}",
+        ]
+        return [*lines, f"- {values['note']}"] if values["note"] else lines
+
+
+def write(folder: Path, name: str, result: Result, circumstances: Circumstances) -> Path:
+    """Write `name.json` and `name.md`; returns the latter."""
+    write_json(folder / f"{name}.json", {**circumstances.values, "results": result.values})
+    head, *rows = result.table
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    table = [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+    remarks = [f"- {remark}" for remark in result.remarks]
+    blocks = [[f"# {result.title}"], [result.how], table, remarks, circumstances.lines()]
+    page = folder / f"{name}.md"
+    page.write_text("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+    return page

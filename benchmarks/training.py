@@ -1,0 +1,107 @@
+"""Tokens per second and peak memory of the training loop under each backend."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.commands import finetune
+from benchmarks.job import LARGE, SMALL, write_job
+from benchmarks.record import Result
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.planner import plan
+from finetune.record import units
+from finetune.run import Run
+
+BACKENDS = (
+    "single", "ddp",
+    "fsdp_full_shard", "fsdp_shard_grad_op",
+    "fsdp_full_shard_offload", "fsdp_shard_grad_op_offload",
+    "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload",
+)  # fmt: skip
+REFERENCES = ("single", "ddp")
+WARMUP = 3
+"""First steps that are not timed: memory is laid out and kernels are chosen."""
+
+
+def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Result:
+    """Train `WARMUP` + `steps` optimizer steps on each backend, one after the other."""
+    shape = LARGE if gpu else SMALL
+    recipe = write_job(folder / "job", shape, WARMUP + steps)
+    precision = "bf16" if gpu else "fp32"
+    measured: dict[str, dict[str, Any]] = {}
+    remarks: list[str] = []
+    for backend in backends:
+        count = 1 if backend == "single" else min(2, torch.cuda.device_count()) if gpu else 2
+        try:
+            plan(catalog.load(recipe), backend, count, precision)
+        except FinetuneError as error:
+            remarks.append(f"`{backend}` was skipped: {'; '.join(error.problems)}")
+            print(remarks[-1], flush=True)
+            continue
+        run = Run(folder / backend)
+        finetune(
+            "launch", recipe, "--backend", backend, "--processes", str(count),
+            "--precision", precision, "--output", run.root, cache=folder / "cache",
+        )  # fmt: skip
+        measured[backend] = read(run, count)
+        speed = measured[backend]["tokens_per_second"]
+        print(f"{backend} on {count}: {speed:,.0f} tokens/s", flush=True)
+    add_ratios(measured)
+    values = {"precision": precision, "timed_steps": steps, "backends": measured}
+    told = "as PyTorch allocated it" if gpu else "Python and its libraries included"
+    how = (
+        f"A Llama with random weights, all of them trained with AdamW in {precision}; {shape.rows} "
+        f"rows of {shape.length} tokens a step, {shape.micro_rows} in a micro-batch; median of "
+        f"{steps} steps after {WARMUP} others. Memory is the peak of the process that held most, "
+        f"{told}."
+    )
+    return Result("Training on each backend", how, values, tabulate(measured), remarks)
+
+
+def read(run: Run, processes: int) -> dict[str, Any]:
+    """What a finished run says of its speed and size."""
+    steps = list(run.read_metrics("train"))[WARMUP:]
+    (start,) = run.read_metrics("start")
+    return {
+        "processes": processes,
+        "parameters": start["parameters"],
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in steps),
+        "step_seconds": statistics.median(step["seconds"] for step in steps),
+        "peak_memory_bytes": steps[-1]["memory"],
+        "final_loss": steps[-1]["loss"],
+    }
+
+
+def add_ratios(measured: dict[str, dict[str, Any]]) -> None:
+    """Compare each backend with the references of the same session, where they ran."""
+    for values in measured.values():
+        for reference in REFERENCES:
+            base = measured.get(reference, {})
+            for key in ("tokens_per_second", "peak_memory_bytes"):
+                ratio = values[key] / base[key] if base else None
+                values[f"{key}_of_{reference}"] = ratio
+
+
+def tabulate(measured: dict[str, dict[str, Any]]) -> list[list[str]]:
+    head = ["backend", "processes", "speed / `single`", "speed / `ddp`", "memory / `ddp`"]
+    rows = [
+        [
+            f"`{backend}`",
+            str(values["processes"]),
+            share(values["tokens_per_second_of_single"]),
+            share(values["tokens_per_second_of_ddp"]),
+            share(values["peak_memory_bytes_of_ddp"]),
+            f"{values['tokens_per_second']:,.0f}",
+            units.size(values["peak_memory_bytes"]),
+        ]
+        for backend, values in measured.items()
+    ]
+    return [[*head, "tokens/s", "peak memory"], *rows]
+
+
+def share(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"

@@ -1,0 +1,60 @@
+"""The benchmarks run, and their record says what was measured, where, and by which command."""
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.startup import COMMANDS
+from benchmarks.training import BACKENDS, add_ratios
+from conftest import ROOT, run_command
+
+MACHINE = {"devices", "processor", "cores", "memory_bytes", "load_average", "platform"}
+MADE_BY = {"command", "commit", "versions", "python", "started", "note"}
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
+    words = ["--repeats", "1", "--steps", "2", "--backends", "single", "--note", "Only a test."]
+    command = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
+    done = run_command(command, tmp_path / "cache", cwd=ROOT)
+    assert done.status == 0, done.output
+    startup = json.loads((tmp_path / "startup.json").read_text())
+    training = json.loads((tmp_path / "training.json").read_text())
+    for record in (startup, training):
+        assert record.keys() == MACHINE | MADE_BY | {"results"}
+        assert record["command"].startswith("python -m benchmarks --repeats 1 --steps 2 ")
+    assert startup["results"].keys() == {*COMMANDS, "first step"}
+    for value in startup["results"].values():
+        assert value["starts"] == 1
+        assert 0 < value["best_seconds"] == value["median_seconds"]
+    single = training["results"]["backends"]["single"]
+    assert single["processes"] == 1
+    assert single["tokens_per_second_of_single"] == single["peak_memory_bytes_of_single"] == 1
+    assert single["tokens_per_second_of_ddp"] is None
+    # Every row is cut to 128 tokens, so that a step is 16 x 128 tokens whatever the backend; with
+    # two steps the median is their mean, and the rates are 1/x.
+    assert single["tokens_per_second"] >= 0.999 * 16 * 128 / single["step_seconds"]
+    for name in ("startup", "training"):
+        page = (tmp_path / f"{name}.md").read_text()
+        assert "- Only a test." in page
+        assert "| `" in page
+
+
+def test_ratios_are_to_the_references_of_the_same_session() -> None:
+    measured = {
+        "single": {"tokens_per_second": 100.0, "peak_memory_bytes": 40},
+        "ddp": {"tokens_per_second": 150.0, "peak_memory_bytes": 50},
+        "zero2": {"tokens_per_second": 75.0, "peak_memory_bytes": 30},
+    }
+    add_ratios(measured)
+    assert measured["zero2"]["tokens_per_second_of_single"] == 0.75
+    assert measured["zero2"]["tokens_per_second_of_ddp"] == 0.5
+    assert measured["zero2"]["peak_memory_bytes_of_ddp"] == 0.6
+
+
+def test_the_committed_results_cover_every_backend() -> None:
+    training = json.loads((RESULTS / "training.json").read_text())
+    assert training["results"]["backends"].keys() == set(BACKENDS)
+    for name in ("startup", "training"):
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        assert record["commit"] in (RESULTS / f"{name}.md").read_text()

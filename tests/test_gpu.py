@@ -1,0 +1,274 @@
+"""What only a GPU can show. Every test is skipped, and says so, where PyTorch sees none.
+
+Losses are compared to tolerances, not bit for bit: sums on a GPU have no fixed order (the gradient
+of an embedding is added up by atomic operations).
+"""
+
+import gc
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, run_command, write_recipe
+from safetensors.torch import load_file
+from test_backends import largest, losses
+from test_training import own_cache, train
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import finetune as ft
+from finetune import optim
+from finetune.launcher import free_port
+from finetune.recipe import Optim
+from finetune.result.trained import load_weights
+from finetune.run import Run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
+    pytest.mark.usefixtures(own_cache.__name__),
+]
+
+ORDER = 1e-4
+"""Losses of about 6 in fp32 (TF32 is off) over six steps of AdamW, summed in another order."""
+BF16 = 2e-2
+"""Losses of about 6 over six steps: bf16 keeps 8 bits, 0.4 %, of each activation. Two processes on
+CPUs differ from fp32 by 2e-3."""
+LORA = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
+
+READ_BACK = """
+import datetime, json, sys
+from pathlib import Path
+from torch.distributed.tensor import DTensor
+from finetune import catalog
+from finetune.engine import Engine
+from finetune.planner import plan
+from finetune.run import Run
+from finetune.worker import Options, Training
+
+recipe, backend, precision, place = sys.argv[1:]
+settled = plan(catalog.load(Path(recipe)), backend, 1, precision)
+engine = Engine(settled, Path(place) / "offload", datetime.timedelta(minutes=5))
+Training(engine, Run(Path(place)), Options(Path(place))).go()
+parameters = list(engine.module.parameters())
+found = {
+    "engine": engine.accelerator.distributed_type.value,
+    "dtypes": sorted({str(p.dtype) for p in parameters}),
+    "devices": sorted({p.device.type for p in parameters}),
+    "sharded": sum(isinstance(p, DTensor) for p in parameters),
+    "parameters": len(parameters),
+}
+(Path(place) / "found.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "dtype"),
+    [
+        ("single", "NO", "torch.float32"),
+        ("fsdp_full_shard", "FSDP", "torch.float32"),
+        ("zero2", "DEEPSPEED", "torch.bfloat16"),  # its fp32 masters are the optimizer's
+        ("zero3", "DEEPSPEED", "torch.bfloat16"),
+    ],
+)
+def test_one_gpu_realises_the_backend(
+    tiny: Tiny, tmp_path: Path, backend: str, engine: str, dtype: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
+    run = Run(tmp_path / "run")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {} if backend == "single" else alone | meeting
+    command = [sys.executable, "-c", READ_BACK, str(recipe), backend, "bf16", str(run.root)]
+    done = run_command(command, tmp_path / "cache", cwd=tmp_path, env=variables)
+    assert done.status == 0, done.output
+    found = json.loads((run.root / "found.json").read_text())
+    assert found["engine"] == engine
+    assert found["dtypes"] == [dtype]
+    assert found["devices"] == ["cuda"]
+    assert found["sharded"] == (found["parameters"] if engine == "FSDP" else 0)
+    realised = json.loads(run.realised.read_text())
+    assert realised["mixed_precision"] == "bf16"
+    assert realised["device"].startswith("cuda")
+    (rank,) = realised["ranks"]
+    assert rank["parameters"] == rank["optimizer"] == realised["parameters"]
+
+
+@pytest.mark.parametrize("backend", ["single", "fsdp_full_shard", "zero2", "zero3"])
+def test_launch_trains_on_one_gpu(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
+    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
+    done = finetune("launch", recipe, *words)
+    assert done.status == 0, done.output
+    alone = train(tiny, tmp_path / "fp32")
+    assert largest(losses(Run(tmp_path / "run")), losses(alone)) < BF16
+
+
+@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+def test_a_gpu_gives_the_losses_of_a_cpu(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, kind: dict
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
+    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
+    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.status == 0, done.output
+    on_cpu, on_gpu = Run(tmp_path / "cpu"), train(tiny, tmp_path / "gpu", **kind)
+    assert json.loads(on_cpu.realised.read_text())["device"] == "cpu"
+    assert json.loads(on_gpu.realised.read_text())["device"].startswith("cuda")
+    assert largest(losses(on_cpu), losses(on_gpu)) < ORDER
+    assert largest(losses(on_cpu, "eval"), losses(on_gpu, "eval")) < ORDER
+
+
+@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+def test_bf16_gives_the_losses_of_fp32(tiny: Tiny, tmp_path: Path, kind: dict) -> None:
+    precise = train(tiny, tmp_path / "fp32", **kind)
+    recipe = ft.SFT(**fields_of(precise))
+    rounded = ft.train(recipe, precision="bf16", output=tmp_path / "bf16")
+    assert losses(precise) != losses(rounded)
+    assert largest(losses(precise), losses(rounded)) < BF16
+
+
+def fields_of(run: Run) -> dict:
+    """The recipe of a run as the arguments of its class."""
+    fields = json.loads(run.recipe.read_text())
+    del fields["method"]
+    return fields
+
+
+def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 300, (4, 48))
+    found = []
+    for device in ("cpu", "cuda"):
+        model = load_weights(tiny.model, torch.float32, quantization="nf4", device=device)
+        with torch.no_grad():
+            given = ids.to(device)
+            found.append(float(model(input_ids=given, labels=given).loss))
+    # The kernels may round a scale to the neighbouring one of 256, and sum in another order; NF4
+    # itself moves this loss by more.
+    assert abs(found[0] - found[1]) < 5e-3
+
+
+def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path: Path) -> None:
+    """4 bits, 1 byte per 64 weights, and 4 bytes per 64 x 256: 0.516 bytes; 0.5625 without double
+    quantisation. Above that stand 1 KiB of codes a tensor and the allocator's blocks of 512."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1_536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=512, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = load_weights(tmp_path, torch.bfloat16, quantization="nf4", device="cuda")
+    gc.collect()
+    held = torch.cuda.memory_allocated() - before
+    weights, plain = packed_weights(model)
+    assert weights == 4 * (4 * 512 * 512 + 3 * 512 * 1_536)
+    assert 0.515 < (held - plain) / weights < 0.53
+
+
+def packed_weights(model: nn.Module) -> tuple[int, int]:
+    """Weights that are held in 4 bits, and bytes of everything else."""
+    from bitsandbytes.nn import Params4bit
+
+    parameters = list(model.parameters())
+    packed = [p for p in parameters if isinstance(p, Params4bit)]
+    rest = [p for p in parameters if not isinstance(p, Params4bit)]
+    weights = sum(p.quant_state.shape.numel() for p in packed if p.quant_state is not None)
+    return weights, sum(tensor.nbytes for tensor in [*rest, *model.buffers()])
+
+
+def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+    kind = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
+    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
+    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.status == 0, done.output
+    on_gpu = train(tiny, tmp_path / "gpu", **kind)
+    assert largest(losses(Run(tmp_path / "cpu")), losses(on_gpu)) < BF16
+
+
+def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) -> None:
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run = train(tiny, tmp_path / "run")
+    parameters = json.loads(run.realised.read_text())["parameters"]
+    recorded = [step["memory"] for step in run.read_metrics("train")]
+    (end,) = run.read_metrics("end")
+    assert recorded == sorted(recorded)
+    # fp32 weights, gradients and two moments: 16 bytes a parameter, and activations on top.
+    assert before + 16 * parameters < recorded[-1] <= end["peak_memory"]
+    assert end["peak_memory"] <= torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+def test_8_bit_adamw_trains_and_resumes(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    whole = train(tiny, tmp_path / "adamw")
+    straight = train(tiny, tmp_path / "straight", optim={"name": name})
+    # Moments in 8 bits: the losses of AdamW to the third digit over six steps.
+    assert largest(losses(straight), losses(whole)) < 5e-2
+    resumed = Run(tmp_path / "resumed")
+    shutil.copytree(straight.root, resumed.root)
+    shutil.rmtree(resumed.checkpoint(6))
+    train(tiny, resumed.root, resume=True, optim={"name": name})
+    assert largest(losses(resumed), losses(straight)) < ORDER
+
+
+def test_adamw_is_fused_and_steps_as_the_plain_one() -> None:
+    torch.manual_seed(0)
+    network = nn.Linear(64, 64, device="cuda")
+    (fused,) = optim.build(network, Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
+    assert isinstance(fused, torch.optim.AdamW)
+    assert all(group["fused"] for group in fused.param_groups)
+    twin = nn.Linear(64, 64, device="cuda")
+    twin.load_state_dict(network.state_dict())
+    groups = [
+        {"params": [twin.weight], "weight_decay": 0.1},
+        {"params": [twin.bias], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, 1e-2, foreach=False, fused=False)
+    given = torch.randn(8, 64, device="cuda")
+    for _ in range(3):
+        for layer, rule in ((network, fused), (twin, plain)):
+            layer(given).square().sum().backward()
+            rule.step()
+            rule.zero_grad()
+    # Three steps of 1e-2 in fp32, with operations in another order.
+    assert torch.allclose(network.weight, twin.weight, atol=1e-5)
+    assert torch.allclose(network.bias, twin.bias, atol=1e-5)
+
+
+def test_a_gpu_answers_as_a_cpu_does(tiny: Tiny, tmp_path: Path) -> None:
+    run = train(tiny, tmp_path / "run", **LORA)
+    loaded = ft.load(run, dtype=torch.float32)
+    assert loaded.model.device.type == "cuda"
+    prompts = [[{"role": "user", "content": text}] for text in ("the cat", "a red house sings")]
+    on_gpu = ft.generate(loaded, prompts, max_new_tokens=12)
+    loaded.model.to("cpu")
+    assert on_gpu == ft.generate(loaded, prompts, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge: bool) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    run = train(tiny, tmp_path / "run", **LORA)
+    folder = ft.export(run, tmp_path / "out", merge=merge)
+    plain = AutoModelForCausalLM if merge else AutoPeftModelForCausalLM
+    elsewhere = plain.from_pretrained(folder, dtype=torch.float32).eval()
+    assert elsewhere.device.type == "cpu"
+    here = ft.load(run, dtype=torch.float32).model
+    ids = torch.arange(3, 43)[None]  # (1, 40)
+    with torch.no_grad():
+        got, expected = elsewhere(input_ids=ids).logits, here(input_ids=ids.cuda()).logits.cpu()
+    assert torch.allclose(got, expected, atol=1e-4)  # fp32 logits of about 1, in another order
+    if not merge:
+        stored = load_file(folder / "adapter_model.safetensors")
+        assert all(value.isfinite().all() for value in stored.values())
+        assert any(value.count_nonzero() for name, value in stored.items() if "lora_B" in name)
