@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
+from finetune.ops import require_async_io
 from finetune.planner import Plan
 
 ENGINE_TYPES = {
@@ -301,10 +302,15 @@ def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin
         zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
         zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
+        require_async_io(print if backends.rank() == 0 else _silent)
         zero["offload_optimizer"]["buffer_count"] = 4
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": 100_000_000}
         config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
     return plugin
+
+
+def _silent(_: str) -> None:
+    pass
 
 
 def _keep_shared_memory_op_unbuilt() -> None:

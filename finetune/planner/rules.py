@@ -11,7 +11,16 @@ RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
     """Every problem of a recipe on a backend, empty when it can run."""
-    rules = (_completeness, _batch, _quantization, _adapter, _optimizer, _evaluation, _processes)
+    rules = (
+        _completeness,
+        _batch,
+        _quantization,
+        _adapter,
+        _disk,
+        _optimizer,
+        _evaluation,
+        _processes,
+    )
     return [problem for rule in rules for problem in rule(recipe, backend, processes)]
 
 
@@ -73,6 +82,28 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
             f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
         )
+
+
+def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """DeepSpeed 0.19 offloads in the run's precision only what it partitions while loading it.
+
+    Weights that are built whole first are kept on the disk in 16 bits on a machine without fp16.
+    """
+    if backend.device != "nvme":
+        return
+    init = recipe.adapter.init_lora_weights if recipe.adapter else True
+    whole = {
+        "model.config: a model from scratch": recipe.model.config is not None,
+        f"model.quantization: a base in {recipe.model.quantization}": recipe.model.quantization
+        != "none",
+        f"adapter.init_lora_weights: '{init}'": isinstance(init, str) and init != "gaussian",
+    }
+    for what, is_whole in whole.items():
+        if is_whole:
+            yield (
+                f"{what} is not partitioned while it is loaded, and {backend.name} would round it; "
+                "use zero3_offload"
+            )
 
 
 def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
