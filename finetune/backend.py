@@ -231,9 +231,8 @@ def _from_config(path: Path, config: dict[str, Any]) -> Backend:
         environment |= {key.upper(): str(value) for key, value in fsdp.items()}
     if zero := config.get("deepspeed_config"):
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-        renamed: dict[str, str] = {"zero3_init_flag": "zero3_init"}
         environment |= {
-            f"ACCELERATE_DEEPSPEED_{(renamed[key] if key in renamed else key).upper()}": str(value)
+            f"ACCELERATE_DEEPSPEED_{key.removesuffix('_flag').upper()}": str(value)
             for key, value in zero.items()
         }
     several = ENGINES[config["distributed_type"]] != "single"
