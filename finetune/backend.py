@@ -231,9 +231,8 @@ def _from_config(path: Path, config: dict[str, Any]) -> Backend:
         environment |= {key.upper(): str(value) for key, value in fsdp.items()}
     if zero := config.get("deepspeed_config"):
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-        renamed: dict[str, str] = {"zero3_init_flag": "zero3_init"}
         environment |= {
-            f"ACCELERATE_DEEPSPEED_{renamed.get(key, key).upper()}": str(value)
+            f"ACCELERATE_DEEPSPEED_{key.removesuffix('_flag').upper()}": str(value)
             for key, value in zero.items()
         }
     several = ENGINES[config["distributed_type"]] != "single"
@@ -311,6 +310,12 @@ def launched() -> Backend | None:
     if lost:
         raise FinetuneError(*(f"{named[0]}: Accelerate lost a setting: {what}" for what in lost))
     return dataclasses.replace(arrived, name=asked.name, path=asked.path)
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face hub keeps what was downloaded."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
 def rank() -> int:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from finetune.backend import hub_cache
 from finetune.errors import FinetuneError
 from finetune.planner import advice, communication, hardware, layout, memory, published, totals
 from finetune.planner.architecture import Architecture
@@ -55,9 +55,7 @@ def model_source(recipe: Recipe) -> Source:
 
 def _config_paths(name: str, revision: str | None) -> list[Path]:
     """Where a model's config may lie on this machine."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    folder = cache / f"models--{name.replace('/', '--')}"
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
     wanted = revision or "main"
     reference = folder / "refs" / wanted
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
