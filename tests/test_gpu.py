@@ -186,7 +186,7 @@ def packed_weights(model: nn.Module) -> tuple[int, int]:
 
 
 def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
-    kind = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
+    kind: dict[str, Any] = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
     words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
     done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
