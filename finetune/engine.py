@@ -22,7 +22,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from finetune import backend as backends
@@ -139,6 +139,16 @@ class Engine:
         if last or self.deepspeed or self.plan.backend.engine == "single":
             return contextlib.nullcontext()
         return self.accelerator.no_sync(self.model)
+
+    def reshard(self) -> None:
+        """Give back what forward passes without a backward pass left gathered (FSDP2, torch 2.13).
+
+        The outermost module, and with SHARD_GRAD_OP every module, would else show whole parameters
+        in bf16 in place of the fp32 shards that are trained and saved.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def step(self, lr: float) -> torch.Tensor | float:
         """Clip, update, and clear the gradients; returns the norm before clipping."""

@@ -115,5 +115,6 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
         total += recipe.loss(engine.model, batch)
+    engine.reshard()
     summed, counted = engine.sum([total.item(), float(terms)])
     return EvalResult(summed / max(1.0, counted), int(counted), time.perf_counter() - begun)

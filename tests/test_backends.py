@@ -121,6 +121,29 @@ def test_resuming_continues_bit_for_bit(
     assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
 
 
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "fsdp_shard_grad_op"])
+def test_a_checkpoint_after_an_evaluation_has_fp32_shards_and_every_moment(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    sections = {"max_steps": 1, "evaluation": {"every": 1}, "saving": {"every": 1}}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    words = ["--backend", backend, "--processes", "2", "--precision", "bf16"]
+    done = finetune("launch", recipe, *words, "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    checkpoint = Run(tmp_path / "run").checkpoint(1)
+    shapes = json.loads((checkpoint / "manifest.json").read_text())["shapes"]
+    held: dict[tuple[str, str], int] = {}
+    for path in (checkpoint / "state").iterdir():
+        with safe_open(path, "pt") as file:
+            for key in list(file.keys()):
+                name, kind, _ = key.split("|")
+                part = file.get_slice(key)
+                assert part.get_dtype() == "F32"
+                held[name, kind] = held.get((name, kind), 0) + torch.Size(part.get_shape()).numel()
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    assert held == {(n, k): torch.Size(s).numel() for n, s in shapes.items() for k in kinds}
+
+
 def cut_off(straight: Run, place: Path, step: int) -> Run:
     """A copy of a run as a kill after the checkpoint of a step would have left it."""
     shutil.copytree(straight.root, place)

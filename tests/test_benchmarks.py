@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+from conftest import ROOT, run_command
+
 from benchmarks.startup import COMMANDS
 from benchmarks.training import BACKENDS, add_ratios
-from conftest import ROOT, run_command
 
 MACHINE = {"devices", "processor", "cores", "memory_bytes", "load_average", "platform"}
 MADE_BY = {"command", "commit", "versions", "python", "started", "note"}

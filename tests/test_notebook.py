@@ -42,6 +42,7 @@ def executed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Notebook
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
+        patch.delenv("PYTEST_CURRENT_TEST")  # with it, a kernel does not show what processes print
         return client.execute()
 
 
