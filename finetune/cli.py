@@ -65,6 +65,8 @@ def _tell(error: FinetuneError) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from finetune.planner import command
+
     parser = argparse.ArgumentParser(
         prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
     )
@@ -86,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _recipe_words(planning)
     _backend_words(planning)
     planning.add_argument("--json", action="store_true", help="print JSON")
+    command.add_arguments(planning)
 
     training = verb("train", train_recipe, "train in this process (or under `accelerate launch`)")
     _recipe_words(training)
@@ -191,13 +194,14 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend, catalog
+    from finetune.planner import command
     from finetune.preflight import check
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
-    machine = backend.load(arguments.backend or recipe.backend)
-    settled = check(recipe, machine, arguments.processes, arguments.precision, files=False)
-    print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
-    return 0
+    if arguments.gpu is None and arguments.gpus is None:
+        machine = backend.load(arguments.backend or recipe.backend)
+        check(recipe, machine, arguments.processes, arguments.precision, files=False)
+    return command.run(arguments, recipe)
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:

@@ -103,6 +103,7 @@ def test_losses_are_those_of_one_process(trained: Trained, kind: str, backend: s
     assert largest(*norms) < 1e-4  # norms of about 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", SEVERAL)
 def test_quantised_losses_are_those_of_one_process(trained: Trained, backend: str) -> None:
     alone, together = trained("nf4", "single"), trained("nf4", backend)
@@ -166,6 +167,7 @@ def equal_state(first: Path, second: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "continued"),
     [
@@ -184,3 +186,38 @@ def test_a_checkpoint_continues_on_another_backend(
     resumed = cut_off(straight, tmp_path / "run", step=3)
     launch(finetune, straight.root.parent.parent / "full.json", continued, resumed.root, "--resume")
     assert largest(losses(resumed), losses(straight)) < FP32
+
+
+@pytest.mark.slow
+def test_a_disk_holds_what_zero_infinity_offloads(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Tensors of 1 MiB and more really go to the disk, and come back after a resume."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    if not Path("/usr/include/libaio.h").exists():
+        pytest.skip("libaio-dev is not installed")
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=len(tokenizer), max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = tmp_path / "model"
+    LlamaForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    sections = {"model": {"name": str(model)}, "max_steps": 4, "saving": {"every": 2}}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    alone, offloaded = Run(tmp_path / "single"), Run(tmp_path / "nvme")
+    launch(finetune, recipe, "single", alone.root)
+    launch(finetune, recipe, "zero3_nvme", offloaded.root)
+    # DeepSpeed steps each piece with another kernel than torch's; four steps apart by 2e-5.
+    assert largest(losses(alone), losses(offloaded)) < 5e-5
+    realised = json.loads(offloaded.realised.read_text())
+    in_memory = realised["ranks"][0]["optimizer"]
+    assert in_memory < realised["parameters"] / 100
+    swapped = sum(file.stat().st_size for file in (offloaded.root / "offload").rglob("*.swp"))
+    assert swapped > 8 * realised["parameters"]  # two moments in fp32, over both ranks
+    resumed = cut_off(offloaded, tmp_path / "resumed", step=2)
+    launch(finetune, recipe, "zero3_nvme", resumed.root, "--resume")
+    assert losses(resumed) == losses(offloaded)

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,9 @@ VOCABULARY = 1_536
 def quickstart(output: Path) -> Run:
     """Generate the data, train the base, fine-tune it with QLoRA, and say what that changed."""
     begun = time.perf_counter()
+    torch.set_num_threads(
+        1
+    )  # so small a model gains little from more, and loses much to neighbours
     console = Console()
     console.rule("[bold]1 of 3[/]  data and tokenizer, generated")
     write_data(FOLDER)
