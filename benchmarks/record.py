@@ -55,9 +55,9 @@ class Circumstances:
         shown = ("torch", "transformers", "accelerate", "peft", "deepspeed")
         versions = values["versions"]
         listed = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions)
+        machine = dict.fromkeys([*values["devices"], values["processor"]])  # each once
         lines = [
-            f"- machine: {', '.join(values['devices'])}; {values['processor']}, "
-            f"{units.size(values['memory_bytes'])} of memory",
+            f"- machine: {', '.join(machine)}, {units.size(values['memory_bytes'])} of memory",
             f"- load average before: {values['load_average']} on {values['cores']} cores",
             f"- command: `{values['command']}`",
             f"- commit {values['commit']}, {values['started']}",

@@ -52,7 +52,11 @@ def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Res
         print(f"{backend} on {count}: {speed:,.0f} tokens/s", flush=True)
     add_ratios(measured)
     values = {"precision": precision, "timed_steps": steps, "backends": measured}
-    told = "as PyTorch allocated it" if gpu else "Python and its libraries included"
+    told = (
+        "as PyTorch allocated it"
+        if gpu
+        else "with Python and its libraries, which are most of it here"
+    )
     how = (
         f"A Llama with random weights, all of them trained with AdamW in {precision}; {shape.rows} "
         f"rows of {shape.length} tokens a step, {shape.micro_rows} in a micro-batch; median of "
