@@ -226,7 +226,8 @@ class Training:
             if stop:
                 break
         if self.engine.speaks:
-            publish(self.run)
+            with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
+                publish(self.run)
         self.metrics.write(
             Ended(
                 step=self.progress.step,

@@ -10,7 +10,7 @@ from test_backends import BACKENDS, SEVERAL, largest, launch, losses
 from finetune.run import Run
 
 FALL = 2e-5
-"""Difference of evaluation losses after ten steps of lr 5e-3 in fp32: rounding that AdamW amplifies."""
+"""Evaluation losses after ten steps of lr 5e-3 in fp32: rounding that AdamW amplifies."""
 
 Learned = Callable[[str], Run]
 
