@@ -25,5 +25,7 @@ recipe = (
     )
     .with_data(Data("quickstart/data/corpus.jsonl", "text"))
     .with_batch(rows=32, micro_rows=16, max_length=128)
-    .with_optim(lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05, min_lr=0.05, warmup=40)
+    .with_optim(
+        lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05, min_lr=0.1, warmup=40, schedule="linear"
+    )
 )
