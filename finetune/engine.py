@@ -7,6 +7,7 @@ accelerator every backend runs for real over gloo, with the same configuration f
 import contextlib
 import dataclasses
 import datetime
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ class Engine:
 
     def _clip(self) -> float:
         return self.plan.recipe.optim.max_grad_norm or 0.0
+
+    def close(self) -> None:
+        """Leave the job: trackers, then the process group.
+
+        DDP's reducer must go first. Where it holds the last reference to a gloo group, torch 2.13
+        joins the group's thread with Python's lock held, and that thread may wait for the lock.
+        """
+        if self.plan.backend.engine == "ddp":
+            self.model, self.optimizers = nn.Module(), []
+            self.accelerator.free_memory()
+            gc.collect()
+        self.accelerator.end_training()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulate the gradient of a micro-batch; ranks meet at the last one of a step.

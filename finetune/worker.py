@@ -103,7 +103,7 @@ class Training:
         finally:
             self.metrics.close()
             self.display.close()
-        self.engine.accelerator.end_training()
+        self.engine.close()
         return self.run
 
     def _on_one(self, work: Callable[[], T]) -> T:

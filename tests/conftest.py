@@ -1,9 +1,9 @@
 """What the tests share: a tiny real model, uneven data, and real runs through the command line."""
 
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -166,9 +167,17 @@ def run_command(
         stdout, stderr = process.communicate(timeout=LAUNCH_SECONDS)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            end_tree(process.pid)
             process.wait()
     return Finished(process.returncode, stdout, stderr)
+
+
+def end_tree(pid: int) -> None:
+    """End a process with all that it started: torch gives each worker a session of its own."""
+    root = psutil.Process(pid)
+    for process in [*root.children(recursive=True), root]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def environment(cache: Path) -> dict[str, str]:

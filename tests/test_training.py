@@ -1,9 +1,7 @@
 """The loop is exact, a killed run loses nothing, and a bad start is refused with its reason."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, environment, write_recipe
+from conftest import Finetune, Tiny, end_tree, environment, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, equal_state, largest, losses
 
@@ -135,7 +133,7 @@ def kill_after(step: int, words: list[str], run: Run, cache: Path) -> None:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < until
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
+    end_tree(process.pid)
     process.wait()
 
 
