@@ -220,4 +220,4 @@ def test_a_disk_holds_what_zero_infinity_offloads(
     assert swapped > 8 * realised["parameters"]  # two moments in fp32, over both ranks
     resumed = cut_off(offloaded, tmp_path / "resumed", step=2)
     launch(finetune, recipe, "zero3_nvme", resumed.root, "--resume")
-    assert losses(resumed) == losses(offloaded)
+    assert largest(losses(resumed), losses(offloaded)) < 5e-5
