@@ -35,9 +35,8 @@ def keep_unpacked(model: nn.Module) -> None:
     """Let NF4 layers compute in evaluation as they do in training, on CPUs with AVX512-BF16.
 
     There bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
-    a kernel that sums in bf16 (3 % of a logit in a tiny model), refuses layers of other than 32n
-    rows and 64n columns, and makes later gradients silently wrong. The price is its speed: 0.4 ms
-    instead of 2.4 ms for 2048 x 2048 and one token on one core.
+    a kernel that sums in bf16, refuses layers of other than 32n
+    rows and 64n columns, and makes later gradients silently wrong. The price is its speed.
     """
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
