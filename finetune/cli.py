@@ -237,12 +237,21 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _without_bars() -> None:
+    """Keep transformers' own progress bars out of an answer."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def export_run(arguments: argparse.Namespace) -> int:
     from finetune.run import open_run
 
     run = open_run(arguments.run)
     from finetune.result.exporter import export
 
+    _without_bars()
     folder = export(run, arguments.to, arguments.merge, arguments.step)
     print(f"exported to {folder}")
     return 0
@@ -256,11 +265,12 @@ def chat_with_run(arguments: argparse.Namespace) -> int:
     from finetune.result.chat import answer, chat
     from finetune.result.inference import open_model
 
+    _without_bars()
     loaded = open_model(arguments.run)
     if arguments.prompt is not None:
         answer(loaded, arguments.prompt, arguments.max_new_tokens)
     else:
-        chat(loaded, max_new_tokens=arguments.max_new_tokens)
+        chat(loaded, max_new_tokens=arguments.max_new_tokens, typed=sys.stdin.isatty())
     return 0
 
 
@@ -285,6 +295,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     from finetune.result.evaluate import exact_match, references
     from finetune.result.inference import open_model
 
+    _without_bars()
     score = exact_match(
         open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
     )

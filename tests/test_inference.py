@@ -449,6 +449,14 @@ def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
     assert written[before:] == [intro]
 
 
+def test_a_chat_from_a_pipe_writes_the_answers_alone(tmp_path):
+    loaded = tiny(tmp_path)
+    written: list[str] = []
+    chat(loaded, Script("hi", "/reset", "hi"), written.append, 8, typed=False)
+    (answer,) = generate(loaded, [user("hi")], 8)
+    assert "".join(written) == f"{answer}\n{answer}\n"
+
+
 def test_a_chat_that_no_longer_fits_says_so_and_goes_on(tmp_path):
     loaded = tiny(tmp_path)
     written: list[str] = []

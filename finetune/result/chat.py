@@ -83,16 +83,19 @@ def chat(
     write: Callable[[str], None] = _write,
     max_new_tokens: int = 512,
     temperature: float = 0.0,
+    typed: bool = True,
 ) -> None:
     """Talk until /exit, Ctrl-D or Ctrl-C; /reset forgets what was said.
 
-    A model without a chat template continues each line by itself.
+    A model without a chat template continues each line by itself. Lines that are not `typed` but
+    come from a file or a pipe get answers alone: no introduction, no prompt.
     """
     history: list[Message] = []
-    write("/reset forgets the conversation, /exit ends it\n")
+    if typed:
+        write("/reset forgets the conversation, /exit ends it\n")
     while True:
         try:
-            line = read("> ").strip()
+            line = read("> " if typed else "").strip()
             if line == "/exit":
                 return
             if line == "/reset":
@@ -100,7 +103,7 @@ def chat(
             elif line:
                 history = _exchange(loaded, history, line, write, max_new_tokens, temperature)
         except (EOFError, KeyboardInterrupt):
-            write("\n")
+            write("\n" if typed else "")
             return
 
 
