@@ -9,7 +9,7 @@ import pytest
 from conftest import Finetune
 from safetensors import safe_open
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
