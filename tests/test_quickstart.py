@@ -16,7 +16,7 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     finetune: Finetune, tmp_path: Path
 ):
     finished = finetune("quickstart", cwd=tmp_path)
-    assert finished.code == 0, finished.stderr
+    assert finished.status == 0, finished.stderr
     (run,) = (tmp_path / "runs").iterdir()
     samples = json.loads((run / "samples.json").read_text())
     assert len(samples) == 200
@@ -43,11 +43,11 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     (chat, report, export) = named
     question = samples[0]["prompt"]
     answered = finetune(*chat, "--prompt", question, cwd=tmp_path)
-    assert answered.code == 0, answered.stderr
+    assert answered.status == 0, answered.stderr
     assert answered.stdout.strip() == samples[0]["after"]
     assert "Loading" not in answered.stderr
-    assert finetune(*report, cwd=tmp_path).code == 0
+    assert finetune(*report, cwd=tmp_path).status == 0
     assert (run / "report.html").stat().st_size > 10_000
-    assert finetune(*export, cwd=tmp_path).code == 0
+    assert finetune(*export, cwd=tmp_path).status == 0
     with safe_open(tmp_path / "merged/model.safetensors", "pt") as file:
         assert all(0 not in file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118

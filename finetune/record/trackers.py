@@ -20,7 +20,8 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
     """Start the trackers that a recipe asks for, with their files in the run's directory.
 
     `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
-    Raises FinetuneError where one is not installed: Accelerate 1.15 leaves it out silently.
+    Raises FinetuneError where one does not start, or is not installed: Accelerate 1.15 leaves that
+    one out silently.
     """
     from accelerate.tracking import filter_trackers  # heavy: only where one was asked for
 
@@ -32,11 +33,16 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
         raise FinetuneError(
             *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
         )
-    accelerator.init_trackers(
-        "finetune",
-        config=_flat(recipe),
-        init_kwargs={"wandb": {"name": run.root.name, "dir": str(run.root)}},
-    )
+    try:
+        accelerator.init_trackers(
+            "finetune",
+            config=_flat(recipe),
+            init_kwargs={"wandb": {"name": run.root.name, "dir": str(run.root)}},
+        )
+    except Exception as error:  # each tracker has its own: no account, no server, a full quota
+        reason = str(error).strip().split("\n")[0]
+        names = ", ".join(recipe["trackers"])
+        raise FinetuneError(f"trackers: one of {names} does not start: {reason}") from error
 
 
 def track(accelerator: "Accelerator") -> Listener:
