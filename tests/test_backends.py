@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Finetune, Finished, Tiny, write_recipe
 from safetensors import safe_open
 
 from finetune.run import Run
@@ -101,6 +103,32 @@ def test_losses_are_those_of_one_process(trained: Trained, kind: str, backend: s
     assert largest(losses(alone, "eval"), losses(together, "eval")) < FP32
     norms = [[r["grad_norm"] for r in run.read_metrics("train")] for run in (alone, together)]
     assert largest(*norms) < 1e-4  # norms of about 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero2"])
+def test_two_machines_train_as_one(
+    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "lora.json", tiny.fields(**KINDS["lora"]))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def machine(rank: int) -> Finished:
+        return finetune(
+            "launch", recipe, "--backend", backend, "--processes", "2", "--precision", "fp32",
+            "--output", tmp_path / "run", "--num_machines", "2", "--machine_rank", rank,
+            "--main_process_ip", "127.0.0.1", "--main_process_port", port,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as machines:
+        done = list(machines.map(machine, range(2)))
+    assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
+    assert "Finished" in done[0].stdout
+    assert "Finished" not in done[1].output
+    alone = trained("lora", "single")
+    assert largest(losses(alone), losses(Run(tmp_path / "run"))) < FP32
 
 
 @pytest.mark.slow
