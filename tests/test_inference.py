@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from finetune import catalog
+from finetune.data.formats import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model
@@ -52,6 +53,10 @@ def user(text: str) -> list[dict[str, str]]:
 
 def qa(question: str, answer: str) -> list[dict[str, str]]:
     return [*user(question), {"role": "assistant", "content": answer}]
+
+
+def asked(question: str, answer: str) -> Conversation:
+    return Conversation(tuple(qa(question, answer)))
 
 
 def tiny(tmp: Path, template: str | None = CHATML) -> Loaded:
@@ -371,7 +376,7 @@ def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
 
 def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
     loaded = saying(tmp_path, TURN_END)
-    rows = [qa("a", "yes"), qa("b", "no"), qa("c", " yes\n"), qa("d", "Yes")]
+    rows = [asked("a", "yes"), asked("b", "no"), asked("c", " yes\n"), asked("d", "Yes")]
     score = exact_match(loaded, rows, max_new_tokens=20)
     assert (score.rows, score.matched, score.share) == (4, 2, 0.5)
     assert [example.matched for example in score.examples] == [True, False, True, False]
@@ -381,20 +386,48 @@ def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
 
 def test_samples_hold_both_answers_beside_the_reference(tmp_path):
     loaded = saying(tmp_path, TURN_END)
-    rows = [qa("a", "yes"), qa("b", "no")]
+    rows = [asked("a", "yes"), asked("b", "no")]
     assert samples(rows, ["?", "!"], answers(loaded, rows, 20)) == [
         {"prompt": "a", "before": "?", "after": "yes", "expected": "yes"},
         {"prompt": "b", "before": "!", "after": "yes", "expected": "no"},
     ]
 
 
+def test_a_completion_is_asked_with_its_bare_prompt_and_needs_no_template(tmp_path):
+    loaded = tiny(tmp_path, template=None)
+    (answer,) = generate(loaded, ["once"], 8)
+    rows = [Completion("once", answer), Completion("once", "never said")]
+    score = exact_match(loaded, rows, max_new_tokens=8)
+    assert [example.answer for example in score.examples] == [answer.strip()] * 2
+    assert score.matched == 1
+    with pytest.raises(FinetuneError, match="no chat template to ask with"):
+        answers(loaded, [asked("a", "b")])
+
+
+def test_a_question_with_tools_is_asked_with_their_schemas(tmp_path):
+    template = CHATML.replace("{% for", "{{ tools | tojson if tools else '' }}{% for", 1)
+    loaded = tiny(tmp_path, template=template)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    plain = asked("a", "b")
+    with_tools = dataclasses.replace(plain, tools=(tool,))
+    prompts = [loaded.tokenizer.apply_chat_template(
+        [*plain.messages[:-1]], tools=tools, tokenize=False, add_generation_prompt=True
+    ) for tools in (None, [tool])]  # fmt: skip
+    assert prompts[0] != prompts[1]
+    expected = [text.strip() for text in generate(loaded, prompts, 8)]
+    assert answers(loaded, [plain, with_tools], 8) == expected
+
+
 def test_every_row_that_cannot_be_scored_is_named(tmp_path):
     loaded = tiny(tmp_path)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [Conversation(tuple(row)) for row in (user("a"), [], [*user("a"), call])]
     with pytest.raises(FinetuneError) as caught:
-        exact_match(loaded, [qa("a", "b"), user("a"), []])
+        exact_match(loaded, [asked("a", "b"), *rows])
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
-        "conversation 1",
-        "conversation 2",
+        "question 1",
+        "question 2",
+        "question 3",
     ]
     with pytest.raises(FinetuneError, match="nothing to evaluate"):
         exact_match(loaded, [])
