@@ -91,7 +91,7 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
     trained = workload.trained * float(workload.compute)
     own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
-    reduced = workload.trained * float(gradient_width or own)
+    reduced = workload.sharded * float(gradient_width or own)
     return communication.volume(
         workload.layout, gathered, trained, reduced, workload.accumulation,
         workload.synchronise_each,

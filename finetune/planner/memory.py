@@ -153,7 +153,7 @@ class _Step:
 
     def _adapter_layer(self) -> float:
         adapter = self.workload.adapter
-        return adapter.parameters / self.layers if adapter else 0.0
+        return self.workload.sharded / self.layers if adapter else 0.0
 
     def earlier(self) -> float:
         """Gradients of earlier micro-batches of the same step."""

@@ -19,7 +19,7 @@ NEGLIGIBLE = 0.01
 """A difference below this share of the peak does not count, however small the component."""
 
 LAYERS = (2, 4, 6)
-"""Sizes that are traced. Two give the line; the third has every moment, and shows that it is one."""
+"""Sizes that are traced: two give the line, the third has every moment and shows that it is one."""
 
 FORWARD_LAST, LOSS, HEAD = "forward: last layer", "forward: loss", "backward: loss and head"
 RESIDENT = ("weights", "adapters", "optimizer")
@@ -76,7 +76,9 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
         return line(steps, layers, value)
 
     host = {*RESIDENT, "gradients"} if offload else set[str]()
-    names = [name for name in steps[-1]["peaks"] if sum(name in s["peaks"] for s in steps) > 1]
+    names = [
+        name for name in steps[-1]["peaks"] if name and sum(name in s["peaks"] for s in steps) > 1
+    ]
     moments: dict[str, dict[str, float]] = {}
     for name in names:
         labels = {label for step in steps for label in step["peaks"].get(name, {})} - host
@@ -101,7 +103,7 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
             for name in RESIDENT
         },
         gradients=0.0 if offload else at(lambda s: s["gradients"]),
-        saved=at(lambda s: s["saved"] + s["inputs"]),
+        saved=at(lambda s: s["saved"]),
         moments=moments,
         counts={kind: moved(kind, 0) for kind in sorted(kinds)},
         payload={kind: moved(kind, 1) for kind in sorted(kinds)},
@@ -215,8 +217,9 @@ class Verification:
             lines.append(f"  {row.component:27} {predicted:>14} {traced:>14} {apart:>10}{mark}")
         lines.append(f"  the traced peak is in '{self.traced.peak[0]}'")
         if self.traced.counts:
+            payload = self.traced.payload
             counted = ", ".join(
-                f"{round(number)} {kind.replace('_', '-')}s of {page.size(self.traced.payload[kind])}"
+                f"{round(number)} {kind.replace('_', '-')}s of {page.size(payload[kind])}"
                 for kind, number in self.traced.counts.items()
             )
             lines.append(f"  collectives of a step: {counted} in whole tensors")

@@ -7,6 +7,7 @@ answers every collective at once.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import math
 import tempfile
 from collections.abc import Iterator
@@ -57,16 +58,14 @@ class Rehearsed:
 
     layers: int
     parameters: int
-    """Elements of the whole model."""
+    """Elements of the model without its adapter."""
     trained: int
     held: dict[str, int]
     """Bytes that stay from step to step: weights, adapters, optimizer."""
     gradients: int
     """Bytes of gradients before the optimizer's step."""
     saved: int
-    """Bytes that layers keep for the backward pass."""
-    inputs: int
-    """Bytes of ids, positions and tables, alive during the whole micro-batch."""
+    """Bytes that layers keep for the backward pass, with ids, positions and tables."""
     peaks: dict[str, dict[str, int]]
     """Bytes by label at the largest instant of each moment."""
     collectives: dict[str, dict[str, tuple[int, int]]]
@@ -258,12 +257,12 @@ class _Step:
     ) -> None:
         self.engine, self.plan, self.count = engine, engine.plan, layers
         self.layers = layers_of(network, layers)
-        self.trained, self.parameters = _counts(network)
+        self.trained, whole = _counts(network)
+        self.parameters = whole - (self.trained if engine.plan.recipe.adapter else 0)
         self.packed = [module for module in network.modules() if isinstance(module, _Packed)]
         self.fake, self.tracker = fake, Tracker()
         self.forwards = False
         self.saved: int | None = None
-        self.inputs = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
         self._prepare(network)
@@ -284,45 +283,37 @@ class _Step:
     def _watch(self, index: int, layer: nn.Module) -> None:
         """Begin a moment where the forward or the backward pass enters this layer."""
         last = self.count - 1
-        backward = {last: "last layer", 0: "first layer", last - 1: "last layer but one"}
-        name = "backward: " + backward.get(index, "layers between")
-        if index == 0:
-            name = "backward: first layer"
+        names = {last: "last layer", last - 1: "last layer but one", 0: "first layer"}
+        # Layers between hold less than the last but one: they are no moment.
+        name = f"backward: {names[index]}" if index in names else ""
 
         def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if not self.forwards:
                 return  # a checkpoint runs it again
             (hidden,) = [*given, *named.values()][:1]
-            if index == 0:
-                self._enter_first(hidden)
-            self.tracker.begin("forward: last layer" if index == last else "forward: layers before")
+            if index == 0 and hidden.requires_grad:
+                hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
+            self.tracker.begin("forward: last layer" if index == last else "")
 
         def leave(_: nn.Module, given: object, result: Any) -> None:
             if not self.forwards:
                 return
             output = result[0] if isinstance(result, tuple) else result
-            output.register_hook(lambda _: self.tracker.begin(name))
+            output.register_hook(functools.partial(self._enter_backward, name, index == last))
             if index == last:
-                self._leave_last(output)
+                self.tracker.begin("forward: loss")
 
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave)
 
-    def _enter_first(self, hidden: torch.Tensor) -> None:
-        if self.saved is None:
-            size = hidden.untyped_storage().nbytes()
-            self.inputs = self.tracker.parts().get(OTHER, 0) - size
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
-
-    def _leave_last(self, output: torch.Tensor) -> None:
-        if self.saved is None:
-            size = output.untyped_storage().nbytes()
+    def _enter_backward(self, name: str, last: bool, gradient: torch.Tensor) -> None:
+        """The gradient has come to a layer's output; at the last one, layers hold all they keep."""
+        if last and self.saved is None:
             parts = self.tracker.parts()
-            self.saved = parts.get(OTHER, 0) - size - self.inputs
+            self.saved = parts.get(OTHER, 0) - gradient.untyped_storage().nbytes()
             if not self.plan.recipe.model.activation_checkpointing:
                 self.saved += parts.get(CASTS, 0)  # saved by the products; else only cached
-        self.tracker.begin("forward: loss")
+        self.tracker.begin(name)
 
     def run(self) -> Rehearsed:
         with self.fake:
@@ -339,7 +330,6 @@ class _Step:
             held=held,
             gradients=gradients,
             saved=self.saved or 0,
-            inputs=self.inputs,
             peaks={name: peak.parts for name, peak in self.tracker.peaks.items()},
             collectives=self._collectives(),
         )
