@@ -93,9 +93,17 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
     reduced = workload.sharded * float(gradient_width or own)
     return communication.volume(
-        workload.layout, gathered, trained, reduced, workload.accumulation,
+        workload.layout,
+        gathered,
+        trained,
+        reduced,
+        workload.accumulation,
         workload.synchronise_each,
-    )  # fmt: skip
+        # Accelerate 1.15 makes the last norm and the head one unit, which stays gathered.
+        kept_bytes=workload.outer_bytes
+        if workload.root_unit
+        else float(shape.embedding * workload.outer_width),
+    )
 
 
 def layouts(machine: Machine) -> Iterator[Layout]:
