@@ -206,7 +206,9 @@ class _Step:
             first = index == self.layers - 1
             moments.append(self._layer("backward: first layer" if first else names[index], index))
         moments.append(self._embedding())
-        moments.append(self.moment("optimizer step", gradients=self.whole, update=self._update()))
+        step = self.moment("optimizer step", update=self._update())
+        # By now what earlier micro-batches left has been reduced.
+        moments.append(dataclasses.replace(step, parts={**step.parts, "gradients": self.whole}))
         return Timeline(tuple(moments))
 
     def _kept(self, layers: int) -> float:

@@ -45,7 +45,7 @@ class Traced:
     held: dict[str, float]
     gradients: float
     saved: float
-    """What layers keep for the backward pass, with ids, positions and tables."""
+    """What layers keep for the backward pass."""
     moments: dict[str, dict[str, float]]
     """Bytes by label at the largest instant of each moment."""
     counts: dict[str, float]
@@ -87,7 +87,7 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
             for label in sorted(labels)
         }
     kinds = {kind for s in steps for phase in s["collectives"].values() for kind in phase}
-    repeats = {"earlier": accumulation - 1, "last": 1, "update": 1}
+    repeats = {"first": 1, "middle": max(0, accumulation - 2), "last": 1, "update": 1}
 
     def moved(kind: str, which: int) -> float:
         return sum(
@@ -353,7 +353,7 @@ def _predicted(timeline: memory.Timeline) -> dict[str, float]:
         **{name: parts.get(name, 0.0) for name in RESIDENT},
         "gradients": moments["optimizer step"].parts["gradients"],
         "gathered units": max(moment.parts.get("units", 0.0) for moment in timeline.moments),
-        "saved activations": saved + parts["inputs"],
+        "saved activations": saved,
         "loss and logits": head.total - resident - saved - forward["gradients"],
         "peak": timeline.peak.total,
     }

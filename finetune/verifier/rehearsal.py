@@ -7,7 +7,6 @@ answers every collective at once.
 import contextlib
 import dataclasses
 import datetime
-import functools
 import math
 import tempfile
 from collections.abc import Iterator
@@ -65,7 +64,7 @@ class Rehearsed:
     gradients: int
     """Bytes of gradients before the optimizer's step."""
     saved: int
-    """Bytes that layers keep for the backward pass, with ids, positions and tables."""
+    """Bytes that layers keep for the backward pass."""
     peaks: dict[str, dict[str, int]]
     """Bytes by label at the largest instant of each moment."""
     collectives: dict[str, dict[str, tuple[int, int]]]
@@ -263,6 +262,7 @@ class _Step:
         self.fake, self.tracker = fake, Tracker()
         self.forwards = False
         self.saved: int | None = None
+        self.before = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
         self._prepare(network)
@@ -291,29 +291,37 @@ class _Step:
             if not self.forwards:
                 return  # a checkpoint runs it again
             (hidden,) = [*given, *named.values()][:1]
-            if index == 0 and hidden.requires_grad:
-                hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
+            if index == 0:
+                self._enter_first(hidden)
             self.tracker.begin("forward: last layer" if index == last else "")
 
         def leave(_: nn.Module, given: object, result: Any) -> None:
             if not self.forwards:
                 return
             output = result[0] if isinstance(result, tuple) else result
-            output.register_hook(functools.partial(self._enter_backward, name, index == last))
+            output.register_hook(lambda _: self.tracker.begin(name))
             if index == last:
-                self.tracker.begin("forward: loss")
+                self._leave_last(output)
 
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave)
 
-    def _enter_backward(self, name: str, last: bool, gradient: torch.Tensor) -> None:
-        """The gradient has come to a layer's output; at the last one, layers hold all they keep."""
-        if last and self.saved is None:
-            parts = self.tracker.parts()
-            self.saved = parts.get(OTHER, 0) - gradient.untyped_storage().nbytes()
-            if not self.plan.recipe.model.activation_checkpointing:
-                self.saved += parts.get(CASTS, 0)  # saved by the products; else only cached
-        self.tracker.begin(name)
+    def _enter_first(self, hidden: torch.Tensor) -> None:
+        if self.saved is None:
+            self.before = self._kept() - hidden.untyped_storage().nbytes()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
+
+    def _leave_last(self, output: torch.Tensor) -> None:
+        if self.saved is None:
+            self.saved = self._kept() - output.untyped_storage().nbytes() - self.before
+        self.tracker.begin("forward: loss")
+
+    def _kept(self) -> int:
+        """Live bytes that products keep: casts of weights too where no checkpoint drops them."""
+        parts = self.tracker.parts()
+        checkpointed = self.plan.recipe.model.activation_checkpointing
+        return parts.get(OTHER, 0) + (0 if checkpointed else parts.get(CASTS, 0))
 
     def run(self) -> Rehearsed:
         with self.fake:
@@ -359,8 +367,8 @@ class _Step:
     def _step(self) -> int:
         """The step that is measured; returns the bytes of its gradients."""
         tracker = self.tracker
-        if self.plan.accumulation > 1:
-            tracker.phase = "earlier"
+        earlier = ("first", "middle")[: self.plan.accumulation - 1]
+        for tracker.phase in earlier:
             self._micro_batch(last=False)
             tracker.relabel(OTHER, GRADIENTS)
         tracker.phase = "last"
