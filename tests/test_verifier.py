@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from conftest import Finetune, environment, write_recipe
 
-from finetune.verifier.comparison import LAYERS, Row, extrapolate, line
+from finetune import catalog
+from finetune.planner import plan
+from finetune.verifier.comparison import LAYERS, Row, alone, extrapolate, line, notes
 
-H, F, LAYER_COUNT, VOCAB, ROWS, LENGTH = 64, 192, 8, 512, 2, 128
+H, F, LAYER_COUNT, VOCAB, ROWS, LENGTH = 64, 192, 16, 512, 2, 128
 LLAMA = {
     "model_type": "llama", "hidden_size": H, "num_hidden_layers": LAYER_COUNT,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": F,
@@ -146,12 +148,15 @@ def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
     assert traced(found)["weights"] == pytest.approx(reduced / 4, rel=0.01)
 
 
-def test_an_engine_that_cannot_be_traced_is_named(finetune: Finetune, tmp_path: Path) -> None:
-    file = recipe(tmp_path, LLAMA, adapter={"r": 8})
-    words = ["--backend", "zero3", "--gpus", "4", "--gpu", "H100-80"]
-    done = finetune("plan", file, *words, "--verify")
-    assert done.status == 0, done.output
-    assert "DeepSpeed's engine cannot be traced without its processes" in done.stdout
+@pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
+@pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
+def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
+    settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)
+    (note,) = notes(settled, sharded=False)
+    assert note.startswith(word)
+    assert "only the same work on one device was" in note
+    assert alone(settled).accumulation == settled.accumulation
+    assert alone(settled).processes == 1
 
 
 UNKNOWN = {
@@ -178,6 +183,8 @@ def test_an_architecture_without_formulas_is_refused_and_traced_on_request(
     assert traced(found)["parameters"] == LAYER_COUNT * layer + 2 * VOCAB * H + H
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_model_that_nobody_knows_is_refused(finetune: Finetune, tmp_path: Path) -> None:
     file = recipe(tmp_path, UNKNOWN | {"model_type": "never_heard_of"})
     done = finetune("plan", file, "--gpu", "H100-80", "--backend", "single", "--verify")
@@ -196,11 +203,11 @@ SHIPPED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "backend", "gpus", "config"), SHIPPED)
+@pytest.mark.parametrize(("name", "machine", "gpus", "config"), SHIPPED)
 def test_a_shipped_recipe_is_verified(
-    finetune: Finetune, assets: Path, name: str, backend: str, gpus: int, config: str
+    finetune: Finetune, assets: Path, name: str, machine: str, gpus: int, config: str
 ) -> None:
-    words = [f"model.name={assets / 'configs' / config}", "--backend", backend]
+    words = [f"model.name={assets / 'configs' / config}", "--backend", machine]
     words += ["--gpu", "H100-80", "--gpus", str(gpus), "--nodes", str(max(1, gpus // 8))]
     found = verification(finetune, name, *words)
     assert found["agrees"], found
