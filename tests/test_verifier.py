@@ -149,7 +149,6 @@ def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
 
 
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
-@pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
 def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
     settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)
     (note,) = notes(settled, sharded=False)

@@ -298,7 +298,7 @@ class _Step:
         """Weights gathered while the loss runs backwards."""
         workload = self.workload
         layout = workload.layout
-        if not self.streams or (layout.engine == "deepspeed" and layout.shard != "params"):
+        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
             return 0.0
         if layout.engine == "fsdp" and layout.shard == "grads":
             return self.layers * workload.unit_bytes + workload.outer_bytes
@@ -323,7 +323,7 @@ class _Step:
         """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
         workload = self.workload
         layout = workload.layout
-        if not self.streams or (layout.engine == "deepspeed" and layout.shard != "params"):
+        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
             return 0.0
         if layout.engine == "fsdp" and layout.shard == "grads":
             return self._units_head()
