@@ -201,7 +201,11 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     if arguments.gpu is None and arguments.gpus is None:
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
-    return command.run(arguments, recipe)
+    if not arguments.verify:
+        return command.run(arguments, recipe)
+    from finetune.launcher import verify
+
+    return command.run(arguments, recipe, verify)
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:

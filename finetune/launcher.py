@@ -14,9 +14,13 @@ from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.planner import Plan
+from finetune.planner.predict import config_of
+from finetune.planner.workload import Workload
 from finetune.preflight import check
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
+from finetune.verifier import comparison
+from finetune.verifier.comparison import Verification
 
 STATUS_FILE = "FINETUNE_STATUS_FILE"
 """Variable that names the file in which a worker leaves its error for the launcher."""
@@ -109,3 +113,60 @@ def leave_status(error: FinetuneError) -> bool:
         return False
     write_json(Path(path), {"status": error.exit_status, "problems": list(error.problems)})
     return True
+
+
+def verify(settled: Plan, workload: Workload | None = None) -> Verification:
+    """Trace a step of the real model with fake tensors, and hold the formulas against it.
+
+    FSDP is traced as rank 0 of the whole job; other engines as the same work on one device.
+
+    Args:
+        workload: what the formulas are asked; None where they do not know the model.
+
+    Raises:
+        FinetuneError: the model cannot be traced; it says why.
+    """
+    backend = settled.backend
+    sharded = backend.engine == "fsdp" and settled.processes > 1
+    traced = settled if sharded else comparison.alone(settled)
+    steps = _rehearse(traced)
+    layers = comparison.layers_of(config_of(settled.recipe)[0])
+    offload = sharded and backend.offload != "none"
+    found = comparison.extrapolate(steps, layers, settled.accumulation, offload)
+    if workload is not None and not sharded:
+        workload = comparison.single(settled, workload)
+    how = comparison.how(settled, sharded)
+    return comparison.compare(
+        found, workload, settled.processes, how, comparison.notes(settled, sharded)
+    )
+
+
+def _rehearse(settled: Plan) -> list[comparison.Step]:
+    """The traced steps, from a process that believes to be rank 0 of the plan's job."""
+    count = str(settled.processes)
+    environment = {key: value for key, value in os.environ.items() if not _of_a_launch(key)}
+    # Fake tensors lie on the CPU: with a GPU in sight Accelerate would put some of them there.
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if settled.processes > 1:
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count}
+        environment |= {"LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
+        request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        write_json(request, comparison.request(settled))
+        command = [sys.executable, "-m", "finetune.verifier", str(request), str(answer)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
+        told = json.loads(answer.read_text()) if answer.exists() else {}
+    if "problems" in told:
+        raise FinetuneError(*told["problems"])
+    if "steps" not in told:
+        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise FinetuneError(f"--verify: the model cannot be traced: {last}")
+    return told["steps"]
+
+
+def _of_a_launch(key: str) -> bool:
+    return key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) or key in (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    )  # fmt: skip

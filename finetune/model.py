@@ -56,8 +56,20 @@ def build(engine: Engine, seed: int) -> nn.Module:
     recipe = plan.recipe
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
-    model.config.use_cache = False
     keep_unpacked(model)
+    trained = as_trained(model, recipe)
+    if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
+        draw_adapter(trained, recipe.adapter, seed)
+    return trained
+
+
+def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+    """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Raises:
+        FinetuneError: the adapter does not fit the model.
+    """
+    model.config.use_cache = False
     if recipe.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -65,17 +77,14 @@ def build(engine: Engine, seed: int) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    adapted = _with_adapter(model, recipe.adapter)
-    if recipe.adapter.init_lora_weights in (True, "gaussian"):
-        draw_adapter(adapted, recipe.adapter, seed)
-    return adapted
+    return _with_adapter(model, recipe.adapter)
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
     return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
 
 
-def _weight_dtype(plan: Plan) -> torch.dtype:
+def weight_dtype(plan: Plan) -> torch.dtype:
     """Frozen weights are held as they are computed with; trained ones in fp32.
 
     DeepSpeed holds what it computes with and keeps fp32 masters of its own.
@@ -109,7 +118,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             return AutoModelForCausalLM.from_pretrained(
                 model.name,
                 revision=model.revision,
-                dtype=_weight_dtype(plan),
+                dtype=weight_dtype(plan),
                 attn_implementation=model.attention,
                 trust_remote_code=model.trust_remote_code,
                 quantization_config=quantization_config(

@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
         "fragments", "checkpoint", "memory", "ops",
     },
-    {"loop", "record", "result", "preflight"},
+    {"loop", "record", "result", "preflight", "verifier"},
     {"worker", "quickstart"},
     {"cli", "launcher", "__init__", "__main__"},
 ]  # fmt: skip

@@ -91,11 +91,19 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
     trained = workload.trained * float(workload.compute)
     own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
-    reduced = workload.trained * float(gradient_width or own)
+    reduced = workload.sharded * float(gradient_width or own)
     return communication.volume(
-        workload.layout, gathered, trained, reduced, workload.accumulation,
+        workload.layout,
+        gathered,
+        trained,
+        reduced,
+        workload.accumulation,
         workload.synchronise_each,
-    )  # fmt: skip
+        # Accelerate 1.15 makes the last norm and the head one unit, which stays gathered.
+        kept_bytes=workload.outer_bytes
+        if workload.root_unit
+        else float(shape.embedding * workload.outer_width),
+    )
 
 
 def layouts(machine: Machine) -> Iterator[Layout]:

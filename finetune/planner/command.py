@@ -3,17 +3,26 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import psutil
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
+from finetune.planner.families import READERS
 from finetune.planner.plan import Plan, plan
-from finetune.planner.predict import Prediction, local_rows, model_source, predict, workload_of
+from finetune.planner.predict import (
+    Prediction,
+    config_of,
+    local_rows,
+    model_source,
+    predict,
+    workload_of,
+)
 from finetune.planner.rules import incompatibilities
+from finetune.planner.workload import Workload
 from finetune.recipe import Recipe
 
 SHOWN = 8
@@ -34,6 +43,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, help="per GPU and hour")
     parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
     parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
+    parser.add_argument(
+        "--verify", action="store_true", help="trace a step of the real model with fake tensors"
+    )
+
+
+class Verification(Protocol):
+    """What was traced beside what is predicted."""
+
+    @property
+    def agrees(self) -> bool: ...
+
+    @property
+    def traced_peak(self) -> float:
+        """Bytes per process."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        ...
+
+    def page(self) -> str:
+        """The same as text."""
+        ...
+
+
+Verify = Callable[[Plan, Workload | None], Verification]
+"""Traces a plan and holds the workload's numbers against it; None where there are none."""
 
 
 def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
@@ -74,35 +110,66 @@ def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | 
     )
 
 
-def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Print the plan of a recipe, and where a machine is named, what it takes there."""
+def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = None) -> int:
+    """Print the plan of a recipe, and where a machine is named, what it takes there.
+
+    Returns the exit status: 1 where `verify` finds the plan's numbers wrong.
+    """
     machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
     if machine is None and (present := hardware.installed()):
         count = arguments.gpus or arguments.processes or len(present)
         machine = hardware.machine(present[0], count, 1, arguments.link)
+    if verify is not None and config_of(recipe)[0].get("model_type") not in READERS:
+        return _traced(arguments, recipe, machine, verify)
     if machine is None:
-        return _plain(arguments, recipe)
-    named, count = arguments.backend, machine.count
+        return _plain(arguments, recipe, verify)
+    # What is traced is one backend: the recipe's own where none is named.
+    named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
-    settled = plan(recipe, named, count, arguments.precision)
+    settled = plan(recipe, named, machine.count, arguments.precision)
     prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
-    return _show(arguments, settled, prediction)
+    return _show(arguments, settled, prediction, verify)
 
 
-def _plain(arguments: argparse.Namespace, recipe: Recipe) -> int:
+def _traced(
+    arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None, verify: Verify
+) -> int:
+    """A model that the formulas do not know: what was traced, and nothing else."""
+    processes = arguments.gpus or arguments.processes
+    settled = plan(recipe, arguments.backend, processes, arguments.precision)
+    found = verify(settled, None)
+    if arguments.json:
+        print(json.dumps({**settled.summary(), "verification": found.summary()}, indent=2))
+        return 0
+    print(settled.explain())
+    print()
+    print(found.page())
+    if machine is not None:
+        fits = "fits" if found.traced_peak <= machine.usable else "DOES NOT FIT"
+        print(
+            f"{page.machine_words(machine)}: {page.size(found.traced_peak)} of "
+            f"{page.size(machine.usable)} usable per GPU: {fits}"
+        )
+    return 0
+
+
+def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None) -> int:
     """The plan, and its memory where the shapes are known, on a machine without a GPU."""
-    settled = plan(recipe, arguments.backend, arguments.processes, arguments.precision)
+    processes = arguments.processes or arguments.gpus
+    settled = plan(recipe, arguments.backend, processes, arguments.precision)
     try:
         workload = workload_of(settled, model_source(recipe).shape)
         timeline, problem = memory.timeline(workload), ""
     except FinetuneError as error:
-        timeline, problem = None, str(error)
+        workload, timeline, problem = None, None, str(error)
+    found = verify(settled, workload) if verify and workload else None
     if arguments.json:
         record: dict[str, Any] = dict(settled.summary())
         record["memory"] = None if timeline is None else _moments(timeline)
+        record |= {} if found is None else {"verification": found.summary()}
         print(json.dumps(record, indent=2))
-        return 0
+        return _status(found)
     print(settled.explain())
     if timeline is None:
         print(f"memory       not predicted: {problem}")
@@ -116,7 +183,13 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe) -> int:
         f"machine      no GPU here; {page.size(memory_here)} of memory for {settled.processes} "
         "processes. Name a GPU for the rest: --gpu H100-80 --gpus 8"
     )
-    return 0
+    if found is not None:
+        print(f"\n{found.page()}")
+    return _status(found)
+
+
+def _status(found: Verification | None) -> int:
+    return 0 if found is None or found.agrees else 1
 
 
 def _moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
@@ -126,7 +199,12 @@ def _moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) -> int:
+def _show(
+    arguments: argparse.Namespace,
+    settled: Plan,
+    prediction: Prediction,
+    verify: Verify | None,
+) -> int:
     workload, machine = prediction.workload, prediction.machine
     precision = settled.backend.precision
     wanted = prediction.status != "safe" or arguments.fit
@@ -134,9 +212,12 @@ def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) 
     record = {**settled.summary(), "prediction": prediction.summary()}
     record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
+    traced = verify(settled, workload) if verify else None
     if arguments.json:
-        print(json.dumps(record | ({} if fit is None else {"fit": fit}), indent=2))
-        return 0
+        record |= {} if fit is None else {"fit": fit}
+        record |= {} if traced is None else {"verification": traced.summary()}
+        print(json.dumps(record, indent=2))
+        return _status(traced)
     print(settled.explain())
     print()
     print(page.page(prediction, found))
@@ -144,7 +225,9 @@ def _show(arguments: argparse.Namespace, settled: Plan, prediction: Prediction) 
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
         print(_shortest_words(fit["shortest"]))
-    return 0
+    if traced is not None:
+        print(f"\n{traced.page()}")
+    return _status(traced)
 
 
 def _change(change: changes.Change) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def volume(
     gradient_bytes: float,
     accumulation: int = 1,
     synchronise_each: bool = False,
+    kept_bytes: float = 0.0,
 ) -> Volume:
     """Bytes sent per process and optimizer step.
 
@@ -49,6 +50,7 @@ def volume(
         trained_weight_bytes: the trained ones among them, which ZeRO-1 and 2 gather after a step.
         gradient_bytes: gradients of trained weights as they are reduced.
         synchronise_each: FSDP reduces after every micro-batch instead of keeping whole gradients.
+        kept_bytes: weights that FSDP keeps gathered from the forward to the backward pass.
     """
     share, steps = ring(layout.group), accumulation
     if layout.engine == "single" or layout.processes == 1:
@@ -60,10 +62,10 @@ def volume(
         reduced = gradient_bytes * (1 if layout.shard == "optimizer" else steps)
         gathered = 2 * steps * weight_bytes if layout.shard == "params" else trained_weight_bytes
         return Volume(gathered * share, reduced * share)
-    gathers = (2 if layout.shard == "params" else 1) * steps
+    again = weight_bytes - kept_bytes if layout.shard == "params" else 0.0
     reduces = steps if synchronise_each else 1
     between = 2 * gradient_bytes / layout.group * ring(layout.replicas) * reduces
-    return Volume(gathers * weight_bytes * share, reduces * gradient_bytes * share, between)
+    return Volume(steps * (weight_bytes + again) * share, reduces * gradient_bytes * share, between)
 
 
 def tensor_parallel(

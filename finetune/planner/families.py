@@ -227,7 +227,8 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
         known = ", ".join(sorted(READERS))
         raise FinetuneError(
             f"{where}: model_type: got {kind!r}; the formulas know {known}"
-            f"{did_you_mean(str(kind), READERS)}"
+            f"{did_you_mean(str(kind), READERS)}; `finetune plan --verify` traces any other that "
+            "transformers has"
         )
     if config.get("quantization_config"):
         raise FinetuneError(

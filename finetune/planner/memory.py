@@ -61,6 +61,10 @@ def traces(workload: Workload) -> Traces:
     kept, least = (stream, stream) if held else (layer.saved, first.saved)
     if workload.checkpointing == "selective":
         kept = least = _layer(workload).kept_selectively()
+    if workload.scheme == "fsdp":
+        # Units return fp32 and cast what they are given: each layer keeps rotary tables of its own.
+        tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
+        kept, least = kept + tables, least + tables
     if workload.activations_on_host:
         kept = least = 0.0
     return Traces(layer, kept, least, _head(workload))
@@ -153,7 +157,7 @@ class _Step:
 
     def _adapter_layer(self) -> float:
         adapter = self.workload.adapter
-        return adapter.parameters / self.layers if adapter else 0.0
+        return self.workload.sharded / self.layers if adapter else 0.0
 
     def earlier(self) -> float:
         """Gradients of earlier micro-batches of the same step."""
@@ -172,7 +176,6 @@ class _Step:
 
     def timeline(self) -> Timeline:
         run, kept = self.run, self._kept(self.layers)
-        gathered = self._units_forward()
         casts = self._weight_casts()
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.numerics.residual
@@ -189,13 +192,13 @@ class _Step:
                 activations=kept,
                 loss=run.head.forward,
                 casts=casts if self.workload.loss.inside else 0.0,
-                units=gathered,
+                units=self._units_loss(),
             ),
             self.moment(
                 "backward: loss and head",
                 activations=kept,
                 loss=run.head.backward + self.loss,
-                units=gathered + self._prefetched(),
+                units=self._units_head(),
             ),
         ]
         names = {0: "backward: last layer", 1: "backward: last layer but one"}
@@ -203,7 +206,9 @@ class _Step:
             first = index == self.layers - 1
             moments.append(self._layer("backward: first layer" if first else names[index], index))
         moments.append(self._embedding())
-        moments.append(self.moment("optimizer step", gradients=self.whole, update=self._update()))
+        step = self.moment("optimizer step", update=self._update())
+        # By now what earlier micro-batches left has been reduced.
+        moments.append(dataclasses.replace(step, parts={**step.parts, "gradients": self.whole}))
         return Timeline(tuple(moments))
 
     def _kept(self, layers: int) -> float:
@@ -228,7 +233,7 @@ class _Step:
             gradients=self._head_gradient() + index * self.layer_gradient,
             activations=below + transient,
             loss=self.loss,
-            units=self._units_backward(),
+            units=self._units_first() if index == self.layers - 1 else self._units_backward(),
             reduction=reduced,
         )
 
@@ -259,7 +264,7 @@ class _Step:
             gradients=self.whole,
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
-            units=self._units_forward(),
+            units=self._units_embedding(),
             reduction=extra + reduced,
         )
 
@@ -284,35 +289,61 @@ class _Step:
             return 0.0
         return 2.0 * self.layers * workload.shape.linear_weights
 
-    def _units_forward(self) -> float:
-        """Weights gathered while the loss is computed."""
+    @property
+    def _table(self) -> float:
+        """Embedding or head, gathered whole."""
+        return float(self.workload.shape.embedding * self.workload.outer_width)
+
+    def _units_head(self) -> float:
+        """Weights gathered while the loss runs backwards."""
         workload = self.workload
         layout = workload.layout
-        if not self.streams:
+        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
             return 0.0
-        if layout.engine == "fsdp":
-            if layout.shard == "grads":
-                return self.layers * workload.unit_bytes + workload.outer_bytes
-            head = workload.shape.embedding * workload.outer_width
-            return workload.outer_bytes if workload.root_unit else head
-        if layout.shard == "params":
-            return workload.shape.embedding * workload.outer_width
-        return 0.0
+        if layout.engine == "fsdp" and layout.shard == "grads":
+            return self.layers * workload.unit_bytes + workload.outer_bytes
+        if self.fsdp and workload.root_unit:  # the root's unit, and the last layer's ahead
+            return workload.outer_bytes + workload.unit_bytes
+        return workload.outer_bytes if workload.root_unit else self._table
 
-    def _prefetched(self) -> float:
-        """The last layer, which FSDP2 gathers as soon as the backward pass begins."""
-        layout = self.workload.layout
-        ahead = self.fsdp and layout.shard == "params"
-        return self.workload.unit_bytes if ahead else 0.0
+    def _units_loss(self) -> float:
+        """Weights gathered while the loss is computed.
+
+        In the forward pass FSDP2 frees the buffer of a gathering with the next one: of the last
+        there are two copies. Tied, the head came first, and the last is a layer.
+        """
+        workload, units = self.workload, self._units_head()
+        if not self.fsdp:
+            return units
+        if workload.root_unit:
+            return workload.outer_bytes if workload.layout.shard == "params" else units
+        return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
     def _units_backward(self) -> float:
         """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
         workload = self.workload
         layout = workload.layout
-        if not self.streams or (layout.engine == "deepspeed" and layout.shard != "params"):
+        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
             return 0.0
         if layout.engine == "fsdp" and layout.shard == "grads":
-            return self._units_forward()
+            return self._units_head()
         outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
+        if self.fsdp and workload.shape.tied and not workload.root_unit:
+            outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self.layers) * workload.unit_bytes
         return outer + min(ahead, 2.0 * LIVE_PARAMETERS)
+
+    def _units_first(self) -> float:
+        """Weights gathered while the first layer runs backwards: the embedding comes in advance."""
+        workload = self.workload
+        apart = self.fsdp and not (workload.root_unit or workload.shape.tied)
+        if not apart or workload.layout.shard == "grads":
+            return self._units_backward()
+        return workload.unit_bytes + self._table
+
+    def _units_embedding(self) -> float:
+        """Weights gathered while the embedding runs backwards."""
+        workload = self.workload
+        if self.fsdp and not workload.root_unit and workload.layout.shard == "params":
+            return self._table if workload.shape.tied else 2 * self._table
+        return self._units_head() if not workload.root_unit else self._units_loss()

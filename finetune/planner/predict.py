@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,33 @@ def model_source(recipe: Recipe) -> Source:
     Raises:
         FinetuneError: none of them has it, or the architecture is not known.
     """
+    config, where = config_of(recipe)
+    return Source(read(config, where), where if where != recipe.model.name else TABLE)
+
+
+TABLE = "the table of published shapes"
+
+
+def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
+    """The fields of a recipe's `config.json`, and where they were read.
+
+    Raises:
+        FinetuneError: it is nowhere on this machine.
+    """
     model = recipe.model
     if model.config is not None:
-        return Source(read(model.config, "model.config"), "model.config")
+        return model.config, "model.config"
     if model.name is None:
         raise FinetuneError("model: give model.name or model.config: its shape is not known")
     for path in _config_paths(model.name, model.revision):
         if path.is_file():
             try:
-                config = json.loads(path.read_text(encoding="utf-8"))
+                return json.loads(path.read_text(encoding="utf-8")), str(path)
             except (OSError, ValueError) as error:
                 raise FinetuneError(f"{path}: cannot be read: {error}") from None
-            return Source(read(config, str(path)), str(path))
     known = published.find(model.name)
     if known is not None:
-        return Source(read(known, model.name), "the table of published shapes")
+        return known, model.name
     raise FinetuneError(
         f"model.name: no config.json of '{model.name}' in a folder of that name or in the hub "
         "cache, and it is in no table of ours; download it once (`hf download "

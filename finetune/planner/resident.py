@@ -14,14 +14,15 @@ def state(workload: Workload) -> dict[str, float]:
     held = 4 if workload.scheme == "fsdp" else workload.trained_width
     parts: dict[str, float] = {}
     on_host = layout.offload == "all"
-    weights = workload.frozen_bytes / shards
-    mine = trained * held / shards
+    scales = workload.scale_bytes
+    weights = (workload.frozen_bytes - scales) / shards
+    mine = (workload.sharded if shards > 1 else trained) * held / shards
     if workload.adapter is None:
         parts["weights"] = 0.0 if on_host else mine
     else:
-        parts["weights"] = 0.0 if on_host else weights
+        parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine
-    moments = workload.moments * trained / layout.share("optimizer")
+    moments = workload.moments * workload.sharded / layout.share("optimizer")
     parts["optimizer"] = 0.0 if layout.offload != "none" else moments
     parts["buckets"] = _buckets(workload)
     parts["inputs"] = _inputs(workload)
@@ -57,7 +58,9 @@ def host(workload: Workload) -> float:
     if layout.offload == "none" or layout.device == "nvme":
         return 0.0
     trained, group = workload.trained, layout.group
-    frozen = workload.frozen_bytes / group if layout.offload == "all" else 0.0
+    frozen = 0.0
+    if layout.offload == "all":
+        frozen = (workload.frozen_bytes - workload.scale_bytes) / group
     if layout.engine == "fsdp":
         return 16.0 * trained / group + frozen
     each = 18 if layout.offload == "all" else 16

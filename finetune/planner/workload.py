@@ -77,6 +77,13 @@ class Adapter:
     """Whether its input is thinned at random."""
     experts: int = 0
     """Rank on experts, 0 where they have no adapter."""
+    rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    """Parameters by the first dimension of their tensor, along which FSDP2 cuts it."""
+
+    def padded(self, group: int) -> int:
+        """Parameters that `group` shards hold together: each has as many rows as the largest."""
+        more = sum(n // rows * (-rows % group) for rows, n in self.rows.items())
+        return self.parameters + more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +134,14 @@ class Workload:
     def trained(self) -> int:
         """Parameters that get gradients."""
         return self.shape.parameters if self.adapter is None else self.adapter.parameters
+
+    @property
+    def sharded(self) -> int:
+        """Trained parameters as the shards of all processes hold them, FSDP2's padding counted."""
+        layout = self.layout
+        if self.adapter is None or layout.engine != "fsdp" or layout.group == 1:
+            return self.trained
+        return self.adapter.padded(layout.group)
 
     @property
     def compute(self) -> int:
@@ -205,6 +220,14 @@ class Workload:
         return nf4_bytes(weights, double_quantised=self.quantization == "nf4")
 
     @property
+    def scale_bytes(self) -> float:
+        """Scales of all 4-bit weights: every process holds them whole, for no engine knows them."""
+        if not self.quantization.startswith("nf4"):
+            return 0.0
+        weights = self.shape.layers * self.shape.linear_weights
+        return self._stored(weights) - weights / 2
+
+    @property
     def frozen_outer_bytes(self) -> float:
         return self.shape.outer_parameters * (4 if self.kbit_prepared else self.frozen_width)
 
@@ -213,9 +236,10 @@ class Workload:
         """One layer gathered whole, as it is computed with."""
         if self.adapter is None:
             return self.shape.layer_parameters * self.compute
-        adapters = self.adapter.parameters / self.shape.layers
+        adapters = self.sharded / self.shape.layers
         width = self.compute if self.scheme in ("fsdp", "deepspeed") else self.adapter.width
-        return self.frozen_layer_bytes + adapters * width
+        scales = self.scale_bytes / self.shape.layers
+        return self.frozen_layer_bytes - scales + adapters * width
 
     @property
     def outer_width(self) -> int:
@@ -250,8 +274,13 @@ def lora(
         return next((r for name, r in patterns.items() if matrix.name.endswith(name)), rank)
 
     parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for _, matrix in chosen)
+    rows: dict[int, int] = {}
+    for _, matrix in chosen:
+        r = rank_of(matrix)
+        rows[r] = rows.get(r, 0) + r * matrix.inputs
+        rows[matrix.outputs] = rows.get(matrix.outputs, 0) + r * matrix.outputs
     ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
     experts = rank if targets == "all-linear" and shape.experts is not None else 0
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
-    return Adapter(ranks, parameters + saved_whole, width, dropout, experts)
+    return Adapter(ranks, parameters + saved_whole, width, dropout, experts, rows)

@@ -1,0 +1,209 @@
+"""Counts live bytes and collectives of a step whose tensors hold no numbers.
+
+torch's own `MemTracker` (2.13) puts hooks on every parameter, and fails on frozen ones; its
+`FSDPMemTracker` counts optimizer state of sharded parameters many times over.
+"""
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OTHER = "activations"
+"""What no label names: activations, logits, gradients that flow."""
+
+WEIGHTS, ADAPTERS, OPTIMIZER, GRADIENTS = "weights", "adapters", "optimizer", "gradients"
+UNITS, REDUCTION = "units", "reduction"
+CASTS = "casts"
+"""Copies of parameters in the type that is computed in."""
+
+LABELLED_BY_OPERATOR = {
+    "fsdp::all_gather_copy_in": UNITS,
+    "fsdp::split_with_sizes_copy": UNITS,
+    "fsdp::chunk_cat": REDUCTION,
+    "c10d::_reduce_scatter_base_": GRADIENTS,
+}
+"""FSDP2's operators (torch 2.13) and what the tensors are that they write."""
+
+GATHERS = ("allgather", "all_gather")
+SCATTERS = ("reduce_scatter",)
+REDUCES = ("allreduce", "all_reduce")
+
+
+def _dequantised(weight: torch.Tensor, shape: Sequence[int], blocksize: int) -> int:
+    """Bytes of a 4-bit weight expanded to 16 bits beside its fp32 scales."""
+    elements = math.prod(shape)
+    return 2 * elements + 4 * elements // blocksize
+
+
+SCRATCH: dict[str, Callable[[Sequence[Any]], int]] = {
+    # bitsandbytes 0.50 on CUDA expands the whole weight for all but the smallest products.
+    "bitsandbytes::gemm_4bit": lambda given: _dequantised(given[1], given[2], given[4]),
+}
+"""Bytes that an operator's kernel needs besides its output, from its positional arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of this rank."""
+
+    kind: str
+    """`all_gather`, `reduce_scatter`, `all_reduce`, or the operator's name."""
+    payload: int
+    """Bytes of the whole tensor: what is gathered, or what is reduced."""
+    phase: str
+    """The micro-batch or the update that it belongs to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most that was alive at once in a moment of the step."""
+
+    total: int
+    parts: dict[str, int]
+    """Bytes by label."""
+
+
+@dataclasses.dataclass
+class _Storage:
+    """A storage that is alive, and what it counts under."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    bytes: int
+    label: str
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every storage that an operation makes until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, _Storage] = {}
+        self.totals: dict[str, int] = {}
+        self.collectives: list[Collective] = []
+        self.peaks: dict[str, Peak] = {}
+        self.moment = ""
+        self.phase = ""
+
+    def hold(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        """Count tensors that exist already."""
+        for tensor in tensors:
+            self._follow(tensor, label)
+
+    def begin(self, moment: str) -> None:
+        """What follows belongs to this moment; a moment may come again."""
+        self.moment = moment
+        self._note(0)
+
+    def relabel(self, old: str, new: str) -> None:
+        """What is alive under one label counts under another from now on."""
+        for storage in self.storages.values():
+            if storage.label == old:
+                self._count_under(storage, new)
+
+    def parts(self) -> dict[str, int]:
+        """Live bytes by label."""
+        for storage in self.storages.values():
+            if storage.label == UNITS:  # FSDP2 frees gathered weights by resizing them
+                self._resize(storage)
+        return {label: count for label, count in self.totals.items() if count}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what DTensor makes of it comes by as well
+        given = kwargs or {}
+        result = func(*args, **given)
+        name = func._schema.name
+        if name == "prim::device":
+            return result
+        label = LABELLED_BY_OPERATOR.get(name) or self._cast(name, args)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor, label)
+        if label is not None:
+            self._label_written(func, args, given, label)
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._count(name, args, result)
+        scratch = SCRATCH.get(name)
+        self._note(scratch(args) if scratch else 0)
+        return result
+
+    def _cast(self, name: str, args: Sequence[Any]) -> str | None:
+        """The label of a copy of a parameter in another type."""
+        if name != "aten::_to_copy":
+            return None
+        source = self.storages.get(args[0].untyped_storage()._cdata)
+        held = source is not None and source.label in (WEIGHTS, ADAPTERS)
+        return CASTS if held else None
+
+    def _follow(self, tensor: torch.Tensor, label: str | None) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        key = storage._cdata
+        if key not in self.storages:
+            forget = functools.partial(self._forget, key)
+            self.storages[key] = _Storage(weakref.ref(storage, forget), 0, label or OTHER)
+        followed = self.storages[key]
+        self._resize(followed)
+        if label is not None:
+            self._count_under(followed, label)
+
+    def _resize(self, followed: _Storage) -> None:
+        storage = followed.reference()
+        size = 0 if storage is None else storage.nbytes()
+        if size != followed.bytes:
+            total = self.totals.get(followed.label, 0)
+            self.totals[followed.label] = total + size - followed.bytes
+            followed.bytes = size
+
+    def _count_under(self, followed: _Storage, label: str) -> None:
+        if followed.label != label:
+            self.totals[followed.label] -= followed.bytes
+            self.totals[label] = self.totals.get(label, 0) + followed.bytes
+            followed.label = label
+
+    def _forget(self, key: int, _: object) -> None:
+        followed = self.storages.pop(key)
+        self.totals[followed.label] = self.totals.get(followed.label, 0) - followed.bytes
+
+    def _label_written(self, func: Any, args: Any, kwargs: Any, label: str) -> None:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._follow(tensor, label)
+
+    def _count(self, name: str, args: Sequence[Any], result: Any) -> None:
+        operator = name.split("::")[1]
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        payload = max((tensor.numel() * tensor.itemsize for tensor in tensors + made), default=0)
+        for kind, spellings in (
+            ("all_gather", GATHERS),
+            ("reduce_scatter", SCATTERS),
+            ("all_reduce", REDUCES),
+        ):
+            if any(spelling in operator for spelling in spellings):
+                self.collectives.append(Collective(kind, payload, self.phase))
+                return
+
+    def _note(self, scratch: int) -> None:
+        parts = self.parts()
+        total = sum(parts.values()) + scratch
+        if self.moment and total > self.peaks.get(self.moment, Peak(-1, {})).total:
+            self.peaks[self.moment] = Peak(total, parts | {OTHER: parts.get(OTHER, 0) + scratch})
