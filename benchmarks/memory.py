@@ -17,8 +17,8 @@ from finetune.errors import FinetuneError
 from finetune.planner import plan
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
-from finetune.record import units
 from finetune.recipe import Recipe
+from finetune.record import units
 from finetune.run import Run, write_json
 
 BOUND = 0.10

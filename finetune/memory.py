@@ -95,7 +95,8 @@ def mapped(model: nn.Module) -> int:
 def _highest_sum(profiled: profile) -> int:
     """The largest sum of allocations less releases; blocks from before it count when freed."""
     inner = profiled.profiler
-    assert inner is not None and inner.kineto_results is not None
+    assert inner is not None
+    assert inner.kineto_results is not None
     events = [e for e in inner.kineto_results.events() if e.name() == MEMORY_EVENT_NAME]
     total = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

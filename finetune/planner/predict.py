@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from finetune.planner.timing import Times
 from finetune.planner.workload import OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
+HUB_SECONDS = 5
+"""How long the hub may take to answer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -26,7 +30,7 @@ class Source:
 
 
 def model_source(recipe: Recipe) -> Source:
-    """The shapes of a recipe's model: its own config, a local folder, the hub cache, or the table.
+    """The shapes of a recipe's model: its config, a folder, the hub's cache, our table, the hub.
 
     Raises:
         FinetuneError: none of them has it, or the architecture is not known.
@@ -38,19 +42,47 @@ def model_source(recipe: Recipe) -> Source:
         raise FinetuneError("model: give model.name or model.config: its shape is not known")
     for path in _config_paths(model.name, model.revision):
         if path.is_file():
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise FinetuneError(f"{path}: cannot be read: {error}") from None
-            return Source(read(config, str(path)), str(path))
+            return Source(read(_config(path), str(path)), str(path))
     known = published.find(model.name)
     if known is not None:
         return Source(read(known, model.name), "the table of published shapes")
-    raise FinetuneError(
-        f"model.name: no config.json of '{model.name}' in a folder of that name or in the hub "
-        "cache, and it is in no table of ours; download it once (`hf download "
-        f"{model.name} config.json`), or give model.config"
-    )
+    return Source(read(_download(model.name, model.revision), model.name), "the hub")
+
+
+def _download(name: str, revision: str | None) -> Any:
+    """A model's config.json, and nothing else of it, from the hub.
+
+    One request: `hf_hub_download` (huggingface_hub 1.x) tries six times, 24 s without a network.
+
+    Raises:
+        FinetuneError: there is no such file, or no network.
+    """
+    # A third of a second, for names that are found nowhere else.
+    from huggingface_hub import constants, get_token, hf_hub_url
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(name, "config.json", revision=revision)
+        token = get_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise FinetuneError(
+            f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
+            f"it is in no table of ours, and the hub did not give it ({reason}); name a local "
+            "folder that has one, or give model.config"
+        ) from None
+
+
+def _config(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
 
 
 def _config_paths(name: str, revision: str | None) -> list[Path]:
