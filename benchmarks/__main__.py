@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import startup, training
+from benchmarks import memory, startup, training
 from benchmarks.record import Circumstances, write
 
 PARTS = ("startup", "training")
+ALSO = ("memory",)
+"""Parts that run only when they are named."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -19,10 +21,13 @@ def main(words: Sequence[str]) -> int:
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.only or PARTS:
+        for part in [*arguments.parts, *(arguments.only or [])] or PARTS:
             circumstances = Circumstances.now(command, arguments.note)
             if part == "startup":
                 result = startup.measure(Path(scratch), arguments.repeats)
+            elif part == "memory":
+                chosen = arguments.backends or training.BACKENDS
+                result = memory.measure(Path(scratch) / "memory", chosen)
             else:
                 chosen, steps = arguments.backends or training.BACKENDS, arguments.steps
                 result = training.measure(Path(scratch), chosen, steps, arguments.gpu)
@@ -33,6 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, *ALSO), help="startup and training")
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")

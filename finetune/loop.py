@@ -1,5 +1,6 @@
 """The training loop: exact sums, one division, and nothing that depends on the engine."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -28,6 +29,10 @@ class StepResult:
     real_tokens: int
     slots: int
     """Token slots that were computed, padding included."""
+    length: int
+    """Tokens of a row of this rank's last micro-batch, padding included."""
+    padded: bool
+    """Whether some of them are padding."""
     seconds: float
 
 
@@ -40,12 +45,20 @@ class EvalResult:
     seconds: float
 
 
-def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -> StepResult:
+def train_step(
+    engine: Engine,
+    rows: Rows,
+    step: int,
+    steps: int,
+    pad_id: int,
+    measuring: contextlib.AbstractContextManager[None] | None = None,
+) -> StepResult:
     """Take optimizer step `step` (from 0) of `steps`.
 
     The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
-    accumulation and the mean over ranks.
+    accumulation and the mean over ranks. `measuring` is entered for the last micro-batch, its
+    backward pass and the update: what happens there holds all that a step ever holds.
 
     Raises:
         TrainingFailure: the loss is not finite.
@@ -63,8 +76,11 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
     scale = engine.world * plan.accumulation / max(1, terms)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     engine.model.train()
+    measured = contextlib.ExitStack()
     for index, (number, batch) in enumerate(batches):
         last = index == len(batches) - 1
+        if last and measuring is not None:
+            measured.enter_context(measuring)
         # Dropout depends on the seed, the step and the place in the global batch alone.
         torch.manual_seed(_dropout_seed(recipe.seed, step, number))
         with engine.unsynchronised(last):
@@ -73,6 +89,7 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
         total += loss.detach()
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm = float(engine.step(lr))
+    measured.close()
     mean = engine.sum([total.item()])[0] / max(1, terms)
     if not (math.isfinite(mean) and math.isfinite(norm)):
         raise TrainingFailure(
@@ -80,7 +97,9 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
             f"rows of this step with seed {recipe.seed}"
         )
     seconds = time.perf_counter() - begun
-    return StepResult(mean, norm, lr, terms, real_tokens, slots, seconds)
+    final = batches[-1][1]
+    length, padded = final.ids.shape[1], final.attention_mask is not None
+    return StepResult(mean, norm, lr, terms, real_tokens, slots, length, padded, seconds)
 
 
 def _micro_batches(

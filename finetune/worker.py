@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedTokenizerBase
@@ -21,15 +22,17 @@ from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
-from finetune.loop import evaluate, train_step
-from finetune.memory import peak_bytes
-from finetune.planner import Plan
+from finetune.loop import StepResult, evaluate, train_step
+from finetune.memory import Meter, peak_bytes
+from finetune.planner import Plan, hardware
+from finetune.planner.forecast import Forecast, forecast
 from finetune.preflight import check_here
+from finetune.rate import matmul_flops
 from finetune.recipe import Recipe
 from finetune.record.card import write_card
 from finetune.record.display import Display
 from finetune.record.environment import environment
-from finetune.record.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
+from finetune.record.metrics import Ended, Evaluated, Measured, Metrics, Saved, Start, Trained
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
 from finetune.result.exporter import export
@@ -96,6 +99,8 @@ class Training:
         self.tokenizer, self.pad_id = self._tokenizer()
         self.data = self._data()
         self.steps = self.plan.steps(len(self.data.train))
+        self.forecast = self._forecast()
+        self.meter = Meter(self.engine.device)
         self.progress = self._build()
         self._open_metrics()
         try:
@@ -123,9 +128,29 @@ class Training:
     def _write_record(self) -> None:
         """Only once data and model are known to be good: a mistake leaves the directory free."""
         write_json(self.run.recipe, catalog.to_fields(self.recipe))
-        write_json(self.run.plan, self.plan.summary())
+        expected = self.forecast.summary() if self.forecast is not None else None
+        write_json(self.run.plan, {**self.plan.summary(), "prediction": expected})
         write_json(self.run.environment, environment(accelerators()))
         write_json(self.run.data, self.data.counts)
+
+    def _forecast(self) -> Forecast | None:
+        """What this run will take, for the rows that it has."""
+        engine, lengths = self.engine, self.data.train.lengths
+        padded = self.recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
+        cpu = engine.device.type == "cpu"
+        machine = None
+        if cpu:
+            rate = matmul_flops(model.compute_dtype(self.plan))
+            machine = hardware.processor(rate, engine.world, psutil.virtual_memory().total)
+        elif installed := self._installed():
+            machine = hardware.machine(installed[0], engine.world)
+        return forecast(self.plan, self.steps, int(lengths.max()), padded, machine, cpu)
+
+    def _installed(self) -> list[hardware.GPU]:
+        try:
+            return hardware.installed()
+        except FinetuneError:  # a GPU whose speed nobody has told: memory is predicted all the same
+            return []
 
     def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
         tokenizer = model.load_tokenizer(self.recipe)
@@ -196,7 +221,12 @@ class Training:
         reason, tokens, spent = "finished", 0, 0.0
         first = self.progress.step
         for step in range(first, self.steps):
-            result = train_step(self.engine, self.data.train, step, self.steps, self.pad_id)
+            # The second step of a start is the first that begins with the optimizer's moments.
+            counted = step == min(first + 1, self.steps - 1)
+            measuring = self.meter.measuring(self.engine.module) if counted else None
+            result = train_step(
+                self.engine, self.data.train, step, self.steps, self.pad_id, measuring
+            )
             tokens, spent = tokens + result.real_tokens, spent + result.seconds
             self.progress = dataclasses.replace(self.progress, step=step + 1)
             self.metrics.write(
@@ -214,6 +244,8 @@ class Training:
                     epoch=(step + 1) * self.recipe.batch.rows / len(self.data.train),
                 )
             )
+            if counted:
+                self._write_memory(result)
             if step == first:
                 self._write_realised()
             done = step + 1 == self.steps
@@ -243,9 +275,23 @@ class Training:
                 write_card(self.run, self.run.final)
         self.engine.accelerator.wait_for_everyone()
 
+    def _write_memory(self, result: StepResult) -> None:
+        """What the step that was counted held, beside what the plan says of such a step."""
+        peak, length = self._largest(self.meter.peak or 0), self._largest(result.length)
+        padded = bool(self._largest(result.padded))
+        if not peak:
+            return
+        predicted = self.forecast.peak(length, padded) if self.forecast is not None else None
+        self.metrics.write(
+            Measured(step=self.progress.step, length=length, peak=peak, predicted=predicted)
+        )
+
     def _peak_memory(self) -> int:
         """Largest peak of any rank, in bytes."""
-        mine = peak_bytes(self.engine.device)
+        return self._largest(peak_bytes(self.engine.device))
+
+    def _largest(self, mine: int) -> int:
+        """The largest of the ranks' numbers."""
         if self.engine.world == 1:
             return mine
         tensor = torch.tensor(mine, dtype=torch.int64, device=self.engine.device)

@@ -153,6 +153,23 @@ def test_a_command_of_the_documents_works(
     CHECKS[" ".join(words[:2])](words, folder, finetune)
 
 
+SHOWN = re.compile(r"^```sh\n(finetune plan [^\n]+)\n```\n```text\n(.*?)^```$", re.DOTALL | re.M)
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN.findall((ROOT / "docs/memory.md").read_text()))
+def test_a_plan_prints_the_numbers_that_the_memory_page_shows(
+    command: str, shown: str, folder: Path, finetune: Finetune
+) -> None:
+    done = finetune(*shlex.split(command)[1:], cwd=folder)
+    assert done.status == 0, done.output
+    printed = [line.split("  <-")[0].rstrip() for line in done.stdout.splitlines()]
+    assert set(shown.splitlines()) <= set(printed)
+
+
+def test_the_memory_page_shows_a_plan_for_each_claim() -> None:
+    assert len(SHOWN.findall((ROOT / "docs/memory.md").read_text())) == 5
+
+
 # Commands and flags in running text.
 
 

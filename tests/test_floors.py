@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
-        "fragments", "checkpoint", "memory", "ops",
+        "fragments", "checkpoint", "memory", "ops", "rate",
     },
     {"loop", "record", "result", "preflight", "verifier"},
     {"worker", "quickstart"},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from conftest import Finetune
 
 from finetune import backend, catalog
 from finetune.backend import Backend
@@ -425,3 +426,12 @@ def test_a_backend_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
             f"zero_init: {mine.zero_init} != False",
         ][: 3 if mine.zero_init else 2]
     )
+
+
+def test_a_model_that_is_nowhere_is_refused_without_a_network(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    words = ["plan", "llama3_1_8b_full", "model.name=acme/unknown", "--gpu", "H100-80"]
+    done = finetune(*words, "--backend", "single", env={"HF_HUB_OFFLINE": "1"})
+    assert done.status == 2
+    assert "the hub did not give it (HF_HUB_OFFLINE is set); name a local folder" in done.stderr

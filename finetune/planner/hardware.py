@@ -33,6 +33,8 @@ class GPU:
     bf16: bool = True
     mfu: float = 0.40
     """Share of `flops` that training reaches: an assumption, said on the page."""
+    single: float = 0.5
+    """Share of `flops` that fp32 products reach: TF32 runs at half the 16-bit rate."""
 
 
 # Vendors' data sheets: dense rates (half of those "with sparsity"), NVLink halved to one direction.
@@ -151,6 +153,21 @@ def installed() -> list[GPU]:
         reported = float(memory) * 2**20
         found.append(dataclasses.replace(_of_driver(name, reported), memory=reported))
     return found
+
+
+# Bytes per second that gloo moves between processes of one machine: an assumption.
+LOOPBACK = 1e9
+
+
+def processor(flops: float, processes: int, memory: float) -> Machine:
+    """This machine's CPU, which every process has its cores of.
+
+    Args:
+        flops: measured rate of one process, in the type that it computes in.
+        memory: bytes of the whole machine.
+    """
+    core = GPU("CPU", memory / processes, flops, 0.0, pcie=LOOPBACK, single=1.0)
+    return Machine(core, processes, link=LOOPBACK)
 
 
 def _of_driver(name: str, reported: float) -> GPU:

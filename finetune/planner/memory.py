@@ -143,7 +143,8 @@ class _Step:
         self.trained_outer = workload.shape.outer_parameters if trained else 0.0
         width = workload.gradient_width / workload.layout.share("grads")
         # Offloaded gradients leave for the host as soon as they are reduced.
-        immediate = workload.immediate or workload.layout.offload != "none"
+        leaves = workload.layout.offload != "none" and not workload.cpu
+        immediate = workload.immediate or leaves
         self.immediate = immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from finetune.planner.timing import Times
 from finetune.planner.workload import OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
+HUB_SECONDS = 5
+"""How long the hub may take to answer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -27,23 +31,20 @@ class Source:
 
 
 def model_source(recipe: Recipe) -> Source:
-    """The shapes of a recipe's model: its own config, a local folder, the hub cache, or the table.
+    """The shapes of a recipe's model: its config, a folder, the hub's cache, our table, the hub.
 
     Raises:
         FinetuneError: none of them has it, or the architecture is not known.
     """
     config, where = config_of(recipe)
-    return Source(read(config, where), where if where != recipe.model.name else TABLE)
-
-
-TABLE = "the table of published shapes"
+    return Source(read(config, where), where)
 
 
 def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
     """The fields of a recipe's `config.json`, and where they were read.
 
     Raises:
-        FinetuneError: it is nowhere on this machine.
+        FinetuneError: it is nowhere on this machine, and the hub does not give it.
     """
     model = recipe.model
     if model.config is not None:
@@ -52,18 +53,47 @@ def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
         raise FinetuneError("model: give model.name or model.config: its shape is not known")
     for path in _config_paths(model.name, model.revision):
         if path.is_file():
-            try:
-                return json.loads(path.read_text(encoding="utf-8")), str(path)
-            except (OSError, ValueError) as error:
-                raise FinetuneError(f"{path}: cannot be read: {error}") from None
+            return _config(path), str(path)
     known = published.find(model.name)
     if known is not None:
-        return known, model.name
-    raise FinetuneError(
-        f"model.name: no config.json of '{model.name}' in a folder of that name or in the hub "
-        "cache, and it is in no table of ours; download it once (`hf download "
-        f"{model.name} config.json`), or give model.config"
-    )
+        return known, "the table of published shapes"
+    return _download(model.name, model.revision), "the hub"
+
+
+def _download(name: str, revision: str | None) -> Any:
+    """A model's config.json, and nothing else of it, from the hub.
+
+    One request: `hf_hub_download` (huggingface_hub 1.x) tries six times, 24 s without a network.
+
+    Raises:
+        FinetuneError: there is no such file, or no network.
+    """
+    # A third of a second, for names that are found nowhere else.
+    from huggingface_hub import constants, get_token, hf_hub_url
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(name, "config.json", revision=revision)
+        request = urllib.request.Request(url)
+        if token := get_token():  # not for where the hub may redirect to
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise FinetuneError(
+            f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
+            f"it is in no table of ours, and the hub did not give it ({reason}); name a local "
+            "folder that has one, or give model.config"
+        ) from None
+
+
+def _config(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
 
 
 def _config_paths(name: str, revision: str | None) -> list[Path]:

@@ -81,7 +81,7 @@ class Times:
 
 def _attained(machine: Machine, workload: Workload) -> float:
     rate = machine.gpu.flops * machine.gpu.mfu
-    return rate / 2 if workload.compute == 4 else rate  # TF32 runs at half the 16-bit rate
+    return rate * machine.gpu.single if workload.compute == 4 else rate
 
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
@@ -98,7 +98,7 @@ def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -
 def offload_seconds(workload: Workload, machine: Machine) -> float:
     """Seconds of a step that go to the host: copies over PCIe, and AdamW on the CPU."""
     layout = workload.layout
-    if layout.offload == "none":
+    if layout.offload == "none" or workload.cpu:
         return 0.0
     lane = machine.gpu.pcie * PCIE_EFFICIENCY
     if layout.device == "nvme":

@@ -22,6 +22,7 @@ from finetune.record import units
 from finetune.record.metrics import (
     Ended,
     Evaluated,
+    Measured,
     Record,
     Saved,
     Start,
@@ -81,6 +82,7 @@ class Display:
         self._pace = Pace(steps=0)
         self._first: Trained | None = None
         self._latest: Trained | None = None
+        self._counted: Measured | None = None
         self._evaluated: list[Evaluated] = []
         self._bar: tuple[Progress, TaskID] | None = None
         self._drawn = -math.inf
@@ -95,6 +97,8 @@ class Display:
                 self._begin(record)
             case Trained():
                 self._step(record)
+            case Measured():
+                self._counted = record
             case Evaluated():
                 self._say(self._evaluation_line(record))
                 self._evaluated.append(record)
@@ -161,7 +165,7 @@ class Display:
 
     def _finish(self, end: Ended) -> None:
         self.close()
-        table = end_table(self._run, end, self._latest, self._evaluated)
+        table = end_table(self._run, end, self._latest, self._evaluated, self._counted)
         self._console.print(table)
         for purpose, command in next_commands(self._run, end):
             self._say(f"  {purpose:<8}[bold]{escape(command)}[/]")
@@ -252,7 +256,11 @@ def saved_line(run: Run, record: Saved) -> str:
 
 
 def end_table(
-    run: Run, end: Ended, latest: Trained | None, evaluated: Sequence[Evaluated]
+    run: Run,
+    end: Ended,
+    latest: Trained | None,
+    evaluated: Sequence[Evaluated],
+    counted: Measured | None = None,
 ) -> Table:
     """How far it came, and what it brought."""
     table = _table(end.reason.capitalize())
@@ -265,8 +273,24 @@ def end_table(
     table.add_row("best eval", best_text)
     table.add_row("speed", f"{units.count(end.tokens_per_second)} tokens/s")
     table.add_row("memory", f"{units.size(end.peak_memory)} at the peak")
+    if foreseen := predicted_and_measured(run, latest, counted):
+        table.add_row("predicted", foreseen)
     table.add_row("run", escape(str(run.root)))
     return table
+
+
+def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured | None) -> str:
+    """What the plan said of memory and speed, beside what came; empty where it said nothing."""
+    parts: list[str] = []
+    if counted is not None and counted.predicted is not None:
+        parts.append(
+            f"{units.size(counted.predicted)} of tensors (measured {units.size(counted.peak)})"
+        )
+    step = (read_record(run.plan).get("prediction") or {}).get("step_seconds")
+    if step is not None and latest is not None:
+        measured = units.duration(latest.seconds)
+        parts.append(f"{units.duration(step)} a step (last took {measured})")
+    return ", ".join(parts)
 
 
 def next_commands(run: Run, end: Ended) -> list[tuple[str, str]]:

@@ -88,6 +88,20 @@ class Trained(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Record):
+    """The memory of a step was counted, to be held against the plan."""
+
+    kind: ClassVar[str] = "memory"
+
+    length: int
+    """Tokens of a row of the micro-batch that was counted, padding included."""
+    peak: int
+    """Bytes that training allocated at its largest moment, of the process that held most."""
+    predicted: int | None
+    """What the plan's formulas give for rows of this length; None for an unknown model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
     """The held-out rows were measured."""
 
@@ -127,7 +141,7 @@ class Ended(Record):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Trained, Evaluated, Saved, Ended)
+    kind.kind: kind for kind in (Start, Trained, Measured, Evaluated, Saved, Ended)
 }
 
 Listener = Callable[[Record], None]
@@ -219,6 +233,7 @@ class History:
 
     starts: tuple[Start, ...] = ()
     trained: tuple[Trained, ...] = ()
+    measured: tuple[Measured, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
     saved: tuple[Saved, ...] = ()
     ends: tuple[Ended, ...] = ()
@@ -266,6 +281,7 @@ def read_history(run: Run) -> History:
     return History(
         starts=tuple(record for record in records if isinstance(record, Start)),
         trained=tuple(record for record in records if isinstance(record, Trained)),
+        measured=tuple(record for record in records if isinstance(record, Measured)),
         evaluated=tuple(record for record in records if isinstance(record, Evaluated)),
         saved=tuple(record for record in records if isinstance(record, Saved)),
         ends=tuple(record for record in records if isinstance(record, Ended)),

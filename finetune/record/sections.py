@@ -163,6 +163,9 @@ def _realised(run: Run) -> list[Table]:
 def _plan(run: Run, history: History) -> list[Table]:
     """What was predicted, beside what the record says of the same name."""
     plan = read_record(run.plan)
+    if history.measured and plan.get("prediction"):  # for rows as long as those that were counted
+        counted = history.measured[-1].predicted
+        plan = plan | {"prediction": plan["prediction"] | {"peak_memory": counted}}
     measured = _measured(history)
     compared: list[tuple[Cell, ...]] = []
     for name, predicted in _leaves(plan):
@@ -187,7 +190,8 @@ def _measured(history: History) -> dict[str, Cell]:
     measured: dict[str, Cell] = {name: start[name] for name in names}
     rates = throughput(history.trained)
     if rates is not None:
-        measured["peak_memory"] = history.peak_memory
+        counted = history.measured[-1].peak if history.measured else history.peak_memory
+        measured["peak_memory"] = counted
         measured["tokens_per_second"] = rates.tokens_per_second
         measured["step_seconds"] = rates.median_seconds
         measured["seconds"] = history.seconds

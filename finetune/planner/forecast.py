@@ -1,0 +1,71 @@
+"""What `train` expects of itself, written beside the run and compared with what was measured."""
+
+import dataclasses
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner import advice, memory, timing
+from finetune.planner.hardware import Machine
+from finetune.planner.plan import Plan
+from finetune.planner.predict import model_source, workload_of
+from finetune.planner.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Peak memory and times of a run on the machine that it runs on."""
+
+    workload: Workload
+    machine: Machine | None
+    """None where its speed is not known: only memory is predicted then."""
+    steps: int
+
+    def peak(self, length: int, padded: bool) -> int:
+        """Bytes of one process at the peak of a micro-batch of rows of `length` tokens."""
+        return round(memory.timeline(_of_length(self.workload, length, padded)).peak.total)
+
+    def summary(self) -> dict[str, Any]:
+        """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
+        timeline = memory.timeline(self.workload)
+        found: dict[str, Any] = {
+            "peak_memory": round(timeline.peak.total),
+            "moment": timeline.peak.name,
+            "length": self.workload.length,
+        }
+        if self.machine is not None:
+            moved = advice.volume(self.workload)
+            times = timing.times(self.workload, self.machine, moved)
+            found |= {
+                "step_seconds": times.step,
+                "tokens_per_second": times.tokens_per_second,
+                "seconds": times.step * self.steps,
+                "machine": self.machine.gpu.name,
+                "flops_per_second": self.machine.gpu.flops,
+                "mfu": times.mfu,
+            }
+        return found
+
+
+def forecast(
+    plan: Plan, steps: int, length: int, padded: bool, machine: Machine | None, cpu: bool
+) -> Forecast | None:
+    """What a plan will take, or None where the formulas do not know the model.
+
+    Args:
+        length: tokens of the longest row.
+        padded: whether rows of a micro-batch differ in length.
+    """
+    try:
+        shape = model_source(plan.recipe).shape
+    except FinetuneError:
+        return None
+    workload = dataclasses.replace(workload_of(plan, shape), cpu=cpu)
+    return Forecast(_of_length(workload, length, padded), machine, steps)
+
+
+def _of_length(workload: Workload, length: int, padded: bool) -> Workload:
+    """Rows of other lengths are padded, and a mask tells so."""
+    attention = workload.attention
+    if attention != "eager":
+        attention = "masked" if padded else "flash"
+    return dataclasses.replace(workload, length=length, attention=attention)
