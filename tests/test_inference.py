@@ -22,6 +22,7 @@ from tiny_run import (
     tiny_tied_qwen,
     trained_adapter,
 )
+from tokenizers import decoders
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -465,6 +466,15 @@ def test_no_half_character_is_ever_written(tmp_path):
     pieces: list[str] = []
     assert stream(loaded, user("a"), pieces.append, 24) == "é☂."
     assert [piece for piece in pieces if piece] == ["é", "☂", "."]
+
+
+def test_text_that_the_next_token_changes_is_not_written_before_it(tmp_path):
+    loaded = saying(tmp_path, TURN_END)
+    joined = [decoders.ByteLevel(), decoders.Replace("ye", "Y")]
+    loaded.tokenizer.backend_tokenizer.decoder = decoders.Sequence(joined)
+    pieces: list[str] = []
+    assert stream(loaded, user("a"), pieces.append, 24) == "Ys"
+    assert "".join(pieces) == "Ys"
 
 
 @pytest.mark.parametrize("then", [EOFError, KeyboardInterrupt])

@@ -1,5 +1,6 @@
 """Talk to a model in a terminal, its answers appearing while they grow."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -24,12 +25,16 @@ def _write(text: str) -> None:
 
 
 class _Stream(BaseStreamer):
-    """Writes an answer while it grows, without its stop token and without half a character."""
+    """Writes an answer while it grows, without its stop token and without half a character.
+
+    What a token adds is written with the token after it: a decoder may still change the end of a
+    text, as one that joins words does.
+    """
 
     def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
         self.loaded, self.prompt, self.write = loaded, prompt, write
         self.ids: list[int] | None = None
-        self.text = ""
+        self.text = self.decoded = ""
 
     def put(self, value: torch.Tensor) -> None:
         if self.ids is None:  # the first call brings the prompt
@@ -37,15 +42,16 @@ class _Stream(BaseStreamer):
             return
         self.ids += [id for id in value.flatten().tolist() if id not in self.loaded.stops]
         text = new_text(self.loaded.tokenizer, self.prompt, self.ids)
-        if not text.endswith("\ufffd"):
-            self._show(text)
+        self._show(os.path.commonprefix([self.decoded, text]).rstrip("\ufffd"))
+        self.decoded = text
 
     def end(self) -> None:
         self._show(new_text(self.loaded.tokenizer, self.prompt, self.ids or []))
 
     def _show(self, text: str) -> None:
-        self.write(text[len(self.text) :])
-        self.text = text
+        if len(text) > len(self.text):
+            self.write(text[len(self.text) :])
+            self.text = text
 
 
 def stream(
