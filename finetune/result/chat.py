@@ -42,7 +42,8 @@ class _Stream(BaseStreamer):
             return
         self.ids += [id for id in value.flatten().tolist() if id not in self.loaded.stops]
         text = new_text(self.loaded.tokenizer, self.prompt, self.ids)
-        self._show(os.path.commonprefix([self.decoded, text]).rstrip("\ufffd"))
+        same = os.path.commonprefix([self.decoded, text])  # noqa: RUF071, of characters
+        self._show(same.rstrip("\ufffd"))
         self.decoded = text
 
     def end(self) -> None:
