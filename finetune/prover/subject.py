@@ -237,7 +237,8 @@ def shrink(config: dict[str, Any], vocabulary: int, length: int) -> dict[str, An
             fields[name] = max(min(fields[name], length), min(length, 4 * LENGTH), LENGTH)
     drop = ("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures")
     kept = {key: value for key, value in fields.items() if key not in drop}
-    return kept | {"vocab_size": vocabulary}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's
+    return kept | special | {"vocab_size": vocabulary}
 
 
 def _adapter(adapter: LoRA | None, shape: Shape) -> LoRA | None:
