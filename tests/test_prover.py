@@ -18,7 +18,7 @@ from finetune.errors import FinetuneError
 from finetune.planner import plan
 from finetune.prover import checks
 from finetune.prover.delivery import Delivery, check_deliveries
-from finetune.prover.job import FP32, Request, settle
+from finetune.prover.pairs import FP32, Request, settle
 from finetune.prover.proof import Check, Proof
 from finetune.prover.runs import Trial
 from finetune.prover.subject import Shape, Subject, make_subject, of_kind, shrink

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.prover.job import Request, prove
+from finetune.prover.job import prove
+from finetune.prover.pairs import Request
 from finetune.prover.proof import Proof
 from finetune.prover.subject import Kind, Shape
 from finetune.recipe import Recipe
