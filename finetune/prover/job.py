@@ -30,7 +30,7 @@ from finetune.record.proofs import write_page
 FEWEST_STEPS = 6
 
 
-def prove(request: Request, cache: Path, say: Say) -> Proof:
+def carry_out(request: Request, cache: Path, say: Say) -> Proof:
     """Show every asked pair, and write `proof.json` and `proof.html` into the output.
 
     Raises:
