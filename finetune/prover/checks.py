@@ -61,7 +61,8 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
         sharded = _HELD
     if what not in sharded:
         # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold.
-        return (whole if zero else whole * world), whole
+        # Its flat buffers end with padding.
+        return (whole, math.ceil(UNEVEN * whole)) if zero else (whole * world, whole)
     kept = small if zero and what == "parameters" else 0
     return whole, kept + math.ceil(UNEVEN * (whole - kept) / world)
 

@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.prover import checks, packing
 from finetune.prover.delivery import Delivery, check_deliveries
-from finetune.prover.pairs import Crossing, Pair, Request, crossings_of, settle
+from finetune.prover.pairs import Crossing, Pair, Request, crossings_of, narrowest, settle
 from finetune.prover.proof import Check, Proof, write_proof
 from finetune.prover.workshop import (
     Say,
@@ -62,7 +62,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
             "own batch": request.shape.own_batch,
             "real model": request.shape.whole,
         },
-        tolerance=request.tolerance,
+        tolerance=narrowest(pairs),
         checks=tuple(_check_all(shop, pairs, crossings)),
         refused=tuple(refused),
         environment=environment(),
@@ -99,7 +99,7 @@ def _check_packed(shop: Workshop, pair: Pair) -> Check:
     lost = shop.failed.get(unpacked.root) or shop.failed.get(packed.root)
     if lost:
         return Check(pair.kind, pair.backend, "packing", False, lost)
-    tolerance = shop.request.tolerance
+    tolerance = pair.tolerance
     return packing.check_packing(pair.kind, pair.backend, unpacked, packed, tolerance)
 
 
@@ -120,7 +120,7 @@ def _check_all(
             yield Check(kind, name, "equal", False, lost)
             continue
         yield checks.check_realised(kind, pair.plan, run)
-        yield checks.check_equal(kind, name, reference, run, request.tolerance, steps)
+        yield checks.check_equal(kind, name, reference, run, pair.tolerance, steps)
         if not packing.available():
             yield packing.absent(kind, name)
         killed = shop.trial(kind, pair.plan, run).killed_record
@@ -131,7 +131,7 @@ def _check_all(
         yield _check_packed(shop, pair)
     for crossing in crossings:
         yield _check_crossing(shop, crossing)
-    yield from check_deliveries(deliveries, request.tolerance)
+    yield from check_deliveries(deliveries, narrowest(pairs))
 
 
 def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
@@ -145,7 +145,7 @@ def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
         return Check(asked.kind, asked.backend, "resume", False, summary)
     shape = shop.request.shape
     steps = range(shape.middle + 1, shape.steps + 1)
-    tolerance = shop.request.tolerance
+    tolerance = crossing.tolerance
     places = (written.where, continued.where)
     check = checks.check_elsewhere(written.kind, places, reference, run, tolerance, steps)
     return dataclasses.replace(check, backend=asked.backend)
