@@ -178,6 +178,9 @@ def check_same_bits(kind: str, backend: str, killed: Path, run: Run, middle: int
         for key in keys
         if after.get(step, {}).get(key) != before[step][key]
     ]
+    continued = [record["resumed_from"] for record in run.read_metrics("start")]
+    if continued[-1:] != [middle]:
+        wrong.append(f"continued from step {continued[-1:]}, not {middle}")
     if not again:
         wrong.append("the run was killed before it took a step after its checkpoint")
     summary = "; ".join(wrong[:3]) or (

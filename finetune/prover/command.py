@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -119,10 +120,10 @@ def tell(proof: Proof, output: Path, console: Console) -> None:
     for check in proof.checks:
         if check.passed is False:
             where = f"{KINDS[check.kind]} on {check.backend}, {check.name}"
-            console.print(f"[red]failed[/]  {where}: {check.summary}", highlight=False)
+            console.print(f"[red]failed[/]  {where}: {escape(check.summary)}", highlight=False)
     for refused in proof.refused:
         console.print(
-            f"[dim]refused {KINDS[refused.kind]} on {refused.backend}: {refused.reason}[/]",
+            f"[dim]refused {KINDS[refused.kind]} on {refused.backend}: {escape(refused.reason)}[/]",
             highlight=False,
         )
     colour = "green" if proof.proved else "red"

@@ -3,9 +3,10 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from transformers.utils import logging
 
 from finetune import catalog
@@ -13,7 +14,7 @@ from finetune.errors import FinetuneError
 from finetune.prover import checks, packing
 from finetune.prover.delivery import Delivery, check_deliveries
 from finetune.prover.pairs import Crossing, Pair, Request, crossings_of, narrowest, settle
-from finetune.prover.proof import Check, Proof, write_proof
+from finetune.prover.proof import Check, Name, Proof, write_proof
 from finetune.prover.workshop import (
     Say,
     Workshop,
@@ -28,6 +29,8 @@ from finetune.record.environment import environment
 from finetune.record.proofs import write_page
 
 FEWEST_STEPS = 6
+MARKER = ".finetune-proof"
+"""Lies in a folder that a proof wrote, so that no other folder is ever emptied."""
 
 
 def carry_out(request: Request, cache: Path, say: Say) -> Proof:
@@ -46,7 +49,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
         raise FinetuneError(*(f"{r.kind} on {r.backend}: {r.reason}" for r in refused))
     for kind, subject in shop.subjects.items():
         for note in subject.notes:
-            say(f"[dim]{kind}: {note}[/]")
+            say(f"[dim]{kind}: {escape(note)}[/]")
     crossings = crossings_of(request, pairs)
     start_all(shop, pairs)
     cut_all(shop, crossings)
@@ -75,23 +78,33 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
 
 
 def _claim(request: Request) -> None:
-    """An empty folder, or one that holds an earlier proof, which is replaced."""
-    output, ours = request.output, {"subject", "runs", "logs", "proof.json", "proof.html"}
+    """An empty folder, or one that an earlier proof marked as its own, which is replaced."""
+    output = request.output
     if request.shape.steps < FEWEST_STEPS:
         raise FinetuneError(f"--steps: got {request.shape.steps}, expected at least {FEWEST_STEPS}")
-    foreign = (
-        sorted(p.name for p in output.iterdir() if p.name not in ours) if output.exists() else []
-    )
-    if foreign:
+    there = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if there and MARKER not in there:
         raise FinetuneError(
-            f"{output}: holds {foreign[0]}, which no proof wrote; choose another --output"
+            f"{output}: holds {there[0]}, which no proof wrote; choose another --output"
         )
-    for name in ours:
-        path = output / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True) if not path.is_dir() else None
-    output.mkdir(parents=True, exist_ok=True)
+    if there:
+        shutil.rmtree(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / MARKER).touch()
+    except OSError as error:
+        raise FinetuneError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+# The answers -------------------------------------------------------------------------------------
+
+
+def _answered(pair: Pair, name: Name, work: Callable[[], Check]) -> Check:
+    """The answer to a question; a record that cannot be read is an answer too."""
+    try:
+        return work()
+    except FinetuneError as error:
+        return Check(pair.kind, pair.backend, name, False, str(error))
 
 
 def _check_packed(shop: Workshop, pair: Pair) -> Check:
@@ -101,9 +114,6 @@ def _check_packed(shop: Workshop, pair: Pair) -> Check:
         return Check(pair.kind, pair.backend, "packing", False, lost)
     tolerance = pair.tolerance
     return packing.check_packing(pair.kind, pair.backend, unpacked, packed, tolerance)
-
-
-# The answers -------------------------------------------------------------------------------------
 
 
 def _check_all(
@@ -120,7 +130,13 @@ def _check_all(
             yield Check(kind, name, "equal", False, lost)
             continue
         yield checks.check_realised(kind, pair.plan, run)
-        yield checks.check_equal(kind, name, reference, run, pair.tolerance, steps)
+        yield _answered(
+            pair,
+            "equal",
+            lambda pair=pair, run=run, reference=reference: checks.check_equal(
+                pair.kind, pair.backend, reference, run, pair.tolerance, steps
+            ),
+        )
         if not packing.available():
             yield packing.absent(kind, name)
         killed = shop.trial(kind, pair.plan, run).killed_record
@@ -147,5 +163,9 @@ def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
     steps = range(shape.middle + 1, shape.steps + 1)
     tolerance = crossing.tolerance
     places = (written.where, continued.where)
-    check = checks.check_elsewhere(written.kind, places, reference, run, tolerance, steps)
+    check = _answered(
+        asked,
+        "resume",
+        lambda: checks.check_elsewhere(written.kind, places, reference, run, tolerance, steps),
+    )
     return dataclasses.replace(check, backend=asked.backend)

@@ -21,6 +21,7 @@ LIMIT_SECONDS = 1800
 """A start that compiles an operator of DeepSpeed takes minutes; none takes so long."""
 SHOWN_LINES = 12
 POLL_SECONDS = 0.01
+KILL_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,40 +49,55 @@ def carry_out(trial: Trial, log: Path) -> None:
     Raises:
         TrainingFailure: it ended otherwise; with the last lines of what it printed.
     """
-    words = [
+    for _ in range(KILL_TRIES if trial.kill_after is not None else 1):
+        process = begin(_words(trial), log, max(1, (os.cpu_count() or 1) // trial.processes))
+        try:
+            if trial.kill_after is None:
+                if process.wait(LIMIT_SECONDS):
+                    raise TrainingFailure(_last_words(process.returncode, log))
+                return
+            if _killed(process, trial, trial.kill_after, log):
+                return
+        except subprocess.TimeoutExpired:
+            raise TrainingFailure(f"no end after {LIMIT_SECONDS} s; see {log}") from None
+        finally:
+            if process.poll() is None:
+                end(family_of(process.pid))
+                process.wait()
+        shutil.rmtree(trial.run.root)
+    raise TrainingFailure(f"too fast to be killed before its end, {KILL_TRIES} times: more --steps")
+
+
+def _words(trial: Trial) -> list[str]:
+    return [
         str(trial.recipe), "--backend", trial.backend, "--processes", str(trial.processes),
         "--precision", trial.precision, "--output", str(trial.run.root),
         *(["--resume"] if trial.resume else []),
     ]  # fmt: skip
-    threads = max(1, (os.cpu_count() or 1) // trial.processes)
-    process = begin(words, log, threads)
-    try:
-        if trial.kill_after is not None:
-            _await_step(process, trial, log)
-            end_tree(process.pid)
-            process.wait()
-            trial.killed_record.write_bytes(trial.run.metrics.read_bytes())
-        elif process.wait(LIMIT_SECONDS):
-            raise TrainingFailure(_last_words(process.returncode, log))
-    except subprocess.TimeoutExpired:
-        raise TrainingFailure(f"no end after {LIMIT_SECONDS} s; see {log}") from None
-    finally:
-        if process.poll() is None:
-            end_tree(process.pid)
-            process.wait()
 
 
-def _await_step(process: subprocess.Popen[bytes], trial: Trial, log: Path) -> None:
-    """Until the step to kill at is on record and the checkpoint before it is complete."""
-    assert trial.kill_after is not None
+def _killed(process: subprocess.Popen[bytes], trial: Trial, step: int, log: Path) -> bool:
+    """SIGKILL a run after a step; False where its next checkpoint was complete by then."""
+    _await_step(process, trial.run, 1, log)
+    family = family_of(process.pid)  # looked up now: the kill itself must be quick
+    _await_step(process, trial.run, step, log)
+    end(family)
+    process.wait()
+    newest = trial.run.newest()
+    if newest is None or newest > step:
+        return False
+    trial.killed_record.write_bytes(trial.run.metrics.read_bytes())
+    return True
+
+
+def _await_step(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:
+    """Until a step is on record and, after the first, a checkpoint is complete."""
     until = time.monotonic() + LIMIT_SECONDS
-    while not _reached(trial.run, trial.kill_after):
+    while not _reached(run, step) or (step > 1 and run.newest() is None):
         if process.poll() is not None:
             raise TrainingFailure(_last_words(process.returncode, log))
         if time.monotonic() > until:
-            raise TrainingFailure(
-                f"step {trial.kill_after} not reached in {LIMIT_SECONDS} s; see {log}"
-            )
+            raise TrainingFailure(f"step {step} not reached in {LIMIT_SECONDS} s; see {log}")
         time.sleep(POLL_SECONDS)
 
 
@@ -89,13 +105,17 @@ def _reached(run: Run, step: int) -> bool:
     return any(record["step"] >= step for record in run.read_metrics("train"))
 
 
-def end_tree(pid: int) -> None:
-    """SIGKILL a process and all that it started: torch gives each worker a session of its own."""
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process after all that it started: torch gives each worker a session of its own."""
     try:
         root = psutil.Process(pid)
-        family = [*root.children(recursive=True), root]
+        return [*root.children(recursive=True), root]
     except psutil.NoSuchProcess:
-        return
+        return []
+
+
+def end(family: list[psutil.Process]) -> None:
+    """SIGKILL, all at once."""
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

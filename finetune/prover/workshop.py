@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rich.markup import escape
+
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -80,7 +82,7 @@ class Workshop:
             carry_out(trial, self.request.output / "logs" / f"{name}.log")
         except FinetuneError as error:
             self.failed[trial.run.root] = str(error)
-            self.say(f"[red]failed[/]  {what}: {error}")
+            self.say(f"[red]failed[/]  {what}: {escape(str(error))}")
         else:
             self.say(f"{what} [dim]{time.perf_counter() - begun:.0f} s[/]")
         self.launches += 1
