@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -90,13 +91,14 @@ def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> C
     run = delivery.run
     step = run.best_step() or run.newest()
     recorded = {r["step"]: r["loss"] for r in run.read_metrics("eval")}
-    problems = list(answer["problems"])
-    apart = abs(answer["loss"] - recorded[step]) / recorded[step] if step in recorded else None
-    if apart is None:
+    problems, loss, apart = list(answer["problems"]), answer["loss"], math.inf
+    if loss is not None and step in recorded:
+        apart = abs(loss - recorded[step]) / recorded[step]
+    if step not in recorded:
         problems.append(f"no evaluation of step {step} is recorded")
     elif not apart <= tolerance.answers:
         problems.append(
-            f"evaluation loss {answer['loss']} in plain transformers, {recorded[step]} in training"
+            f"evaluation loss {loss} in plain transformers, {recorded[step]} in training"
         )
     difference = answer["difference"]
     if difference is not None and not difference <= tolerance.logits:

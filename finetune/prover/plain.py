@@ -27,20 +27,18 @@ from transformers.utils import logging
 
 
 def answer(task):
-    result, problems = Path(task["result"]), []
-    AutoTokenizer.from_pretrained(task["merged"] or result)
+    result = Path(task["result"])
     shapes = stored(result)
-    problems += [f"{result}: {name} is empty" for name, shape in shapes.items() if 0 in shape]
-    model = open_as_trained(task, problems)
-    if not shapes:
-        problems.append(f"{result}: no tensor in it")
-    loss = mean_loss(model, task["rows"])
-    difference = None
-    if task["merged"] is not None:
-        del model
-        plain = open_unquantised(task)
-        merged = whole(task["merged"], torch.float32, problems)
-        difference = compare(plain, merged, task["rows"])
+    problems = [f"{result}: {name} is empty" for name, shape in shapes.items() if 0 in shape]
+    loss = difference = None
+    try:
+        AutoTokenizer.from_pretrained(task["merged"] or result)
+        loss = mean_loss(open_as_trained(task, problems), task["rows"])
+        if task["merged"] is not None:
+            merged = whole(task["merged"], torch.float32, problems)
+            difference = compare(open_unquantised(task), merged, task["rows"])
+    except (RuntimeError, OSError, ValueError) as error:
+        problems.append(f"{result}: cannot be loaded: {' '.join(str(error).split())[:300]}")
     return {
         "loss": loss,
         "difference": difference,
