@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train plan test test-slow test-gpu check bench bench-gpu clean
+.PHONY: help setup quickstart train plan prove test test-slow test-gpu check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -25,6 +25,10 @@ train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overri
 
 plan: $(READY) ## Say what `make train` with the same variables would do and need, and load nothing.
 	$(BIN)/finetune plan $(JOB)
+
+prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two processes.
+	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --pairs --jobs 2 \
+		--output proofs/every_backend $(ARGS)
 
 test: $(READY) ## Run the everyday tests.
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)

@@ -23,6 +23,7 @@ HOMES = {
     "launch": "finetune.launcher",
     "train": "finetune.worker",
     "export": "finetune.result.exporter",
+    "prove": "finetune.prover.command",
     "report": "finetune.record.reporter",
     "plot_loss": "finetune.record.plot",
     "load": "finetune.result.inference",

@@ -123,8 +123,13 @@ def build_parser() -> argparse.ArgumentParser:
     evaluating.add_argument("--max-new-tokens", type=_count, default=256)
     evaluating.add_argument("--json", action="store_true", help="print JSON")
 
+    proving = verb("prove", prove_recipe, "show that backends change nothing of a recipe")
+    _recipe_words(proving)
+    _proof_words(proving)
+
     reporting = verb("report", report_run, "write a run's report as one HTML page")
     reporting.add_argument("run", help="run directory")
+    reporting.add_argument("--proof", type=Path, help="folder of a proof of the run's recipe")
 
     quickstart = verb("quickstart", run_quickstart, "the main job, offline, in minutes on a CPU")
     quickstart.add_argument("--output", type=Path, default=Path("runs/quickstart"))
@@ -157,6 +162,20 @@ def _run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=30.0, help="minutes a rank waits for others"
     )
+
+
+def _proof_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backends", help="names with commas, or all; by default the recipe's")
+    parser.add_argument("--processes", type=_count, default=2, help="of each sharded run")
+    parser.add_argument("--steps", type=_count, default=10, help="optimizer steps compared")
+    parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")
+    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
+    parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
+    parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
+    parser.add_argument("--pairs", action="store_true", help="resume between every two backends")
+    parser.add_argument("--jobs", type=_count, default=1, help="launches at a time")
+    parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _output(arguments: argparse.Namespace) -> Path:
@@ -282,8 +301,22 @@ def report_run(arguments: argparse.Namespace) -> int:
     from finetune.record.reporter import report
     from finetune.run import open_run
 
-    print(f"wrote {report(open_run(arguments.run))}")
+    run = open_run(arguments.run)
+    if arguments.proof is not None:
+        from finetune.record.proofs import take_proof
+
+        take_proof(run, arguments.proof)
+    print(f"wrote {report(run)}")
     return 0
+
+
+def prove_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    from finetune.prover import command
+
+    return command.run(arguments, recipe, arguments.recipe)
 
 
 def evaluate_run(arguments: argparse.Namespace) -> int:

@@ -61,6 +61,24 @@ def launch(
     return Run(root)
 
 
+def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:
+    """Start `finetune launch` with `words` in a session of its own, writing to `log`; no waiting.
+
+    `threads` are those of each of its processes, where the environment does not say.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name != STATUS_FILE}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "finetune", "launch", *words],
+            env={"OMP_NUM_THREADS": str(threads)} | kept,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """The `accelerate launch` of a plan, running `finetune` with `words` in every process."""
     accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or "accelerate"

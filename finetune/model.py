@@ -203,11 +203,29 @@ def counts(model: nn.Module) -> tuple[int, int]:
     return trained, total
 
 
+def stored(model: nn.Module) -> dict[str, int]:
+    """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
+
+    `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
+    """
+    sizes = [(_stored_elements(p), p.requires_grad) for p in model.parameters()]
+    limit = 10 * model.config.get_text_config().hidden_size
+    return {
+        "parameters": sum(size for size, _ in sizes),
+        "trained": sum(size for size, trained in sizes if trained),
+        "small": sum(size for size, _ in sizes if size <= limit),
+    }
+
+
+def _stored_elements(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
+
+
 def _elements(parameter: nn.Parameter) -> int:
     state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
     if state is not None:
         return state.shape.numel()
-    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
+    return _stored_elements(parameter)
 
 
 def _first_line(error: Exception) -> str:

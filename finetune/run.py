@@ -7,6 +7,7 @@ RUN/
   realised.json      what Accelerate built: engine, precision, elements held per rank
   data.json          rows, tokens, trained tokens, dropped, truncated
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
+  proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
   checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
   best.json          {"step": ..., "loss": ...} of the best evaluation

@@ -173,6 +173,7 @@ class Training:
         engine = self.engine
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
+        self.stored = model.stored(network)
         self._on_one(self._write_record)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
@@ -315,6 +316,7 @@ class Training:
                     "device": str(accelerator.device),
                     "trainable_parameters": self.parameters[0],
                     "parameters": self.parameters[1],
+                    "stored": self.stored,
                     "ranks": ranks,
                 },
             )

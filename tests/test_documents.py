@@ -119,12 +119,36 @@ def as_a_dry_run(words: list[str], folder: Path, finetune: Finetune) -> None:
         as_a_plan(shlex.split(last.removeprefix(".venv/bin/")), folder, finetune)
 
 
+def as_a_pair(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """A proof: its words are read, and the planner lets the recipe run on each of its backends."""
+    arguments = build_parser().parse_args(words[1:])
+    for name in arguments.backends.split(","):
+        settled = plan(catalog.resolve(arguments.recipe, arguments.overrides), name, 2)
+        assert settled.backend.name == name
+
+
+def as_a_report(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """With `--proof`, where the folder of one is named that nobody has made, that is said."""
+    if "--proof" not in words:
+        as_it_is(words, folder, finetune)
+        return
+    done = finetune(*words[1:], cwd=folder)
+    assert done.status == 2
+    assert "no proof can be read there" in done.stderr
+
+
+def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """A talk without a person at the keyboard: one question."""
+    as_it_is([*words, "--prompt", "hello", "--max-new-tokens", "4"], folder, finetune)
+
+
 CHECKS: dict[str, Any] = {
     "finetune list": as_it_is,
     "finetune show": as_it_is,
     "finetune plan": as_it_is,
-    "finetune chat": as_it_is,
-    "finetune report": as_it_is,
+    "finetune chat": as_a_question,
+    "finetune report": as_a_report,
+    "finetune prove": as_a_pair,
     "finetune export": as_it_is,
     "finetune launch": as_a_plan,
     "finetune train": as_a_plan,

@@ -44,7 +44,7 @@ def report(run: Run) -> Path:
     """
     history = read_history(run)
     recipe, samples = read_record(run.recipe), read_samples(run)
-    page = _templates().get_template("report.html.jinja")
+    page = templates().get_template("report.html.jinja")
     text = page.render(
         name=run.root.resolve().name,
         title=title(recipe),
@@ -66,17 +66,18 @@ def report(run: Run) -> Path:
     return run.report
 
 
-def _templates() -> jinja2.Environment:
-    templates = jinja2.Environment(
+def templates() -> jinja2.Environment:
+    """The pages of a record, with the filters that they use."""
+    found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,  # prompts and answers may hold HTML
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["cell"] = cell
-    templates.tests["exact"] = is_exact
-    return templates
+    found.filters["cell"] = cell
+    found.tests["exact"] = is_exact
+    return found
 
 
 def _state(history: History) -> str:

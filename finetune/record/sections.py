@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.record import units
 from finetune.record.metrics import History
+from finetune.record.proofs import proof_tables
 from finetune.record.summary import read_record, throughput
 from finetune.record.tables import Cell, Table, cell_of, tables, words
 from finetune.run import Run
@@ -32,7 +33,7 @@ def _sections(run: Run, history: History) -> Iterator[Section]:
     yield Section("Data", list(tables(read_record(run.data))) or _data(history))
     yield Section("Backend", [*_backend(history), *_realised(run)])
     yield Section("Plan", _plan(run, history))
-    yield Section("Proofs", list(tables(read_record(run.root / "proof.json"))))
+    yield Section("Proofs", proof_tables(read_record(run.proof)))
     environment = {**read_record(run.environment)}
     environment.pop("command", None)
     yield Section("Environment", list(tables(environment)))

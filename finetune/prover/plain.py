@@ -1,0 +1,137 @@
+"""Load results as anybody would: with transformers and PEFT alone, in a process of its own.
+
+    python plain.py < TASKS.json > ANSWERS.json
+
+Run as a file, never imported: nothing of this project may help it. A task is a mapping:
+
+    base          folder or name of the base model, null for a whole model
+    revision, quantization ("none" | "nf4" | "int8"), bf16: how the base was held in training
+    result        folder of the adapter, or of the whole model
+    merged        folder of the merged model, or null
+    rows          [[ids, trained], ...]: rows of token ids, and which of them have a loss
+
+An answer is {"loss": mean loss over the rows, "difference": largest difference of the logits of
+`result` and `merged` in fp32 relative to the largest logit, "tensors": how many, "problems": []}.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging
+
+
+def answer(task):
+    result = Path(task["result"])
+    shapes = stored(result)
+    problems = [f"{result}: {name} is empty" for name, shape in shapes.items() if 0 in shape]
+    loss = difference = None
+    try:
+        AutoTokenizer.from_pretrained(task["merged"] or result)
+        loss = mean_loss(open_as_trained(task, problems), task["rows"])
+        if task["merged"] is not None:
+            merged = whole(task["merged"], torch.float32, problems)
+            difference = compare(open_unquantised(task), merged, task["rows"])
+    except (RuntimeError, OSError, ValueError) as error:
+        problems.append(f"{result}: cannot be loaded: {' '.join(str(error).split())[:300]}")
+    return {
+        "loss": loss,
+        "difference": difference,
+        "tensors": len(shapes),
+        "problems": problems,
+    }
+
+
+def stored(folder):
+    """Shape of every tensor of a folder's weights."""
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def open_as_trained(task, problems):
+    """The result on its base as training held it."""
+    dtype = torch.bfloat16 if task["bf16"] else torch.float32
+    if task["base"] is None:
+        return whole(task["result"], dtype, problems)
+    quantised = None
+    if task["quantization"] == "nf4":
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    elif task["quantization"] == "int8":
+        quantised = BitsAndBytesConfig(load_in_8bit=True)
+    base = AutoModelForCausalLM.from_pretrained(
+        task["base"],
+        revision=task["revision"] or "main",
+        dtype=dtype,
+        quantization_config=quantised,
+    )
+    # bitsandbytes 0.50 repacks NF4 weights on CPUs with AVX512-BF16 for a kernel that sums in bf16.
+    for layer in base.modules():
+        if type(layer).__name__ == "Linear4bit":
+            layer.support_avx512bf16_for_cpu = False
+    model = PeftModel.from_pretrained(base, task["result"])
+    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    there = stored(Path(task["result"]))
+    missing = [name for name in wanted if name not in there]
+    problems += [f"{task['result']}: {name} is missing" for name in missing]
+    untouched = [n for n, t in wanted.items() if "lora_B" in n and not t.any()]
+    problems += [f"{task['result']}: {name} is all zeros: never trained" for name in untouched]
+    return model.eval()
+
+
+def open_unquantised(task):
+    if task["base"] is None:
+        return AutoModelForCausalLM.from_pretrained(task["result"], dtype=torch.float32).eval()
+    return AutoPeftModelForCausalLM.from_pretrained(task["result"], dtype=torch.float32).eval()
+
+
+def whole(folder, dtype, problems):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        problems += [f"{folder}: {kind.split('_')[0]} {name}" for name in sorted(info[kind])]
+    return model.eval()
+
+
+@torch.inference_mode()
+def mean_loss(model, rows):
+    """Mean cross-entropy over the trained tokens of all rows, a row at a time."""
+    total, terms = 0.0, 0
+    for ids, trained in rows:
+        labels = torch.tensor([i if t else -100 for i, t in zip(ids, trained, strict=True)][1:])
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()  # (tokens - 1, vocab)
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        terms += int((labels != -100).sum())
+    return total / max(1, terms)
+
+
+@torch.inference_mode()
+def compare(first, second, rows):
+    worst = 0.0
+    for ids, _ in rows:
+        a, b = (m(input_ids=torch.tensor([ids])).logits.float() for m in (first, second))
+        worst = max(worst, ((a - b).abs().max() / a.abs().max()).item())
+    return worst
+
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tasks = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        answers = [answer(task) for task in tasks]
+        assert not any(name.split(".")[0] == "finetune" for name in sys.modules)
+    json.dump(answers, sys.stdout)

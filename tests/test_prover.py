@@ -1,0 +1,370 @@
+"""A proof holds for what trains alike, and fails for everything that does not."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Finished, Tiny, write_recipe
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import finetune as ft
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.planner import plan
+from finetune.prover import checks, packing
+from finetune.prover.delivery import Delivery, check_deliveries
+from finetune.prover.pairs import FP32, Request, settle
+from finetune.prover.proof import Check, Proof
+from finetune.prover.runs import Trial
+from finetune.prover.subject import Shape, Subject, make_subject, of_kind, shrink
+from finetune.recipe import Recipe
+from finetune.run import Run, write_json
+
+SHAPE = Shape(processes=2, steps=10)
+LORA: dict[str, Any] = {"adapter": {"r": 8, "dropout": 0.1}, "optim": {"lr": 4e-3}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proved:
+    """A proof that the command line made of a LoRA recipe on ddp."""
+
+    recipe: Path
+    output: Path
+    done: Finished
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.output / "proof.json").read_text())
+
+    def copy_of(self, name: str, to: Path) -> Run:
+        """A copy of one of its runs, to damage."""
+        shutil.copytree(self.output / "runs" / "own" / name, to)
+        return Run(to)
+
+    @property
+    def reference(self) -> Run:
+        return Run(self.output / "runs" / "own" / "reference")
+
+    @property
+    def ddp(self) -> Run:
+        return Run(self.output / "runs" / "own" / "ddp")
+
+
+@pytest.fixture(scope="session")
+def proved(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory) -> Proved:
+    folder = tmp_path_factory.mktemp("proof")
+    recipe = write_recipe(folder / "r.json", tiny.fields(**LORA))
+    words = ["--backends", "ddp", "--output", folder / "proof"]
+    return Proved(recipe, folder / "proof", finetune("prove", recipe, *words))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+
+
+def subject_of(tiny: Tiny, folder: Path, kind: Any = "own", **sections: Any) -> Subject:
+    recipe = catalog.from_fields(tiny.fields(**(LORA | sections)))
+    return make_subject(of_kind(recipe, kind), SHAPE, folder / "subject", folder / "cache")
+
+
+# What holds --------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_proved_on_ddp(proved: Proved) -> None:
+    assert proved.done.status == 0, proved.done.output
+    record = proved.record
+    assert record["proved"] is True
+    packs = packing.available()
+    assert sorted((check["name"], check["passed"]) for check in record["checks"]) == [
+        ("end to end", True),
+        ("equal", True),
+        ("packing", True if packs else None),
+        ("realised", True),
+        ("resume", True),  # the same bits
+        ("resume", True),  # ddp on 2, continued by single on 1
+        ("resume", True),  # single on 1, continued by ddp on 2
+    ]
+    assert f"proved: {7 if packs else 6} checks of 1 pairs hold" in proved.done.stdout
+    page = (proved.output / "proof.html").read_text()
+    assert "ddp on 2, continued by single on 1" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_proof_has_every_step_of_both_and_accumulates(proved: Proved) -> None:
+    equal = next(check for check in proved.record["checks"] if check["name"] == "equal")
+    assert equal["grid"]["columns"][:3] == ["step", "one process", "ddp"]
+    rows = equal["grid"]["rows"]
+    assert [row[0] for row in rows] == list(range(1, 11))
+    recorded = [record["loss"] for record in proved.reference.read_metrics("train")]
+    assert [row[1] for row in rows] == recorded
+    starts = {
+        name: next(run.read_metrics("start"))["accumulation"]
+        for name, run in (("single", proved.reference), ("ddp", proved.ddp))
+    }
+    assert starts == {"single": 4, "ddp": 2}
+    tokens = {record["trained_tokens"] for record in proved.reference.read_metrics("train")}
+    assert len(tokens) > 1  # masks are uneven
+
+
+def test_a_killed_run_has_no_end_before_it_goes_on(proved: Proved) -> None:
+    kinds = [json.loads(line)["kind"] for line in killed_of(proved.ddp).read_text().splitlines()]
+    assert "end" not in kinds
+    starts = [record["resumed_from"] for record in proved.ddp.read_metrics("start")]
+    assert starts == [None, 5]
+
+
+def killed_of(run: Run) -> Path:
+    return Trial(Path(), "ddp", 2, "fp32", run).killed_record
+
+
+# What does not -----------------------------------------------------------------------------------
+
+
+def test_another_learning_rate_is_not_proved(proved: Proved, tmp_path: Path) -> None:
+    recipe = catalog.override(catalog.load(proved.reference.recipe), ["optim.lr=4.1e-3"])
+    other = ft.train(recipe, precision="fp32", output=tmp_path / "other")
+    check = checks.check_equal("own", "ddp", proved.reference, other, FP32, 10)
+    assert check.passed is False
+    assert "step 2: loss" in check.summary  # step 1 is taken with the same weights
+    assert not proof_of(proved, check).proved
+
+
+def test_one_changed_loss_is_found_and_its_step_named(proved: Proved, tmp_path: Path) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    change(run.metrics, step=7, factor=1 + 1e-4)
+    check = checks.check_equal("own", "ddp", proved.reference, run, FP32, 10)
+    assert check.passed is False
+    assert check.summary.startswith("step 7: loss")
+    again = checks.check_same_bits("own", "ddp", killed_of(run), run, 5)
+    assert again.passed is False
+    assert again.summary.startswith("step 7: loss")
+
+
+def test_the_last_bit_counts_after_a_resume_on_the_same_backend(
+    proved: Proved, tmp_path: Path
+) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    change(run.metrics, step=6, factor=1 + 2**-52)
+    assert checks.check_same_bits("own", "ddp", killed_of(run), run, 5).passed is False
+    assert checks.check_equal("own", "ddp", proved.reference, run, FP32, 10).passed is True
+
+
+def change(metrics: Path, step: int, factor: float) -> None:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "train" and record["step"] == step:
+            record["loss"] *= factor
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_run_that_lacks_a_step_is_not_proved(proved: Proved, tmp_path: Path) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join(line for line in lines if '"step": 8,' not in line))
+    check = checks.check_equal("own", "ddp", proved.reference, run, FP32, 10)
+    assert check.passed is False
+    assert "step 8: loss None" in check.summary
+
+
+def test_other_trained_weights_are_found_although_the_losses_agree(
+    proved: Proved, tmp_path: Path
+) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    for file in (run.checkpoint(10) / "state").iterdir():
+        tensors = load_file(file)
+        save_file({k: v * (1.01 if "lora_B" in k else 1) for k, v in tensors.items()}, file)
+    check = checks.check_equal("own", "ddp", proved.reference, run, FP32, 10)
+    assert check.passed is False
+    assert "trained weights" in check.summary
+
+
+def test_lost_memory_of_the_best_evaluation_is_found(proved: Proved, tmp_path: Path) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    path = run.checkpoint(10) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["progress"] |= {"best_step": 5, "stale": 1}
+    path.write_text(json.dumps(manifest))
+    check = checks.check_equal("own", "ddp", proved.reference, run, FP32, 10)
+    assert check.passed is False
+    assert "best evaluation at step 5 instead of 10" in check.summary
+
+
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
+def test_whole_weights_are_not_what_a_sharded_backend_promises(
+    proved: Proved, backend: str
+) -> None:
+    recipe = catalog.load(proved.reference.recipe)
+    assert checks.check_realised("own", plan(recipe, "ddp", 2), proved.ddp).passed is True
+    check = checks.check_realised("own", plan(recipe, backend, 2), proved.ddp)
+    assert check.passed is False
+    for what in ("parameters", "gradients", "optimizer"):
+        assert f"{what}: [" in check.summary
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "lora_A.weight is missing"),
+        ("empty", "is empty"),
+        ("zeros", "is all zeros: never trained"),
+        ("other", "in plain transformers"),
+    ],
+)
+def test_a_damaged_result_is_found(
+    proved: Proved, tiny: Tiny, tmp_path: Path, damage: str, said: str
+) -> None:
+    run = proved.copy_of("ddp", tmp_path / "ddp")
+    file = run.final / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(name for name in tensors if "lora_A" in name)
+    if damage == "missing":
+        del tensors[first]
+    elif damage == "empty":
+        tensors[first] = torch.empty(0, 64)
+    elif damage == "zeros":
+        tensors = {k: torch.zeros_like(v) if "lora_B" in k else v for k, v in tensors.items()}
+    else:
+        tensors = {k: 1.01 * v for k, v in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    subject = subject_of(tiny, tmp_path)
+    (check,) = check_deliveries([Delivery("own", "ddp", subject, run, bf16=False)], FP32)
+    assert check.passed is False
+    assert said in check.summary
+
+
+def proof_of(proved: Proved, *found: Check) -> Proof:
+    """A proof with these checks in place of its own."""
+    fields = {field.name: proved.record[field.name] for field in dataclasses.fields(Proof)}
+    return Proof(**(fields | {"checks": found, "tolerance": FP32, "refused": ()}))
+
+
+def test_a_recipe_that_cannot_be_trained_is_not_proved(
+    proved: Proved, finetune: Finetune, tmp_path: Path
+) -> None:
+    words = ["optim.lr=1e30", "optim.warmup=0", "--backends", "single", "--output", tmp_path / "p"]
+    done = finetune("prove", proved.recipe, *words)
+    assert done.status == 1, done.output
+    assert "Traceback" not in done.output
+    assert "not proved: 1 of 1 checks failed" in done.stdout
+    record = json.loads((tmp_path / "p" / "proof.json").read_text())
+    assert record["proved"] is False
+    assert record["checks"][0]["passed"] is False
+
+
+# What is proved ----------------------------------------------------------------------------------
+
+
+def test_refused_pairs_are_listed_with_the_reason(tiny: Tiny, tmp_path: Path) -> None:
+    subject = subject_of(tiny, tmp_path, optim={"name": "adamw_8bit"})
+    request = Request(subject.recipe, ("ddp", "zero2"), SHAPE, tmp_path)
+    pairs, refused = settle(request, {"own": subject})
+    assert [pair.where for pair in pairs] == ["ddp on 2"]
+    assert [(each.kind, each.backend) for each in refused] == [("own", "zero2")]
+    assert "adamw_8bit quantises its moments in blocks" in refused[0].reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "adapted"),
+    [
+        ("own", "none", True),
+        ("lora", "none", True),
+        ("qlora", "nf4", True),
+        ("full", "none", False),
+    ],
+)
+def test_a_kind_is_what_is_trained(
+    tiny: Tiny, tmp_path: Path, kind: Any, quantization: str, adapted: bool
+) -> None:
+    recipe = subject_of(tiny, tmp_path, kind).recipe
+    assert (recipe.model.quantization, recipe.adapter is not None) == (quantization, adapted)
+
+
+def test_what_this_machine_lacks_is_stood_in_for_and_said(tmp_path: Path) -> None:
+    recipe = catalog.resolve("qwen3_0_6b_lora")
+    subject = make_subject(recipe, SHAPE, tmp_path / "subject", tmp_path / "cache")
+    config = AutoConfig.from_pretrained(subject.recipe.model.name)
+    assert (config.model_type, config.num_hidden_layers) == ("qwen3", 2)
+    assert config.tie_word_embeddings
+    told = " ".join(subject.notes)
+    for what in (
+        "the tokenizer of Qwen/Qwen3-0.6B is not on this machine",
+        "its architecture is the published one",
+        "tatsu-lab/alpaca is not on this machine: rows are generated",
+    ):
+        assert what in told
+    fewest, most = subject.trained_tokens
+    assert fewest < most / 10
+    assert subject.recipe.optim == recipe.optim
+    assert subject.recipe.adapter == recipe.adapter
+
+
+def test_the_real_model_is_not_stood_in_for(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, whole=True)
+    with pytest.raises(FinetuneError, match="not on this machine; --full proves the real model"):
+        make_subject(catalog.resolve("qwen3_0_6b_lora"), shape, tmp_path / "s", tmp_path / "c")
+
+
+def test_the_recipes_own_batch_is_kept_where_asked(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = catalog.from_fields(tiny.fields(batch={"rows": 24, "micro_rows": 3}))
+    shape = dataclasses.replace(SHAPE, own_batch=True)
+    subject = make_subject(recipe, shape, tmp_path / "s", tmp_path / "c")
+    assert subject.recipe.batch == recipe.batch
+
+
+def test_every_architecture_shrinks_to_one_of_its_own(assets: Path) -> None:
+    for path in sorted((assets / "configs").rglob("*.json")):
+        config = AutoConfig.for_model(**json.loads(path.read_text())).to_dict()
+        small = AutoConfig.for_model(**shrink(config, 300, 128))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(small)
+        assert small.model_type == config["model_type"]
+        assert sum(p.numel() for p in model.parameters()) < 600_000, path
+        assert small.tie_word_embeddings == config.get("tie_word_embeddings", True), path
+
+
+# Where a proof goes ------------------------------------------------------------------------------
+
+
+def test_a_report_includes_the_proof_of_its_recipe(
+    proved: Proved, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = catalog.override(catalog.load(proved.recipe), ["max_steps=1"])
+    run = ft.train(recipe, precision="fp32", output=tmp_path / "run")
+    done = finetune("report", run.root, "--proof", proved.output)
+    assert done.status == 0, done.output
+    assert proved.record["verdict"] in run.report.read_text()
+    write_json(run.recipe, catalog.to_fields(other_than(recipe)))
+    done = finetune("report", run.root, "--proof", proved.output)
+    assert done.status == 2
+    assert "a proof of another recipe" in done.stderr
+    assert "optim.lr: 0.004 -> 0.5" in done.stderr
+
+
+def other_than(recipe: Recipe) -> Recipe:
+    return recipe.with_optim(lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backends", "ddpp"], "backend 'ddpp': unknown; did you mean 'ddp'?"),
+        (["--backends", ","], "--backends: got ',', expected names with commas, or all"),
+        (["--kinds", "qlorra"], "--kinds: got 'qlorra', expected some of"),
+        (["--steps", "3"], "--steps: got 3, expected at least 6"),
+        (["--output", "."], "which no proof wrote; choose another --output"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_started(
+    proved: Proved, finetune: Finetune, tmp_path: Path, words: list[str], said: str
+) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    done = finetune("prove", proved.recipe, *words, cwd=tmp_path)
+    assert done.status == 2, done.output
+    assert said in done.stderr
+    assert (tmp_path / "mine.txt").read_text() == "keep"
