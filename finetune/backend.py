@@ -328,6 +328,17 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def meeting_point() -> tuple[str, int]:
+    """Host and port of the store through which the processes of a job find each other."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+
+
+def launcher() -> int | None:
+    """Process number of the `finetune launch` that waits for this process, where there is one."""
+    number = os.environ.get("FINETUNE_LAUNCHER")
+    return int(number) if number else None
+
+
 def _launcher_arguments() -> list[str]:
     """The words after `launch` of the `accelerate launch` that started this process."""
     for parent in psutil.Process().parents():

@@ -26,7 +26,8 @@ SECTIONS: dict[str, type] = {
 }
 FREE_TO_CHANGE = {
     "backend", "evaluation", "max_steps", "epochs", "saving", "trackers",
-    "batch.micro_rows", "model.activation_checkpointing", "model.attention",
+    "batch.micro_rows", "model.activation_checkpointing", "model.attention", "model.pickle",
+    "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
 """Fields that a continued run may change: they leave the mathematics of the steps as they are."""
 

@@ -13,8 +13,6 @@ or shuffled depends on the seed and the step alone, so no generator has a state 
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,9 +29,9 @@ from transformers import PreTrainedTokenizerBase
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.fragments import Fragment, local, restore
+from finetune.integrity import FORMAT, read_manifest, sha256
 from finetune.run import Run, write_json
 
-FORMAT = 1
 SHARD_BYTES = 4 * 1024**3
 
 
@@ -48,6 +46,8 @@ class Progress:
     best_step: int | None = None
     stale: int = 0
     """Evaluations in a row that were not better."""
+    skipped: int = 0
+    """Steps that were not taken, because their gradient was not finite."""
 
 
 def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -64,7 +64,7 @@ def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedToke
     engine.accelerator.wait_for_everyone()
     mine = _attempt(lambda: _save_fragments(engine, scratch / "state"))
     scalars = _agree(engine, mine, folder)
-    shapes = {name: tuple(_whole_shape(p)) for name, p in engine.trained()}
+    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
     outcome: Any = None
     if engine.speaks:
         outcome = _attempt(
@@ -84,7 +84,7 @@ def _attempt(work: Any) -> Any:
 
 def _agree(engine: Engine, mine: Any, folder: Path) -> list[Any]:
     """Everybody's outcome on every rank; raises on all of them when one failed."""
-    outcomes = _gather(engine, mine)
+    outcomes = gather(engine, mine)
     errors = sorted({o for o in outcomes if isinstance(o, str) and o.startswith("error: ")})
     if not errors:
         return outcomes
@@ -96,7 +96,7 @@ def _agree(engine: Engine, mine: Any, folder: Path) -> list[Any]:
     raise TrainingFailure(f"{folder}: the checkpoint could not be written ({causes}); {standing}")
 
 
-def _gather(engine: Engine, mine: Any) -> list[Any]:
+def gather(engine: Engine, mine: Any) -> list[Any]:
     if engine.world == 1:
         return [mine]
     outcomes: list[Any] = [None] * engine.world
@@ -228,13 +228,8 @@ def _write_model(
         module.generation_config.save_pretrained(folder)
 
 
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Reader:
@@ -293,10 +288,6 @@ class Reader:
         return self.range(name, key, 0, last[0] + last[1])
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())
-
-
 def progress_of(folder: Path) -> Progress:
     return Progress(**read_manifest(folder)["progress"])
 
@@ -308,7 +299,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         FinetuneError: its parameters are not those of the checkpoint.
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
-    here = {n: tuple(_whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
+    here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
     differing = sorted(
         name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
     )
@@ -345,6 +336,21 @@ def load_state(engine: Engine, folder: Path) -> None:
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 
         restore(engine, reader.range, extras)
+
+
+def compare(engine: Engine, folder: Path) -> list[str]:
+    """Trained parameters whose checkpoint differs from what this rank holds of them."""
+    differing: list[str] = []
+    with Reader(folder) as reader:
+        for fragment in local(engine):
+            same = (
+                torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
+                            _to_host(values))
+                for key, values in fragment.values.items()
+            )  # fmt: skip
+            if not all(same):
+                differing.append(fragment.name)
+    return differing
 
 
 def prune(run: Run, keep: int, best: int | None) -> None:

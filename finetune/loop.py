@@ -1,7 +1,6 @@
 """The training loop: exact sums, one division, and nothing that depends on the engine."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ from finetune.data.batch import MicroBatch, collate
 from finetune.data.order import micro_batches, rows_of_step
 from finetune.data.prepare import Rows
 from finetune.engine import Engine
-from finetune.errors import TrainingFailure
+from finetune.guard import poison, suspects
 from finetune.optim import learning_rate
 
 
@@ -29,6 +28,8 @@ class StepResult:
     slots: int
     """Token slots that were computed, padding included."""
     seconds: float
+    suspects: list[int] | None = None
+    """Rows of a step that was not taken, because its loss or gradient was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,7 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
 
     The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
-    accumulation and the mean over ranks.
-
-    Raises:
-        TrainingFailure: the loss is not finite.
+    accumulation and the mean over ranks. Where the gradient is not finite, nothing is updated.
     """
     begun = time.perf_counter()
     plan = engine.plan
@@ -61,7 +59,7 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
     ]
     terms, real_tokens, slots = (int(value) for value in engine.sum(counted))
     scale = engine.world * plan.accumulation / max(1, terms)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    losses: list[torch.Tensor] = []
     engine.model.train()
     for index, (number, batch) in enumerate(batches):
         last = index == len(batches) - 1
@@ -69,18 +67,15 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
         torch.manual_seed(_dropout_seed(recipe.seed, step, number))
         with engine.unsynchronised(last):
             loss = recipe.loss(engine.model, batch)
-            engine.backward(loss * scale, last)
-        total += loss.detach()
+            engine.backward(poison(loss) * scale, last)
+        losses.append(loss.detach().double())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
-    norm = float(engine.step(lr))
-    mean = engine.sum([total.item()])[0] / max(1, terms)
-    if not (math.isfinite(mean) and math.isfinite(norm)):
-        raise TrainingFailure(
-            f"step {step + 1}: loss {mean}, gradient norm {norm}; lower optim.lr, or look at the "
-            f"rows of this step with seed {recipe.seed}"
-        )
+    norm, taken = engine.step(lr)
+    sums = torch.stack(losses)  # (accumulation,)
+    mean = engine.sum([sums.sum().item()])[0] / max(1, terms)
+    blamed = None if taken else suspects(engine, sums, step, len(rows))
     seconds = time.perf_counter() - begun
-    return StepResult(mean, norm, lr, terms, real_tokens, slots, seconds)
+    return StepResult(mean, norm, lr, terms, real_tokens, slots, seconds, blamed)
 
 
 def _micro_batches(

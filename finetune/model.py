@@ -112,14 +112,26 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 dtype=_weight_dtype(plan),
                 attn_implementation=model.attention,
                 trust_remote_code=model.trust_remote_code,
+                use_safetensors=None if model.pickle else True,  # a pickle can run code
+                weights_only=True,
                 quantization_config=quantization_config(
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
                 ),
             )
     except (OSError, ValueError, ImportError) as error:
         raise FinetuneError(
-            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}"
+            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{pickle_hint(error)}"
         ) from None
+
+
+def pickle_hint(error: Exception) -> str:
+    """What to do where transformers found no safetensors, as the end of a message."""
+    if "model.safetensors" not in str(error):
+        return ""
+    return (
+        "; weights in a pickle are refused, because one can run code: convert them to safetensors, "
+        "or set model.pickle=true where you trust who made them"
+    )
 
 
 def reads_base(adapter: LoRA | None) -> bool:

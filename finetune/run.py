@@ -9,6 +9,8 @@ RUN/
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   samples.json       generations before and after, where they were asked for
   checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
+  flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
+  run.lock           held by the process that trains
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or whole model, tokenizer, model card (README.md)
   loss.png
@@ -70,6 +72,10 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def flight_records(self) -> Path:
+        return self.root / "flight_records"
 
     @property
     def best(self) -> Path:

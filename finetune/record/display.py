@@ -24,6 +24,7 @@ from finetune.record.metrics import (
     Evaluated,
     Record,
     Saved,
+    Skipped,
     Start,
     Trained,
     read_history,
@@ -95,6 +96,8 @@ class Display:
                 self._begin(record)
             case Trained():
                 self._step(record)
+            case Skipped():
+                self._say(f"[yellow]warning:[/] {escape(record.told)}")
             case Evaluated():
                 self._say(self._evaluation_line(record))
                 self._evaluated.append(record)

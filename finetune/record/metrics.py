@@ -88,6 +88,20 @@ class Trained(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Skipped(Record):
+    """A step was not taken, because its loss or gradient was not finite; the run goes on."""
+
+    kind: ClassVar[str] = "skip"
+
+    loss: float
+    grad_norm: float
+    rows: list[str]
+    """What the step trained on, as far as it can be told."""
+    told: str
+    """For a person."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
     """The held-out rows were measured."""
 
@@ -127,7 +141,7 @@ class Ended(Record):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Trained, Evaluated, Saved, Ended)
+    kind.kind: kind for kind in (Start, Trained, Skipped, Evaluated, Saved, Ended)
 }
 
 Listener = Callable[[Record], None]
