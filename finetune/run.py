@@ -114,15 +114,15 @@ class Run:
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, all or of one kind; a torn last line is left out."""
+        """The records of `metrics.jsonl`, all or of one kind; a line that is none is left out."""
         if not self.metrics.exists():
             return
-        for line in self.metrics.read_text().splitlines():
+        for line in self.metrics.read_bytes().splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
-            if kind is None or record.get("kind") == kind:
+            if isinstance(record, dict) and kind in (None, record.get("kind")):
                 yield record
 
 
