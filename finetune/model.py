@@ -1,6 +1,7 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
 import contextlib
+import pickle
 import re
 import zlib
 from typing import Any
@@ -118,20 +119,22 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
                 ),
             )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, pickle.UnpicklingError) as error:
         raise FinetuneError(
-            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{pickle_hint(error)}"
+            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{advice(error)}"
         ) from None
 
 
-def pickle_hint(error: Exception) -> str:
-    """What to do where transformers found no safetensors, as the end of a message."""
-    if "model.safetensors" not in str(error):
-        return ""
-    return (
-        "; weights in a pickle are refused, because one can run code: convert them to safetensors, "
-        "or set model.pickle=true where you trust who made them"
-    )
+def advice(error: Exception) -> str:
+    """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "custom code" in str(error):
+        return "; that code runs only with model.trust_remote_code=true"
+    if "model.safetensors" in str(error):
+        return (
+            "; weights in a pickle are refused, because one can run code: convert them to "
+            "safetensors, or set model.pickle=true where you trust who made them"
+        )
+    return ""
 
 
 def reads_base(adapter: LoRA | None) -> bool:
