@@ -138,7 +138,7 @@ class Heartbeat:
             self._on_loss(TrainingFailure(message))
 
     def _end_as_orphan(self) -> None:
-        gone = self._launcher is not None and not psutil.pid_exists(self._launcher)
+        gone = self._launcher is not None and has_ended(self._launcher)
         if gone or os.getppid() != self._parent:
             self._parent, self._launcher = os.getppid(), None  # asked once
             self._on_orphan()
@@ -262,10 +262,12 @@ def end_here(beats: list[Beat]) -> None:
 
 def gone_here(beat: Beat) -> bool:
     """Whether a process of this host has ended."""
-    if beat.host != socket.gethostname():
-        return False
+    return beat.host == socket.gethostname() and has_ended(beat.pid)
+
+
+def has_ended(pid: int) -> bool:
     try:
-        return psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
