@@ -170,6 +170,8 @@ class Saving:
     """Optimizer steps between checkpoints; by default once, at the end."""
     keep: Positive = 2
     """Newest checkpoints that stay; the best one by evaluation loss stays besides."""
+    background: bool = False
+    """Write checkpoints while training goes on: for a copy of the state in host memory."""
     rehearse: bool = False
     """Before the first step, write a checkpoint of the real state and read it back."""
 

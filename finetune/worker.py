@@ -36,11 +36,12 @@ from finetune.recipe import Recipe
 from finetune.record.card import write_card
 from finetune.record.display import Display
 from finetune.record.environment import environment
-from finetune.record.metrics import Ended, Evaluated, Metrics, Saved, Skipped, Start, Trained
+from finetune.record.metrics import Ended, Evaluated, Metrics, Skipped, Start, Trained
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
 from finetune.result.publish import publish
 from finetune.run import Run, write_json
+from finetune.saver import Saver
 
 T = TypeVar("T")
 
@@ -274,6 +275,7 @@ class Training:
     def _loop(self) -> None:
         self.begun, self.tokens, self.spent = time.perf_counter(), 0, 0.0
         first, stop = self.progress.step, self._patience_is_over()
+        self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
         self.interruption.defer()
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
@@ -290,9 +292,16 @@ class Training:
             stop = self._patience_is_over()
             done = stop or step + 1 == self.steps
             self._save_if_due(done or bool(interrupted), better)
+            self._record_saved()
             if interrupted and not done:
+                self._finish_saving()
                 self._end_interrupted()
+        self._finish_saving()
         self._end("early stop" if stop else "finished")
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        self._record_saved()
 
     def _patience_is_over(self) -> bool:
         patience = self.recipe.evaluation.patience
@@ -410,15 +419,11 @@ class Training:
         due = done or (every is not None and self.progress.step % every == 0)
         if not (due or better):
             return
-        begun = time.perf_counter()
-        size = checkpoint.save(self.engine, self.run, self.progress, self.tokenizer)
-        if self.engine.speaks:
-            if better:
-                record = {"step": self.progress.step, "loss": self.progress.best_loss}
-                write_json(self.run.best, record)
-            checkpoint.prune(self.run, self.recipe.saving.keep, self.progress.best_step)
-        seconds = time.perf_counter() - begun
-        self.metrics.write(Saved(step=self.progress.step, seconds=seconds, bytes=size))
+        self.saver.save(self.progress, better)
+
+    def _record_saved(self) -> None:
+        for saved in self.saver.written():
+            self.metrics.write(saved)
 
 
 def accelerators() -> list[str]:

@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
         "fragments", "checkpoint", "memory", "ops", "integrity", "interruption", "heartbeat",
         "guard",
     },
-    {"loop", "record", "result", "preflight", "claim", "readiness"},
+    {"loop", "record", "result", "preflight", "claim", "readiness", "saver"},
     {"worker", "quickstart"},
     {"cli", "launcher", "__init__", "__main__"},
 ]  # fmt: skip
@@ -29,7 +29,7 @@ INNER_ORDER = {
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
-    ("readiness", "record"),
+    ("readiness", "record"), ("saver", "record"),
     ("engine", "ops"), ("model", "engine"), ("model", "quantization"),
     ("quickstart", "worker"),
     ("cli", "launcher"), ("__main__", "cli"),

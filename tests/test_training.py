@@ -15,6 +15,7 @@ from test_backends import FP32, equal_state, largest, losses
 
 import finetune as ft
 from finetune import catalog
+from finetune.integrity import damage
 from finetune.optim import learning_rate
 from finetune.recipe import Optim
 from finetune.run import Run
@@ -186,3 +187,17 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tiny: Tiny, tmp_path: Path) 
             assert (run.checkpoint(newest) / name).stat().st_size == entry["bytes"]
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_saving_in_the_background_writes_the_same_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+    sections = {"saving": {"every": 1, "keep": 9}, "adapter": {"r": 8}}
+    waiting = train(tiny, tmp_path / "waiting", **sections)
+    sections["saving"]["background"] = True
+    going_on = train(tiny, tmp_path / "going-on", **sections)
+    assert losses(going_on) == losses(waiting)
+    assert going_on.steps() == waiting.steps() == [1, 2, 3, 4, 5, 6]
+    for step in waiting.steps():
+        assert equal_state(waiting.checkpoint(step), going_on.checkpoint(step))
+        assert damage(going_on.checkpoint(step)) == []
+    assert sorted(r["step"] for r in going_on.read_metrics("save")) == [1, 2, 3, 4, 5, 6]
+    assert going_on.best_step() == waiting.best_step()

@@ -122,6 +122,7 @@ class Saved(Record):
     kind: ClassVar[str] = "save"
 
     seconds: float
+    """How long training stood still for it."""
     bytes: int
 
 
