@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import startup, training
+from benchmarks import saving, startup, training
 from benchmarks.record import Circumstances, write
 
-PARTS = ("startup", "training")
+EVERYDAY = ("startup", "training")
+PARTS = (*EVERYDAY, "saving")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -23,10 +24,15 @@ def main(words: Sequence[str]) -> int:
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.only or PARTS:
+        for part in arguments.only or EVERYDAY:
             circumstances = Circumstances.now(command, arguments.note)
             if part == "startup":
                 result = startup.measure(Path(scratch), arguments.repeats)
+            elif part == "saving":
+                chosen = arguments.backends or ("single", "ddp", "fsdp_full_shard", "zero3")
+                result = saving.measure(
+                    Path(scratch), chosen, max(30, arguments.steps), arguments.gpu
+                )
             else:
                 chosen, steps = arguments.backends or training.BACKENDS, arguments.steps
                 result = training.measure(Path(scratch), chosen, steps, arguments.gpu)

@@ -87,6 +87,10 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or "accelerate"
     command = [accelerate, "launch", "--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
+    if settled.backend.engine == "deepspeed" and any("--num_machines" in flag for flag in flags):
+        # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
+        # starts them all from the first machine, by pdsh.
+        command += ["--deepspeed_multinode_launcher", "standard"]
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
