@@ -175,6 +175,8 @@ def _run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="run directory; by default runs/RECIPE")
     parser.add_argument(
         "--resume",
+        nargs="?",
+        const="yes",
         choices=("yes", "auto"),
         metavar="auto",
         help="continue from the newest checkpoint; `--resume auto` starts where there is none",
