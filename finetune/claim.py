@@ -37,7 +37,6 @@ def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
             continued, none where one was to be continued, or no intact checkpoint of it.
     """
     if not run.recipe.exists():
-        _refuse_foreign(run.root)
         if resume is True:
             raise FinetuneError(
                 f"{run.root}: no run to resume; leave --resume out to start one, or write "
@@ -134,11 +133,13 @@ def locked(run: Run) -> Iterator[None]:
     """Hold a run directory against other processes; the system lets go when this one ends.
 
     Raises:
-        FinetuneError: another process holds it, or nothing can be written there.
+        FinetuneError: another process holds it, it holds something else than a run, or nothing can
+            be written there.
     """
+    if not run.recipe.exists():
+        _refuse_foreign(run.root)
     path = run.root / "run.lock"
     try:
-        run.root.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     except OSError as error:
         raise _no_place(run.root, error) from None
@@ -161,4 +162,8 @@ def locked(run: Run) -> Iterator[None]:
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if not run.recipe.exists():  # refused before the record began: nothing stays
+                path.unlink(missing_ok=True)

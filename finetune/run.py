@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.errors import FinetuneError
 
@@ -119,11 +119,13 @@ class Run:
             return
         for line in self.metrics.read_bytes().splitlines():
             try:
-                record = json.loads(line)
+                read = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and kind in (None, record.get("kind")):
-                yield record
+            if isinstance(read, dict):
+                record = cast(dict[str, Any], read)
+                if kind is None or record.get("kind") == kind:
+                    yield record
 
 
 def open_run(root: str | Path) -> Run:
