@@ -73,7 +73,9 @@ class Heartbeat:
         self._meeting, self._dumps = meeting, dumps
         self._on_orphan, self._on_loss, self._standing = on_orphan, on_loss, standing
         self._main = threading.main_thread().ident
-        self._parent, self._launcher = os.getppid(), launcher
+        # One process may outlive the shell that started it; a rank's parent is torch's agent.
+        self._parent = os.getppid() if engine.world > 1 else None
+        self._launcher = launcher
         self._stopped = threading.Event()
         self._number = 0
         self._store: TCPStore | None = None
@@ -139,8 +141,8 @@ class Heartbeat:
 
     def _end_as_orphan(self) -> None:
         gone = self._launcher is not None and has_ended(self._launcher)
-        if gone or os.getppid() != self._parent:
-            self._parent, self._launcher = os.getppid(), None  # asked once
+        if gone or self._parent not in (None, os.getppid()):
+            self._parent, self._launcher = None, None  # asked once
             self._on_orphan()
 
     def _place(self) -> str:
@@ -169,6 +171,10 @@ class Heartbeat:
             return None
         self._dump()
         first_line = str(error).strip().splitlines()[0].rsplit("] ", 1)[-1]
+        if self._store is None:
+            return TrainingFailure(
+                f"rank {self._rank} lost the others before step 1: {first_line}; {self._standing()}"
+            )
         try:
             told = self._told()
             if told is None:

@@ -128,3 +128,19 @@ def test_under_accelerate_launch_a_signal_saves_too(tiny: Tiny, tmp_path: Path) 
     assert process.returncode != 0  # torch's agent has a status of its own for a signal
     assert run.newest() == steps_made(run)
     assert "interrupted by SIGTERM" in told
+
+
+def test_a_run_of_one_process_outlives_the_shell_that_started_it(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    words = words_of(tiny, run.root, **SHORT | {"max_steps": 200})
+    line = f"{sys.executable} -m finetune {' '.join(words)} >out 2>&1 & echo $!"
+    started = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment(tmp_path), text=True, check=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    worker = psutil.Process(int(started.stdout))
+    worker.wait(timeout=300)
+    assert [record["reason"] for record in run.read_metrics("end")] == ["finished"]
+    assert run.newest() == 200
