@@ -1,4 +1,4 @@
-"""Measure this machine: how long the command line takes to start, and what each backend does."""
+"""Measure this machine, a part at a time: `python -m benchmarks [PART ...]`."""
 
 import argparse
 import shlex
@@ -7,40 +7,55 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import memory, startup, training
-from benchmarks.record import Circumstances, write
+from benchmarks import memory, saving, startup, training
+from benchmarks.record import Circumstances, Result, write
 
-PARTS = ("startup", "training")
-ALSO = ("memory",)
-"""Parts that run only when they are named."""
+EVERYDAY = ("startup", "training")
+"""What is measured when nothing is named."""
+PARTS = (*EVERYDAY, "memory", "saving")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = build_parser().parse_args(words)
+    if words and words[0] == "kills":
+        from benchmarks import kills  # imports torch, which the other parts do in their own time
+
+        return kills.main(words[1:])
+    parser = build_parser()
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in [*arguments.parts, *(arguments.only or [])] or PARTS:
+        for part in arguments.parts or EVERYDAY:
             circumstances = Circumstances.now(command, arguments.note)
-            if part == "startup":
-                result = startup.measure(Path(scratch), arguments.repeats)
-            elif part == "memory":
-                chosen = arguments.backends or training.BACKENDS
-                result = memory.measure(Path(scratch) / "memory", chosen)
-            else:
-                chosen, steps = arguments.backends or training.BACKENDS, arguments.steps
-                result = training.measure(Path(scratch), chosen, steps, arguments.gpu)
+            result = measure(part, arguments, Path(scratch))
             page = write(arguments.to, part + suffix, result, circumstances)
             print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
     return 0
 
 
+def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
+    chosen: Sequence[str] | None = arguments.backends
+    match part:
+        case "startup":
+            return startup.measure(scratch, arguments.repeats)
+        case "memory":
+            return memory.measure(scratch / "memory", chosen or training.BACKENDS)
+        case "saving":
+            few = ("single", "ddp", "fsdp_full_shard", "zero3")
+            return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
+        case _:
+            backends = chosen or training.BACKENDS
+            return training.measure(scratch, backends, arguments.steps, arguments.gpu)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=(*PARTS, *ALSO), help="startup and training")
+    also = f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `kills` has options of its own"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(

@@ -126,7 +126,7 @@ def load(name: str) -> Backend:
     path = find(name)
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{path}: not YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
@@ -165,10 +165,10 @@ def _key_problems(config: dict[str, Any]) -> list[str]:
 def _value_problems(config: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     kind = config.get("distributed_type")
-    if kind not in ENGINES:
+    if not isinstance(kind, str) or kind not in ENGINES:
         problems.append(f"distributed_type: got {kind!r}, expected one of {', '.join(ENGINES)}")
-    if config.get("mixed_precision") not in PRECISIONS:
-        got = config.get("mixed_precision")
+    got = config.get("mixed_precision")
+    if not isinstance(got, str) or got not in PRECISIONS:
         problems.append(f"mixed_precision: got {got!r}, expected 'bf16' or 'no' (quoted)")
     processes = config.get("num_processes", 1)
     if type(processes) is not int or processes < 1:
@@ -202,7 +202,7 @@ def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
 def _zero_problems(zero: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     stage = zero.get("zero_stage")
-    if stage not in ZERO_SHARDS:
+    if type(stage) is not int or stage not in ZERO_SHARDS:
         problems.append(f"deepspeed_config.zero_stage: got {stage!r}, expected 1, 2 or 3")
     for key in ("offload_optimizer_device", "offload_param_device"):
         if zero.get(key, "none") not in ("none", "cpu", "nvme"):
@@ -326,6 +326,17 @@ def rank() -> int:
 def world() -> int:
     """How many processes the job has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def meeting_point() -> tuple[str, int]:
+    """Host and port of the store through which the processes of a job find each other."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+
+
+def launcher() -> int | None:
+    """Process number of the `finetune launch` that waits for this process, where there is one."""
+    number = os.environ.get("FINETUNE_LAUNCHER")
+    return int(number) if number else None
 
 
 def _launcher_arguments() -> list[str]:

@@ -26,7 +26,8 @@ SECTIONS: dict[str, type] = {
 }
 FREE_TO_CHANGE = {
     "backend", "evaluation", "max_steps", "epochs", "saving", "trackers",
-    "batch.micro_rows", "model.activation_checkpointing", "model.attention",
+    "batch.micro_rows", "model.activation_checkpointing", "model.attention", "model.pickle",
+    "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
 """Fields that a continued run may change: they leave the mathematics of the steps as they are."""
 
@@ -106,7 +107,7 @@ def load(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
         fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, ExactNumbers)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     return from_fields(fields, str(path))
 
@@ -151,7 +152,7 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
         raise FinetuneError(f"{where}: expected keys and values, got {type(fields).__name__}")
     fields = dict(fields)
     method = fields.pop("method", None)
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
         raise FinetuneError(
             f"{where}: method: got {method!r}, expected one of {known}"

@@ -13,8 +13,6 @@ or shuffled depends on the seed and the step alone, so no generator has a state 
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,10 +29,12 @@ from transformers import PreTrainedTokenizerBase
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.fragments import Fragment, local, restore
+from finetune.integrity import FORMAT, read_manifest, sha256
 from finetune.run import Run, write_json
 
-FORMAT = 1
 SHARD_BYTES = 4 * 1024**3
+
+Group = torch.distributed.ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,56 @@ class Progress:
     best_step: int | None = None
     stale: int = 0
     """Evaluations in a row that were not better."""
+    skipped: int = 0
+    """Steps that were not taken, because their gradient was not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a rank writes of a checkpoint, copied out of the training."""
+
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, dict[str, float]]
+    """Of its parameters by name."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of every trained parameter, whole."""
 
 
 def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
     """Write the checkpoint of a step, on every rank together; returns its size in bytes.
+
+    Raises:
+        TrainingFailure: see `write`.
+    """
+    return write(engine, run, progress, tokenizer, take(engine))
+
+
+def take(engine: Engine) -> State:
+    """A copy of this rank's state in host memory, on every rank together."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, float]] = {}
+    for fragment in local(engine):
+        for key, values in fragment.values.items():
+            if values.numel():
+                tensors[f"{fragment.name}|{key}|{fragment.start}"] = _to_host(values)
+        for key, values in fragment.whole.items():
+            tensors[f"{fragment.name}|{key}|whole"] = _to_host(values)
+        scalars[fragment.name] = fragment.scalars
+    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
+    return State(tensors, scalars, shapes)
+
+
+def write(
+    engine: Engine,
+    run: Run,
+    progress: Progress,
+    tokenizer: PreTrainedTokenizerBase,
+    state: State,
+    group: Group | None = None,
+) -> int:
+    """Write a checkpoint from what each rank has taken; returns its size in bytes.
+
+    `group` is the one through which the ranks agree, for a thread beside the training.
 
     Raises:
         TrainingFailure: on every rank, when any of them could not write (a full disk, say). The
@@ -61,16 +107,16 @@ def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedToke
     scratch = folder.with_name(f".{folder.name}.partial")
     if engine.speaks:
         shutil.rmtree(scratch, ignore_errors=True)
-    engine.accelerator.wait_for_everyone()
-    mine = _attempt(lambda: _save_fragments(engine, scratch / "state"))
-    scalars = _agree(engine, mine, folder)
-    shapes = {name: tuple(_whole_shape(p)) for name, p in engine.trained()}
+    gather(engine, None, group)  # nobody writes before that is done
+    mine = _attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
+    _agree(engine, mine, folder, group)
+    scalars = gather(engine, state.scalars, group)
     outcome: Any = None
     if engine.speaks:
         outcome = _attempt(
-            lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, shapes)
+            lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, state.shapes)
         )
-    sizes = _agree(engine, outcome, folder)
+    sizes = _agree(engine, outcome, folder, group)
     return sizes[0]
 
 
@@ -82,9 +128,9 @@ def _attempt(work: Any) -> Any:
         return f"error: {error}"
 
 
-def _agree(engine: Engine, mine: Any, folder: Path) -> list[Any]:
+def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list[Any]:
     """Everybody's outcome on every rank; raises on all of them when one failed."""
-    outcomes = _gather(engine, mine)
+    outcomes = gather(engine, mine, group)
     errors = sorted({o for o in outcomes if isinstance(o, str) and o.startswith("error: ")})
     if not errors:
         return outcomes
@@ -96,30 +142,20 @@ def _agree(engine: Engine, mine: Any, folder: Path) -> list[Any]:
     raise TrainingFailure(f"{folder}: the checkpoint could not be written ({causes}); {standing}")
 
 
-def _gather(engine: Engine, mine: Any) -> list[Any]:
+def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
+    """What every rank has, on every rank."""
     if engine.world == 1:
         return [mine]
     outcomes: list[Any] = [None] * engine.world
-    torch.distributed.all_gather_object(outcomes, mine)
+    torch.distributed.all_gather_object(outcomes, mine, group=group)
     return outcomes
 
 
-def _save_fragments(engine: Engine, folder: Path) -> dict[str, dict[str, float]]:
-    """Write this rank's file; returns the scalars of its parameters by name."""
+def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, dict[str, float]] = {}
-    for fragment in local(engine):
-        for key, values in fragment.values.items():
-            if values.numel():
-                tensors[f"{fragment.name}|{key}|{fragment.start}"] = _to_host(values)
-        for key, values in fragment.whole.items():
-            tensors[f"{fragment.name}|{key}|whole"] = _to_host(values)
-        scalars[fragment.name] = fragment.scalars
     path = folder / f"rank-{engine.rank:05d}-of-{engine.world:05d}.safetensors"
     save_file(tensors, path)
     _flush(path)
-    return scalars
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
@@ -228,13 +264,8 @@ def _write_model(
         module.generation_config.save_pretrained(folder)
 
 
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Reader:
@@ -293,10 +324,6 @@ class Reader:
         return self.range(name, key, 0, last[0] + last[1])
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())
-
-
 def progress_of(folder: Path) -> Progress:
     return Progress(**read_manifest(folder)["progress"])
 
@@ -308,7 +335,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         FinetuneError: its parameters are not those of the checkpoint.
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
-    here = {n: tuple(_whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
+    here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
     differing = sorted(
         name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
     )
@@ -345,6 +372,21 @@ def load_state(engine: Engine, folder: Path) -> None:
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 
         restore(engine, reader.range, extras)
+
+
+def compare(engine: Engine, folder: Path) -> list[str]:
+    """Trained parameters whose checkpoint differs from what this rank holds of them."""
+    differing: list[str] = []
+    with Reader(folder) as reader:
+        for fragment in local(engine):
+            same = (
+                torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
+                            _to_host(values))
+                for key, values in fragment.values.items()
+            )  # fmt: skip
+            if not all(same):
+                differing.append(fragment.name)
+    return differing
 
 
 def prune(run: Run, keep: int, best: int | None) -> None:

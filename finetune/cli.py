@@ -9,16 +9,22 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
 from finetune.quiet import quiet
 
+if TYPE_CHECKING:
+    from finetune.claim import Resume
+
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 (training failed) or 2 (a person's mistake)."""
+    """Run a command; returns its exit status.
+
+    That is 0, 1 (training failed), 2 (a person's mistake) or 75 (interrupted, and saved).
+    """
     parser = build_parser()
-    arguments, unknown = parser.parse_known_args(words)
+    arguments, unknown = parser.parse_known_args(_spell_out_resume(words))
     _sort_out(arguments, unknown)
     quiet()
     try:
@@ -30,6 +36,18 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def _spell_out_resume(words: Sequence[str] | None) -> list[str]:
+    """`--resume auto` as one word, and `--resume` with its value: a recipe may stand behind it."""
+    given = list(sys.argv[1:] if words is None else words)
+    spelt: list[str] = []
+    for word in given:
+        if spelt and spelt[-1] == "--resume=yes" and word == "auto":
+            spelt[-1] = "--resume=auto"
+        else:
+            spelt.append("--resume=yes" if word == "--resume" else word)
+    return spelt
 
 
 def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
@@ -100,6 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
     _recipe_words(launching)
     _backend_words(launching)
     _run_words(launching)
+    launching.add_argument(
+        "--max-restarts", type=_count, default=0, help="start anew after a failure so many times"
+    )
     launching.epilog = "Other --flags are passed to `accelerate launch`."
 
     exporting = verb("export", export_run, "write a run's result as a model that loads everywhere")
@@ -157,7 +178,14 @@ def _backend_words(parser: argparse.ArgumentParser) -> None:
 
 def _run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="run directory; by default runs/RECIPE")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="yes",
+        choices=("yes", "auto"),
+        metavar="auto",
+        help="continue from the newest checkpoint; `--resume auto` starts where there is none",
+    )
     parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
     parser.add_argument(
         "--timeout", type=float, default=30.0, help="minutes a rank waits for others"
@@ -180,6 +208,10 @@ def _proof_words(parser: argparse.ArgumentParser) -> None:
 
 def _output(arguments: argparse.Namespace) -> Path:
     return arguments.output or Path("runs") / Path(arguments.recipe).stem
+
+
+def _resume(arguments: argparse.Namespace) -> "Resume":
+    return "auto" if arguments.resume == "auto" else arguments.resume is not None
 
 
 def list_recipes(arguments: argparse.Namespace) -> int:
@@ -235,7 +267,9 @@ def train_recipe(arguments: argparse.Namespace) -> int:
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     from finetune.worker import Options, train
 
-    options = Options(_output(arguments), arguments.resume, arguments.nvme_path, arguments.timeout)
+    options = Options(
+        _output(arguments), _resume(arguments), arguments.nvme_path, arguments.timeout
+    )
     train(recipe, arguments.backend, arguments.precision, options=options)
     return 0
 
@@ -252,10 +286,11 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
         arguments.backend,
         arguments.processes,
         _output(arguments),
-        arguments.resume,
+        _resume(arguments),
         arguments.precision,
         arguments=words,
         flags=arguments.flags,
+        max_restarts=arguments.max_restarts,
     )
     return 0
 

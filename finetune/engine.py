@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,28 +164,44 @@ class Engine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def step(self, lr: float) -> torch.Tensor | float:
-        """Clip, update, and clear the gradients; returns the norm before clipping."""
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Clip, update, and clear the gradients.
+
+        Returns the norm before clipping, and whether the update was made: a gradient that is not
+        finite is dropped, on every rank alike, because its norm is that of the whole job.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         if not self.held_gradients:
             self.held_gradients = self._gradient_elements()
         if self.deepspeed:
+            # DeepSpeed 0.19 drops such a gradient by itself, in every stage and precision.
             self.model.step()
-            return self.model.get_global_grad_norm()
+            return float(self.model.get_global_grad_norm()), not self.model.optimizer.overflow
         limit = self.plan.recipe.optim.max_grad_norm
         bound = float("inf") if limit is None else limit
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
+        clipped = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+        taken = math.isfinite(norm)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if taken:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm, taken
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in fp64."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(tensor, "sum").tolist()
+
+    def largest(self, values: list[int]) -> list[int]:
+        """Element-wise maximum over all ranks."""
+        if self.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return tensor.tolist()
 
     def held(self) -> Held:
         """What this rank holds; meaningful after the first step."""

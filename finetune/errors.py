@@ -24,6 +24,15 @@ class TrainingFailure(FinetuneError):
     exit_status = 1
 
 
+class Interrupted(FinetuneError):
+    """A signal asked for the end; what was trained is saved: exit status 75 (EX_TEMPFAIL).
+
+    A scheduler may start the same command again, with `--resume auto`.
+    """
+
+    exit_status = 75
+
+
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """The closest known word as `; did you mean 'x'?`, or an empty string."""
     close = difflib.get_close_matches(got, list(known), n=1, cutoff=0.6)

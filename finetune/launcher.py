@@ -1,18 +1,23 @@
 """Start `accelerate launch` for a person: a plan becomes a command, and the command a run."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetune import backend as backends
 from finetune import catalog
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.claim import Resume, claim, finished
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.interruption import SIGNALS
 from finetune.planner import Plan
 from finetune.planner.predict import config_of
 from finetune.planner.workload import Workload
@@ -25,6 +30,15 @@ from finetune.verifier.comparison import Verification
 STATUS_FILE = "FINETUNE_STATUS_FILE"
 """Variable that names the file in which a worker leaves its error for the launcher."""
 
+LAUNCHER = "FINETUNE_LAUNCHER"
+"""Variable with the process number of the launcher: when that is gone, a worker ends."""
+
+SECONDS_TO_SAVE = 600
+"""How long workers may take from a signal to their end, before torch's agent kills them."""
+
+RECORDED_COLLECTIVES = 500
+"""Length of torch's flight recorder, in which a lost rank can be seen."""
+
 ARGUMENTS_REFUSED = 2
 """Exit status of `accelerate launch` itself for words that it cannot read."""
 
@@ -34,27 +48,38 @@ def launch(
     backend: str | None = None,
     processes: int | None = None,
     output: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     precision: backends.Precision | None = None,
     arguments: Sequence[str] = (),
     flags: Sequence[str] = (),
+    max_restarts: int = 0,
 ) -> Run:
     """Train in processes of their own, through `accelerate launch`, and wait for the end.
 
-    `arguments` go to `finetune train`, `flags` to `accelerate launch` (multi-node ones too).
+    `arguments` go to `finetune train`, `flags` to `accelerate launch` (multi-node ones too). After
+    a failure all processes start anew up to `max_restarts` times, from the newest checkpoint.
 
     Raises:
         FinetuneError: the request cannot be honoured; nothing was started.
         TrainingFailure: the processes ended with an error.
+        Interrupted: by SIGTERM or SIGINT; what was trained is saved.
     """
     machine = backends.load(backend or recipe.backend)
     settled = check(recipe, machine, processes, precision)
     root = Path(output or Path("runs") / "latest")
+    if resume and finished(Run(root), settled):
+        print(f"{root}: complete, nothing to resume", flush=True)
+        return Run(root)
+    if max_restarts:
+        # A process that starts anew has the words of the first one: `auto` serves both, once it is
+        # known here that the first one may begin.
+        claim(Run(root), recipe, resume)
+        resume, flags = "auto", ["--max_restarts", str(max_restarts), *flags]
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         recipe_file, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
         write_json(recipe_file, catalog.to_fields(recipe))
         words = ["train", str(recipe_file), "--output", str(root), *arguments]
-        words += ["--resume"] if resume else []
+        words += {True: ["--resume"], "auto": ["--resume", "auto"], False: []}[resume]
         given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
         command = build_command(settled, words, [*given, *flags])
         _run(command, status, threads=max(1, (os.cpu_count() or 1) // settled.processes))
@@ -84,6 +109,10 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or "accelerate"
     command = [accelerate, "launch", "--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
+    if settled.backend.engine == "deepspeed" and any("--num_machines" in flag for flag in flags):
+        # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
+        # starts them all from the first machine, by pdsh.
+        command += ["--deepspeed_multinode_launcher", "standard"]
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
@@ -97,12 +126,23 @@ def free_port() -> int:
 
 
 def _run(command: list[str], status: Path, threads: int) -> None:
-    """Run to the end, passing its output on; a worker's own error is raised as such."""
-    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {STATUS_FILE: str(status)}
+    """Run to the end, passing its output on; a worker's own error is raised as such.
+
+    A signal to this process goes on to the job, which has a session of its own: torch's agent
+    hands it to each worker and waits for them, by default for 30 s, too short for a large
+    checkpoint (torch 2.13).
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE),
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES),
+    }
+    environment |= os.environ | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
     process = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    try:
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    with _passed_on(process):
         assert process.stderr is not None
         for line in process.stderr:
             # What torch's agent prints after a worker has said what is wrong is a traceback of its
@@ -110,18 +150,33 @@ def _run(command: list[str], status: Path, threads: int) -> None:
             if not status.exists():
                 sys.stderr.write(line)
         code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    if status.exists():
-        told = json.loads(status.read_text())
-        kind = FinetuneError if told["status"] == FinetuneError.exit_status else TrainingFailure
-        raise kind(*told["problems"])
+    told = json.loads(status.read_text()) if code and status.exists() else None
+    if told is not None:
+        kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
+        raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
     if code == ARGUMENTS_REFUSED:
         raise FinetuneError("`accelerate launch` does not know these flags; its answer is above")
     if code:
         raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
+
+
+@contextlib.contextmanager
+def _passed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Within it, signals to this process go to the job instead; at its end, the job has ended."""
+
+    def send(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, send) for number in SIGNALS} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
 
 
 def leave_status(error: FinetuneError) -> bool:

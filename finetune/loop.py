@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from finetune.data.batch import MicroBatch, collate
 from finetune.data.order import micro_batches, rows_of_step
 from finetune.data.prepare import Rows
 from finetune.engine import Engine
-from finetune.errors import TrainingFailure
+from finetune.guard import poison, suspects
 from finetune.optim import learning_rate
 
 
@@ -34,6 +33,8 @@ class StepResult:
     padded: bool
     """Whether some of them are padding."""
     seconds: float
+    suspects: list[int] | None = None
+    """Rows of a step that was not taken, because its loss or gradient was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,8 @@ def train_step(
     The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
     accumulation and the mean over ranks. `measuring` is entered for the last micro-batch, its
-    backward pass and the update: what happens there holds all that a step ever holds.
-
-    Raises:
-        TrainingFailure: the loss is not finite.
+    backward pass and the update: what happens there holds all that a step ever holds. Where the
+    gradient is not finite, nothing is updated.
     """
     begun = time.perf_counter()
     plan = engine.plan
@@ -74,7 +73,7 @@ def train_step(
     ]
     terms, real_tokens, slots = (int(value) for value in engine.sum(counted))
     scale = engine.world * plan.accumulation / max(1, terms)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    losses: list[torch.Tensor] = []
     engine.model.train()
     measured = contextlib.ExitStack()
     for index, (number, batch) in enumerate(batches):
@@ -85,21 +84,18 @@ def train_step(
         torch.manual_seed(_dropout_seed(recipe.seed, step, number))
         with engine.unsynchronised(last):
             loss = recipe.loss(engine.model, batch)
-            engine.backward(loss * scale, last)
-        total += loss.detach()
+            engine.backward(poison(loss) * scale, last)
+        losses.append(loss.detach().double())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
-    norm = float(engine.step(lr))
+    norm, taken = engine.step(lr)
     measured.close()
-    mean = engine.sum([total.item()])[0] / max(1, terms)
-    if not (math.isfinite(mean) and math.isfinite(norm)):
-        raise TrainingFailure(
-            f"step {step + 1}: loss {mean}, gradient norm {norm}; lower optim.lr, or look at the "
-            f"rows of this step with seed {recipe.seed}"
-        )
+    sums = torch.stack(losses)  # (accumulation,)
+    mean = engine.sum([sums.sum().item()])[0] / max(1, terms)
+    blamed = None if taken else suspects(engine, sums, step, len(rows))
     seconds = time.perf_counter() - begun
     final = batches[-1][1]
     length, padded = final.ids.shape[1], final.attention_mask is not None
-    return StepResult(mean, norm, lr, terms, real_tokens, slots, length, padded, seconds)
+    return StepResult(mean, norm, lr, terms, real_tokens, slots, length, padded, seconds, blamed)
 
 
 def _micro_batches(

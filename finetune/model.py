@@ -1,6 +1,7 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
 import contextlib
+import pickle
 import re
 import zlib
 from typing import Any
@@ -121,14 +122,28 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 dtype=weight_dtype(plan),
                 attn_implementation=model.attention,
                 trust_remote_code=model.trust_remote_code,
+                use_safetensors=None if model.pickle else True,  # a pickle can run code
+                weights_only=True,
                 quantization_config=quantization_config(
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
                 ),
             )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, pickle.UnpicklingError) as error:
         raise FinetuneError(
-            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}"
+            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{advice(error)}"
         ) from None
+
+
+def advice(error: Exception) -> str:
+    """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "custom code" in str(error):
+        return "; that code runs only with model.trust_remote_code=true"
+    if "model.safetensors" in str(error):
+        return (
+            "; weights in a pickle are refused, because one can run code: convert them to "
+            "safetensors, or set model.pickle=true where you trust who made them"
+        )
+    return ""
 
 
 def reads_base(adapter: LoRA | None) -> bool:

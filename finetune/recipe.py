@@ -46,6 +46,8 @@ class Model:
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
+    pickle: bool = False
+    """Load weights from a pickle (`pytorch_model.bin`) where there are no safetensors."""
 
     def __post_init__(self) -> None:
         if self.name is not None and self.config is not None:
@@ -142,6 +144,10 @@ class Optim:
     """Term that keeps the denominator from zero."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the gradient to this norm over all parameters of all processes; null for no clipping."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient does; the step is never taken. `skip` goes on."""
+    max_skipped: Positive = 10
+    """Steps of the whole run that `skip` may leave out; one more stops the run."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -164,6 +170,10 @@ class Saving:
     """Optimizer steps between checkpoints; by default once, at the end."""
     keep: Positive = 2
     """Newest checkpoints that stay; the best one by evaluation loss stays besides."""
+    background: bool = False
+    """Write checkpoints while training goes on: for a copy of the state in host memory."""
+    rehearse: bool = False
+    """Before the first step, write a checkpoint of the real state and read it back."""
 
 
 @dataclass(frozen=True, config=STRICT)

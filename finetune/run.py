@@ -10,6 +10,8 @@ RUN/
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
   checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
+  flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
+  run.lock           held by the process that trains
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or whole model, tokenizer, model card (README.md)
   loss.png
@@ -21,7 +23,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.errors import FinetuneError
 
@@ -73,6 +75,10 @@ class Run:
         return self.root / "checkpoints"
 
     @property
+    def flight_records(self) -> Path:
+        return self.root / "flight_records"
+
+    @property
     def best(self) -> Path:
         return self.root / "best.json"
 
@@ -109,16 +115,18 @@ class Run:
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, all or of one kind; a torn last line is left out."""
+        """The records of `metrics.jsonl`, all or of one kind; a line that is none is left out."""
         if not self.metrics.exists():
             return
-        for line in self.metrics.read_text().splitlines():
+        for line in self.metrics.read_bytes().splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                read = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
-            if kind is None or record.get("kind") == kind:
-                yield record
+            if isinstance(read, dict):
+                record = cast(dict[str, Any], read)
+                if kind is None or record.get("kind") == kind:
+                    yield record
 
 
 def open_run(root: str | Path) -> Run:

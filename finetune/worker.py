@@ -1,13 +1,15 @@
 """One process of a training run: builds the stages of a plan and drives the loop."""
 
+import contextlib
 import dataclasses
 import datetime
 import os
-import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 import torch
@@ -18,25 +20,31 @@ from transformers.utils import logging as transformers_logging
 from finetune import backend as backends
 from finetune import catalog, checkpoint, model, optim
 from finetune.checkpoint import Progress
+from finetune.claim import Resume, claim, finished, locked
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.guard import place, verdict
+from finetune.heartbeat import Heartbeat
+from finetune.interruption import Interruption
 from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan, hardware
 from finetune.planner.forecast import Forecast, forecast
 from finetune.preflight import check_here
 from finetune.rate import matmul_flops
+from finetune.readiness import make_sure
 from finetune.recipe import Recipe
 from finetune.record.card import write_card
 from finetune.record.display import Display
 from finetune.record.environment import environment
-from finetune.record.metrics import Ended, Evaluated, Measured, Metrics, Saved, Start, Trained
+from finetune.record.metrics import Ended, Evaluated, Measured, Metrics, Skipped, Start, Trained
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
-from finetune.result.exporter import export
+from finetune.result.publish import publish
 from finetune.run import Run, write_json
+from finetune.saver import Saver
 
 T = TypeVar("T")
 
@@ -46,7 +54,8 @@ class Options:
     """How a run is carried out; none of it changes what is learned."""
 
     output: Path
-    resume: bool = False
+    resume: Resume = False
+    """Whether to go on from the newest intact checkpoint; `auto`: where there is one."""
     nvme_path: Path | None = None
     """Folder on a local disk for a backend that offloads to NVMe; by default inside the run."""
     timeout_minutes: float = 30.0
@@ -58,24 +67,32 @@ def train(
     backend: str | None = None,
     precision: backends.Precision | None = None,
     output: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     options: Options | None = None,
 ) -> Run:
     """Train in this process, or as one of the processes that `accelerate launch` started.
 
+    A run that is to be resumed and has nothing left to do is returned as it is.
+
     Raises:
         FinetuneError: the request cannot be honoured; nothing was changed.
         TrainingFailure: training was started and could not go on.
+        Interrupted: by SIGTERM or SIGINT; what was trained is saved.
     """
     settled = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    nvme = options.nvme_path or options.output / "offload"
+    nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
+    if options.resume and finished(run, settled):
+        if backends.rank() == 0:
+            print(f"{run.root}: complete, nothing to resume", flush=True)
+        return run
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
-        engine = Engine(settled, nvme, timeout)
-        return Training(engine, Run(options.output), options).go()
+        with Interruption() as interruption:
+            engine = Engine(settled, nvme, timeout)
+            return Training(engine, run, options, interruption).go()
     finally:
         if (
             settled.processes == 1
@@ -86,32 +103,94 @@ def train(
 class Training:
     """The stages of one run on one rank, in the order in which `go` takes them."""
 
-    def __init__(self, engine: Engine, run: Run, options: Options) -> None:
+    def __init__(
+        self, engine: Engine, run: Run, options: Options, interruption: Interruption
+    ) -> None:
         self.engine = engine
         self.run = run
         self.options = options
+        self.interruption = interruption
+        self.held = contextlib.ExitStack()
+        """The run directory, on the rank that writes the record."""
         self.plan: Plan = engine.plan
         self.recipe: Recipe = engine.plan.recipe
 
     def go(self) -> Run:
         """Train to the end; returns the run."""
-        self.resumed = self._on_one(lambda: claim(self.run, self.recipe, self.options.resume))
+        self.heartbeat = self._heartbeat()
+        with self.held:
+            self.heartbeat.start()
+            try:
+                self._prepare()
+                self._train()
+            except Interrupted:
+                if not self.interruption.deferring:  # torch's agent so ends those left behind
+                    lost = self.heartbeat.bereaved()
+                    if lost is not None:
+                        raise lost from None
+                self.heartbeat.stop()
+                self.engine.close()
+                raise
+            except FinetuneError:
+                raise
+            except Exception as error:  # what a collective raises when another rank is lost
+                self.interruption.defer()
+                explained = self.heartbeat.explain(error)
+                if explained is None:
+                    raise
+                raise explained from None
+            finally:
+                self.heartbeat.stop()
+        self.engine.close()
+        return self.run
+
+    def _prepare(self) -> None:
+        self.resumed = self.on_one(self._claim)
         self.tokenizer, self.pad_id = self._tokenizer()
         self.data = self._data()
         self.steps = self.plan.steps(len(self.data.train))
         self.forecast = self._forecast()
         self.meter = Meter(self.engine.device)
         self.progress = self._build()
+        (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
+        told = make_sure(self)
+        if self.engine.speaks:
+            print(told, flush=True)
+
+    def _claim(self) -> int | None:
+        self.held.enter_context(locked(self.run))
+        return claim(self.run, self.recipe, self.options.resume)
+
+    def _train(self) -> None:
         self._open_metrics()
         try:
             self._loop()
         finally:
             self.metrics.close()
             self.display.close()
-        self.engine.close()
-        return self.run
 
-    def _on_one(self, work: Callable[[], T]) -> T:
+    def _heartbeat(self) -> Heartbeat:
+        def lost(error: TrainingFailure) -> None:
+            print(f"error [rank {self.engine.rank}]: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_status)  # the main thread may wait for the lost rank for ever
+
+        return Heartbeat(
+            self.engine,
+            backends.meeting_point(),
+            backends.launcher(),
+            dumps=self.run.flight_records,
+            on_orphan=lambda: os.kill(os.getpid(), signal.SIGTERM),
+            on_loss=lost,
+            standing=self._standing,
+        )
+
+    def _standing(self) -> str:
+        newest = self.run.newest()
+        if newest is None:
+            return "there is no complete checkpoint yet"
+        return f"the last complete checkpoint is that of step {newest}: continue with --resume"
+
+    def on_one(self, work: Callable[[], T]) -> T:
         """Do something on one rank; all get its result, or raise its error."""
         outcome: list[object] = [None]
         if self.engine.speaks:
@@ -119,6 +198,8 @@ class Training:
                 outcome = [work()]
             except FinetuneError as error:
                 outcome = [error]
+            except OSError as error:
+                outcome = [TrainingFailure(f"{error.filename}: {error.strerror}")]
         if self.engine.world > 1:
             torch.distributed.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], FinetuneError):
@@ -162,7 +243,7 @@ class Training:
         chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
         self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
         cache = data_cache()
-        counts = self._on_one(lambda: prepare(self.recipe, chat, cache).counts)
+        counts = self.on_one(lambda: prepare(self.recipe, chat, cache).counts)
         prepared = prepare(self.recipe, chat, cache)
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
@@ -174,7 +255,7 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
-        self._on_one(self._write_record)
+        self.on_one(self._write_record)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
@@ -218,58 +299,90 @@ class Training:
         )
 
     def _loop(self) -> None:
-        begun = time.perf_counter()
-        reason, tokens, spent = "finished", 0, 0.0
-        first = self.progress.step
-        for step in range(first, self.steps):
+        self.begun, self.tokens, self.spent = time.perf_counter(), 0, 0.0
+        first, stop = self.progress.step, self._patience_is_over()
+        self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
+        self.interruption.defer()
+        while self.progress.step < self.steps and not stop:
+            step = self.progress.step
+            self.heartbeat.step = step + 1
             # The second step of a start is the first that begins with the optimizer's moments.
             counted = step == min(first + 1, self.steps - 1)
             measuring = self.meter.measuring(self.engine.module) if counted else None
             result = train_step(
                 self.engine, self.data.train, step, self.steps, self.pad_id, measuring
             )
-            tokens, spent = tokens + result.real_tokens, spent + result.seconds
+            self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
             self.progress = dataclasses.replace(self.progress, step=step + 1)
-            self.metrics.write(
-                Trained(
-                    step=step + 1,
-                    loss=result.loss,
-                    grad_norm=result.grad_norm,
-                    lr=result.lr,
-                    trained_tokens=result.trained_tokens,
-                    real_tokens=result.real_tokens,
-                    slots=result.slots,
-                    seconds=result.seconds,
-                    tokens_per_second=result.real_tokens / result.seconds,
-                    memory=self._peak_memory(),
-                    epoch=(step + 1) * self.recipe.batch.rows / len(self.data.train),
-                )
-            )
+            mine = [peak_bytes(self.engine.device), int(self.interruption.asked)]
+            self.peak, interrupted = self.engine.largest(mine)
+            self._record(result)
             if counted:
                 self._write_memory(result)
             if step == first:
                 self._write_realised()
-            done = step + 1 == self.steps
-            better = self._evaluate_if_due(done)
-            patience = self.recipe.evaluation.patience
-            stop = patience is not None and self.progress.stale >= patience
-            if stop:
-                reason = "early stop"
-            self._save_if_due(done or stop, better)
-            if stop:
-                break
+            better = self._evaluate_if_due(step + 1 == self.steps)
+            stop = self._patience_is_over()
+            done = stop or step + 1 == self.steps
+            self._save_if_due(done or bool(interrupted), better)
+            self._record_saved()
+            if interrupted and not done:
+                self._finish_saving()
+                self._end_interrupted()
+        self._finish_saving()
+        self._end("early stop" if stop else "finished")
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        self._record_saved()
+
+    def _patience_is_over(self) -> bool:
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.progress.stale >= patience
+
+    def _record(self, result: StepResult) -> None:
+        """Write the line of a step, or what became of one that was not taken."""
+        step = self.progress.step
+        if result.suspects is not None:
+            self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
+            rows = [place(row, self.data.counts) for row in result.suspects]
+            told = verdict(self.recipe.optim, step, result.loss, result.grad_norm, rows,
+                           self.progress.skipped)  # fmt: skip
+            self.metrics.write(
+                Skipped(
+                    step=step, loss=result.loss, grad_norm=result.grad_norm, rows=rows, told=told
+                )
+            )
+            return
+        self.metrics.write(
+            Trained(
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                trained_tokens=result.trained_tokens,
+                real_tokens=result.real_tokens,
+                slots=result.slots,
+                seconds=result.seconds,
+                tokens_per_second=result.real_tokens / result.seconds,
+                memory=self.peak,
+                epoch=step * self.recipe.batch.rows / len(self.data.train),
+            )
+        )
+
+    def _end_interrupted(self) -> None:
+        self._write_end("interrupted")
+        raise Interrupted(
+            f"interrupted by {self.interruption.name} after step {self.progress.step} of "
+            f"{self.steps}, which is saved: continue with --resume, or --resume auto"
+        )
+
+    def _end(self, reason: Literal["finished", "early stop"]) -> None:
+        """Write the result and the end of the record."""
         if self.engine.speaks:
             with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
                 publish(self.run)
-        self.metrics.write(
-            Ended(
-                step=self.progress.step,
-                seconds=time.perf_counter() - begun,
-                reason=reason,
-                peak_memory=self._peak_memory(),
-                tokens_per_second=tokens / spent if spent else 0.0,
-            )
-        )
+        self._write_end(reason)
         if self.engine.speaks:
             plot_loss(self.run)
             if self.run.final.exists():
@@ -278,26 +391,25 @@ class Training:
 
     def _write_memory(self, result: StepResult) -> None:
         """What the step that was counted held, beside what the plan says of such a step."""
-        peak, length = self._largest(self.meter.peak or 0), self._largest(result.length)
-        padded = bool(self._largest(result.padded))
+        mine = [self.meter.peak or 0, result.length, int(result.padded)]
+        peak, length, padded = self.engine.largest(mine)
         if not peak:
             return
-        predicted = self.forecast.peak(length, padded) if self.forecast is not None else None
+        predicted = self.forecast.peak(length, bool(padded)) if self.forecast is not None else None
         self.metrics.write(
             Measured(step=self.progress.step, length=length, peak=peak, predicted=predicted)
         )
 
-    def _peak_memory(self) -> int:
-        """Largest peak of any rank, in bytes."""
-        return self._largest(peak_bytes(self.engine.device))
-
-    def _largest(self, mine: int) -> int:
-        """The largest of the ranks' numbers."""
-        if self.engine.world == 1:
-            return mine
-        tensor = torch.tensor(mine, dtype=torch.int64, device=self.engine.device)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-        return int(tensor.item())
+    def _write_end(self, reason: Literal["finished", "early stop", "interrupted"]) -> None:
+        self.metrics.write(
+            Ended(
+                step=self.progress.step,
+                seconds=time.perf_counter() - self.begun,
+                reason=reason,
+                peak_memory=self.peak,
+                tokens_per_second=self.tokens / self.spent if self.spent else 0.0,
+            )
+        )
 
     def _write_realised(self) -> None:
         held = dataclasses.asdict(self.engine.held())
@@ -352,70 +464,11 @@ class Training:
         due = done or (every is not None and self.progress.step % every == 0)
         if not (due or better):
             return
-        begun = time.perf_counter()
-        size = checkpoint.save(self.engine, self.run, self.progress, self.tokenizer)
-        if self.engine.speaks:
-            if better:
-                record = {"step": self.progress.step, "loss": self.progress.best_loss}
-                write_json(self.run.best, record)
-            checkpoint.prune(self.run, self.recipe.saving.keep, self.progress.best_step)
-        seconds = time.perf_counter() - begun
-        self.metrics.write(Saved(step=self.progress.step, seconds=seconds, bytes=size))
+        self.saver.save(self.progress, better)
 
-
-def publish(run: Run) -> None:
-    """Put the result into `final/`: adapter or model of the best checkpoint, else the last one."""
-    step = run.best_step() or run.newest()
-    if step is None:
-        return
-    source = run.checkpoint(step)
-    if (source / "adapter").exists():
-        export(run, run.final, step=step)
-        return
-    # A whole model is copied: `export` would hold all of it in fp32.
-    scratch = run.final.with_name(".final.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source / "model", scratch)
-    shutil.copytree(source / "tokenizer", scratch, dirs_exist_ok=True)
-    shutil.rmtree(run.final, ignore_errors=True)
-    scratch.rename(run.final)
-
-
-def claim(run: Run, recipe: Recipe, resume: bool) -> int | None:
-    """Take a directory for a run; returns the step to continue from, None for a new start.
-
-    Raises:
-        FinetuneError: it holds another recipe's run, or one that was not asked to be continued.
-    """
-    if not run.recipe.exists():
-        try:
-            run.root.mkdir(parents=True, exist_ok=True)
-            others = sorted(path.name for path in run.root.iterdir())
-        except OSError as error:
-            raise FinetuneError(
-                f"{run.root}: no directory for a run ({error.strerror}); choose another --output"
-            ) from None
-        if others:
-            raise FinetuneError(
-                f"{run.root}: not empty and not a run (it holds {others[0]}"
-                f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
-            )
-        return None
-    changed = catalog.differences(catalog.load(run.recipe), recipe)
-    if changed:
-        raise FinetuneError(
-            f"{run.root}: holds the run of another recipe; choose another --output. "
-            f"They differ in {'; '.join(changed)}"
-        )
-    newest = run.newest()
-    if resume:
-        return newest
-    if newest is not None:
-        raise FinetuneError(
-            f"{run.root}: holds this recipe's run up to step {newest}; continue it with --resume, "
-            "or choose another --output"
-        )
-    return None
+    def _record_saved(self) -> None:
+        for saved in self.saver.written():
+            self.metrics.write(saved)
 
 
 def accelerators() -> list[str]:

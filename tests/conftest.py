@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,34 @@ def run_command(
             end_tree(process.pid)
             process.wait()
     return Finished(process.returncode, stdout, stderr)
+
+
+def start(words: list[str], cache: Path, **env: str) -> "subprocess.Popen[str]":
+    """Start the command line and do not wait for it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "finetune", *words],
+        cwd=cache,
+        env=environment(cache) | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(
+    happened: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 300
+) -> None:
+    """Wait for something that a running process does."""
+    until = time.monotonic() + seconds
+    while not happened():
+        if process.poll() is not None:
+            raise AssertionError(f"it ended first: {process.communicate()}")
+        if time.monotonic() > until:
+            end_tree(process.pid)
+            raise AssertionError("it did not happen in time")
+        time.sleep(0.005)
 
 
 def end_tree(pid: int) -> None:

@@ -432,14 +432,15 @@ def test_a_directory_is_never_taken_from_another_run(
     output = tmp_path / "run"
     assert run_here("train", recipe, "--output", output).status == 0
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    free = f"Free to change are {', '.join(sorted(catalog.FREE_TO_CHANGE))}"
     changes = ("optim.lr=0.5", "batch.max_length=64", "saving.keep=9")
     assert errors(run_here("train", recipe, *changes, "--output", output)) == [
         f"{output}: holds the run of another recipe; choose another --output. They differ in "
-        "batch.max_length: 128 -> 64; optim.lr: 0.001 -> 0.5"
+        f"batch.max_length: 128 -> 64; optim.lr: 0.001 -> 0.5. {free}"
     ]
     assert errors(run_here("train", recipe, "optim.lr=0.5", "--resume", "--output", output)) == [
         f"{output}: holds the run of another recipe; choose another --output. They differ in "
-        "optim.lr: 0.001 -> 0.5"
+        f"optim.lr: 0.001 -> 0.5. {free}"
     ]
     assert errors(run_here("train", recipe, "--output", output)) == [
         f"{output}: holds this recipe's run up to step 1; continue it with --resume, or choose "

@@ -15,9 +15,10 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
-        "fragments", "checkpoint", "memory", "ops", "rate",
+        "fragments", "checkpoint", "memory", "ops", "rate", "integrity", "interruption",
+        "heartbeat", "guard",
     },
-    {"loop", "record", "result", "preflight", "verifier"},
+    {"loop", "record", "result", "preflight", "verifier", "claim", "readiness", "saver"},
     {"worker", "quickstart"},
     {"cli", "launcher", "prover", "__init__", "__main__"},
 ]  # fmt: skip
@@ -27,6 +28,8 @@ INNER_ORDER = {
     ("planner", "backend"), ("planner", "recipe"),
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
+    ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
+    ("readiness", "record"), ("saver", "record"),
     ("engine", "ops"), ("model", "engine"), ("model", "quantization"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
@@ -36,7 +39,7 @@ INNER_ORDER = {
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes"}
 LIGHT = [
     "errors", "quiet", "recipe", "backend", "run", "planner", "catalog", "methods", "preflight",
-    "cli", "launcher", "__init__", "__main__",
+    "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "worker", "launcher"}
 MOST_LINES = 450

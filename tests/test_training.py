@@ -1,21 +1,21 @@
 """The loop is exact, a killed run loses nothing, and a bad start is refused with its reason."""
 
+import contextlib
 import json
 import shutil
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, end_tree, environment, write_recipe
+from conftest import Finetune, Tiny, end_tree, start, wait_for, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, equal_state, largest, losses
 
 import finetune as ft
 from finetune import catalog
+from finetune.integrity import damage
 from finetune.optim import learning_rate
 from finetune.recipe import Optim
 from finetune.run import Run
@@ -123,18 +123,10 @@ def test_a_killed_run_continues_as_if_it_had_not_been(
 
 def kill_after(step: int, words: list[str], run: Run, cache: Path) -> None:
     """Start a run and end all of its processes with SIGKILL once a checkpoint is complete."""
-    command = [sys.executable, "-m", "finetune", *words]
-    process = subprocess.Popen(
-        command, env=environment(cache), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    until = time.monotonic() + 300
-    while (run.newest() or 0) < step:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    process = start(words, cache)
+    wait_for(lambda: (run.newest() or 0) >= step, process)
     end_tree(process.pid)
-    process.wait()
+    process.communicate()
 
 
 def test_the_best_checkpoint_stays_and_becomes_the_result(tiny: Tiny, tmp_path: Path) -> None:
@@ -164,25 +156,30 @@ def test_the_schedule_counts_optimizer_steps_of_the_job() -> None:
     assert rates[10] == pytest.approx(0.1)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        recipe = write_recipe(tmp_path / "r.json", tiny.fields(saving={"every": 1, "keep": 5}))
+        sections = {"saving": {"every": 1, "keep": 3}, "max_steps": 400}
+        recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
         run = Run(place / "run")
-        done = finetune("train", recipe, "--precision", "fp32", "--output", run.root)
-        assert done.status == 1
-        assert "Traceback" not in done.output
+        words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
+        process = start(words, tmp_path)
+        wait_for(lambda: (run.newest() or 0) >= 2, process)
+        with contextlib.suppress(OSError), (place / "somebody else's").open("wb") as other:
+            while True:
+                other.write(bytes(2**16))
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "Traceback" not in told
         newest = run.newest()
         assert newest is not None
-        assert f"step {newest} is the newest complete one" in done.output
+        assert f"step {newest} is the newest complete one" in told
         assert not list(run.checkpoints.glob(".*"))
         for name, entry in json.loads((run.checkpoint(newest) / "manifest.json").read_text())[
             "files"
@@ -190,3 +187,17 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
             assert (run.checkpoint(newest) / name).stat().st_size == entry["bytes"]
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_saving_in_the_background_writes_the_same_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+    sections = {"saving": {"every": 1, "keep": 9}, "adapter": {"r": 8}}
+    waiting = train(tiny, tmp_path / "waiting", **sections)
+    sections["saving"]["background"] = True
+    going_on = train(tiny, tmp_path / "going-on", **sections)
+    assert losses(going_on) == losses(waiting)
+    assert going_on.steps() == waiting.steps() == [1, 2, 3, 4, 5, 6]
+    for step in waiting.steps():
+        assert equal_state(waiting.checkpoint(step), going_on.checkpoint(step))
+        assert damage(going_on.checkpoint(step)) == []
+    assert sorted(r["step"] for r in going_on.read_metrics("save")) == [1, 2, 3, 4, 5, 6]
+    assert going_on.best_step() == waiting.best_step()

@@ -19,6 +19,12 @@ from finetune.errors import FinetuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+"""What a template raises: Jinja's own errors, and those of the expressions that it holds."""
+
 PROBE = "\ue000"
 """A private-use character: the answer of a turn of which only the header is looked for."""
 QUESTION: Message = {"role": "user", "content": "Hello"}
@@ -71,7 +77,7 @@ class Turns:
                 add_generation_prompt=add_generation_prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in sample.messages)
             raise FinetuneError(
                 f"chat template: it refuses this conversation ({roles}): {error}"
@@ -131,7 +137,7 @@ class Turns:
     def _marks(self) -> MarkedTemplate:
         try:
             return MarkedTemplate(self.template)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
 
     @cached_property

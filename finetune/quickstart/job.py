@@ -43,10 +43,10 @@ def quickstart(output: Path) -> Run:
     console.rule("[bold]2 of 3[/]  a small Llama, from scratch")
     base = Run(FOLDER / "base")
     if not base.final.exists():
-        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume=True)
+        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
     console.rule("[bold]3 of 3[/]  QLoRA (NF4) on a task that the base fails")
     recipe = catalog.resolve("quickstart")
-    run = train(recipe, precision="fp32", output=output, resume=True)
+    run = train(recipe, precision="fp32", output=output, resume="auto")
     rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
     tuned = load(run)
     before = exact_match(load_base(recipe, tuned.tokenizer, trained_dtype(run)), rows)

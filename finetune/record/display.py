@@ -25,6 +25,7 @@ from finetune.record.metrics import (
     Measured,
     Record,
     Saved,
+    Skipped,
     Start,
     Trained,
     read_history,
@@ -99,6 +100,8 @@ class Display:
                 self._step(record)
             case Measured():
                 self._counted = record
+            case Skipped():
+                self._say(f"[yellow]warning:[/] {escape(record.told)}")
             case Evaluated():
                 self._say(self._evaluation_line(record))
                 self._evaluated.append(record)

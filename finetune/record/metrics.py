@@ -102,6 +102,20 @@ class Measured(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Skipped(Record):
+    """A step was not taken, because its loss or gradient was not finite; the run goes on."""
+
+    kind: ClassVar[str] = "skip"
+
+    loss: float
+    grad_norm: float
+    rows: list[str]
+    """What the step trained on, as far as it can be told."""
+    told: str
+    """For a person."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
     """The held-out rows were measured."""
 
@@ -122,6 +136,7 @@ class Saved(Record):
     kind: ClassVar[str] = "save"
 
     seconds: float
+    """How long training stood still for it."""
     bytes: int
 
 
@@ -141,7 +156,7 @@ class Ended(Record):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Trained, Measured, Evaluated, Saved, Ended)
+    kind.kind: kind for kind in (Start, Trained, Measured, Skipped, Evaluated, Saved, Ended)
 }
 
 Listener = Callable[[Record], None]
@@ -216,7 +231,7 @@ def _happened_by(step: int, line: bytes) -> bool:
     """Whether a line is a whole record of at most this step."""
     try:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except ValueError:  # torn by a kill or a full disk
+    except (ValueError, TypeError, KeyError, RecursionError):  # torn by a kill or a full disk
         return False
 
 
@@ -290,7 +305,7 @@ def read_history(run: Run) -> History:
 
 
 def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
-    kind = KINDS.get(fields.get("kind", ""))
+    kind = KINDS.get(str(fields.get("kind", "")))
     if kind is None:
         raise FinetuneError(
             f"{run.metrics}: a record of kind {fields.get('kind')!r}; known are {', '.join(KINDS)}"
@@ -303,8 +318,29 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} that lacks or "
             f"should not have: {wrong}"
         )
+    wrong = [name for name, value in got.items() if not _fits(known[name].type, value)]
+    if wrong:
+        raise FinetuneError(
+            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with another kind "
+            f"of value in {', '.join(wrong)}"
+        )
     numbers: dict[str, Any] = {
         name: math.nan if value is None and known[name].type is float else value
         for name, value in got.items()
     }
     return kind(**numbers)
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    """Whether a value read from JSON is of a field's type: null stands for nan."""
+    if annotation is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if annotation is int:
+        return type(value) is int
+    if annotation == int | None:
+        return value is None or type(value) is int
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, str)

@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from finetune.checkpoint import sha256
 from finetune.errors import FinetuneError
+from finetune.integrity import differing
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import Recipe
 from finetune.run import Run
@@ -66,21 +66,9 @@ def find_checkpoint(run: Run, step: Step | None = None) -> Path:
 
 def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
     """What differs from the manifest in these folders of a checkpoint, one line a file."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    problems = []
-    for name, known in manifest["files"].items():
-        if name.split("/")[0] not in folders:
-            continue
-        path = checkpoint / name
-        if not path.is_file():
-            problems.append(f"{path}: missing, though the manifest lists it")
-        elif path.stat().st_size != known["bytes"]:
-            size = path.stat().st_size
-            problems.append(f"{path}: damaged, {size} bytes instead of {known['bytes']}")
-        else:
-            if sha256(path) != known["sha256"]:
-                problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
-    return problems
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    inside = {name: known for name, known in files.items() if name.split("/")[0] in folders}
+    return differing(checkpoint, inside)
 
 
 def open_checkpoint(run: Run, step: Step | None = None) -> Path:
@@ -149,6 +137,7 @@ def base_model(
         dtype,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
+        pickle=model.pickle,
         attention=model.attention,
         quantization=model.quantization if quantized else "none",
         device=device,
@@ -161,6 +150,7 @@ def load_weights(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    pickle: bool = False,
     attention: str = "sdpa",
     quantization: str = "none",
     device: str | None = None,
@@ -176,6 +166,8 @@ def load_weights(
             dtype=dtype,
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
+            use_safetensors=None if pickle else True,
+            weights_only=True,
             attn_implementation=attention,
             quantization_config=quantization_config(quantization, dtype),
             device_map=device if device == "auto" else {"": device},

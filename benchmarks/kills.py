@@ -1,0 +1,266 @@
+"""SIGKILL at random moments: every run comes to its end, with the losses of one never killed.
+
+    python -m benchmarks kills --count 200
+
+Starting a process takes many times as long as the run of so small a model. Here one process imports
+everything once and forks the workers of each attempt: the same code, collectives and files, with
+the environment that `accelerate launch` gives them. An attempt is killed at a random moment of its
+life, every other one at a random moment of a save; the next goes on with `--resume auto`. All
+ranks are killed together, or one of them, after which the others have to end by themselves.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from benchmarks.record import ROOT, Circumstances, Result, write
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.quiet import quiet
+from finetune.recipe import Recipe
+from finetune.run import Run, write_json
+from finetune.worker import train
+
+BACKENDS = ("single", "ddp", "fsdp_full_shard", "zero2", "zero3")
+STEPS = 40
+DONE_SECONDS = 180.0
+"""An attempt that is not killed takes seconds; one that takes so long hangs."""
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="kills, over all backends")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no other after so long")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="BACKEND")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--note")
+    arguments = parser.parse_args(words)
+    command = " ".join(["python -m benchmarks kills", *words])
+    circumstances = Circumstances.now(command, arguments.note)
+    quiet()
+    with tempfile.TemporaryDirectory(prefix="finetune-kills-") as scratch:
+        bench = Bench(Path(scratch), random.Random(arguments.seed))
+        bench.go(arguments.backends, arguments.count, time.monotonic() + arguments.seconds)
+        page = write(arguments.to, "kills", bench.result(), circumstances)
+    print(f"\n{page.read_text()}\nwrote {page}")
+    return 1 if bench.wrong else 0
+
+
+class Bench:
+    """Runs of each backend, and what became of them."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
+        self.counts: dict[str, dict[str, int]] = {}
+        self.wrong: list[str] = []
+        self.recipe = write_recipe(folder)
+        os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+    def go(self, backends: Sequence[str], count: int, until: float) -> None:
+        """Kill `count` times, the backends in turn, each time until a run is complete."""
+        straight: dict[str, list[tuple[int, float]]] = {}
+        number = 0
+        while self.kills < count and time.monotonic() < until:
+            backend = backends[number % len(backends)]
+            if backend not in straight:
+                run, seconds = Run(self.folder / f"straight-{backend}"), time.monotonic()
+                self.attempt(backend, run)
+                straight[backend] = losses(run)
+                self.counts[backend] = dict.fromkeys(KINDS, 0)
+                self.counts[backend]["milliseconds"] = int(1e3 * (time.monotonic() - seconds))
+            self.one_run(backend, number, straight[backend], count, until)
+            number += 1
+
+    @property
+    def kills(self) -> int:
+        return sum(counts["kills"] for counts in self.counts.values())
+
+    def one_run(
+        self, backend: str, number: int, straight: list[tuple[int, float]], count: int, until: float
+    ) -> None:
+        """Kill a run again and again, at most eight times, and let it come to its end."""
+        run, counts = Run(self.folder / f"{number}-{backend}"), self.counts[backend]
+        for _ in range(8):
+            if self.kills >= count or time.monotonic() > until:
+                break
+            killed = self.attempt(backend, run, kill=True)
+            if killed is None:
+                break  # it was faster
+            counts["kills"] += 1
+            counts[killed] += 1
+        with contextlib.suppress(TimeoutError):
+            self.attempt(backend, run)
+        counts["runs"] += 1
+        if losses(run) == straight and run.final.exists():
+            counts["right"] += 1
+            shutil.rmtree(run.root)
+        else:
+            self.wrong.append(f"{backend} run {number}: {losses(run)[-1:]} of {straight[-1:]}")
+            print(f"WRONG {self.wrong[-1]}", flush=True)
+        print(
+            f"{self.kills} kills, run {number} on {backend} is right: {not self.wrong}", flush=True
+        )
+
+    def attempt(self, backend: str, run: Run, kill: bool = False) -> str | None:
+        """Start the workers; returns the kind of their end: None where they came to it."""
+        world = 1 if backend == "single" else 2
+        environments = worker_environments(backend, world)
+        workers = [fork(self.recipe, run, environment) for environment in environments]
+        if not kill:
+            wait(workers, DONE_SECONDS)
+            return None
+        seconds = self.counts[backend]["milliseconds"] / 1e3
+        inside_save = self.rng.random() < 0.5
+        moment = time.monotonic() + self.rng.uniform(0.02, 0.8) * seconds
+        pause = self.rng.uniform(0, 0.03)
+        while time.monotonic() < moment and not ended(workers):
+            time.sleep(0.001)
+        if inside_save:
+            while not ended(workers) and not list(run.checkpoints.glob(".step-*.partial")):
+                time.sleep(0.0005)
+            time.sleep(pause)
+        if ended(workers):
+            wait(workers, DONE_SECONDS)
+            return None
+        saving = bool(list(run.checkpoints.glob(".step-*.partial")))
+        alone = world > 1 and self.rng.random() < 0.3
+        for worker in [self.rng.choice(workers)] if alone else workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        wait(workers, DONE_SECONDS)
+        return "one_rank" if alone else "in_save" if saving else "elsewhere"
+
+    def result(self) -> Result:
+        head = ["backend", "runs", "right", "kills", "in a save", "of one rank", "elsewhere"]
+        rows = [
+            [f"`{name}`", *(str(counts[kind]) for kind in KINDS)]
+            for name, counts in self.counts.items()
+        ]
+        how = (
+            f"Runs of {STEPS} steps with a checkpoint after each second one, killed by SIGKILL at "
+            f"random moments and continued with `--resume auto`: {self.kills} kills in all. A run "
+            "is right where every step's loss is, bit for bit, that of a run that was never "
+            "killed, and its result is there."
+        )
+        values = {"kills": self.kills, "wrong": self.wrong, "backends": self.counts}
+        return Result("Killed runs", how, values, [head, *rows], self.wrong)
+
+
+KINDS = ("runs", "right", "kills", "in_save", "one_rank", "elsewhere")
+
+
+def losses(run: Run) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in run.read_metrics("train")]
+
+
+def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
+    """Start a worker that trains and ends; returns its process number."""
+    sys.stdout.flush()
+    worker = os.fork()
+    if worker:
+        return worker
+    status = 1
+    try:
+        os.environ.update(environment)
+        silence = os.open(
+            run.root.parent / f"{run.root.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        train(recipe, None if environment else "single", "fp32", run.root, resume="auto")
+        status = 0
+    except FinetuneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+    raise AssertionError
+
+
+def worker_environments(backend: str, world: int) -> list[dict[str, str]]:
+    """What `accelerate launch` puts into the environment of each worker of a backend."""
+    if world == 1:
+        return [{}]
+    place = str(ROOT / "accelerate_configs" / f"{backend}.yaml")
+    words = ["--config_file", place, "--num_processes", "2", "--mixed_precision", "no", "none.py"]
+    arguments = launch_command_parser().parse_args(words)
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        # As `accelerate.commands.launch.launch_command` does before it starts anything (1.15).
+        fields = ",".join(defaults.deepspeed_config)
+        arguments.deepspeed_fields_from_accelerate_config = fields
+        _, shared = prepare_deepspeed_cmd_env(arguments)
+    else:
+        shared = prepare_multi_gpu_env(arguments)
+    shared = {key: value for key, value in shared.items() if os.environ.get(key) != value}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def ended(workers: list[int]) -> bool:
+    """Whether any of them has."""
+    return any(
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) for worker in workers
+    )
+
+
+def wait(workers: list[int], seconds: float) -> None:
+    """Until all have ended; what is left then is killed, and that is an error."""
+    left, until = list(workers), time.monotonic() + seconds
+    while left:
+        left = [worker for worker in left if os.waitpid(worker, os.WNOHANG) == (0, 0)]
+        if left and time.monotonic() > until:
+            for worker in left:
+                os.kill(worker, signal.SIGKILL)
+                os.waitpid(worker, 0)
+            raise TimeoutError(f"{len(left)} workers did not end within {seconds} s")
+        time.sleep(0.002)
+
+
+def write_recipe(folder: Path) -> Recipe:
+    """A model of 30 thousand parameters with an adapter, uneven rows, and a save every 2 steps."""
+    from finetune.quickstart.records import corpus
+    from finetune.quickstart.tokenizer import train_tokenizer
+
+    texts = [text for text, _ in zip(corpus(seed=0, rows=64), range(64), strict=False)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_tokenizer(texts, 300, folder / "tokenizer")
+    config: dict[str, Any] = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
+    }  # fmt: skip
+    fields = {
+        "method": "pretrain",
+        "model": {"config": config, "tokenizer": str(folder / "tokenizer")},
+        "data": [{"source": str(data), "format": "text"}],
+        "eval_rows": 4,
+        "evaluation": {"every": 10},
+        "batch": {"rows": 4, "micro_rows": 1, "max_length": 64, "overlong": "truncate"},
+        "optim": {"lr": 1e-3},
+        "saving": {"every": 2},
+        "max_steps": STEPS,
+    }
+    write_json(folder / "recipe.json", fields)
+    return catalog.load(folder / "recipe.json")

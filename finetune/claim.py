@@ -1,0 +1,169 @@
+"""A run directory belongs to one process at a time, and is continued only where that is right."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.integrity import newest_intact, read_manifest, set_aside
+from finetune.planner import Plan
+from finetune.recipe import Recipe
+from finetune.run import Run
+
+Resume = bool | Literal["auto"]
+"""Whether a run goes on: no, yes (there must be one), or where there is one."""
+
+LOCK_SECONDS = 10.0
+"""How long a lock is waited for: a killed run's processes may take a moment to end."""
+NOT_A_RUN = {"run.lock", "offload"}
+"""What may lie in a directory before a run's record does, besides files that begin with a dot."""
+
+
+def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
+    """The checkpoint to continue from, verified; None for a new start.
+
+    Damaged checkpoints that are newer are renamed, with a line on stderr.
+
+    Raises:
+        FinetuneError: the directory holds another recipe's run, one that was not asked to be
+            continued, none where one was to be continued, or no intact checkpoint of it.
+    """
+    if not run.recipe.exists():
+        if resume is True:
+            raise FinetuneError(
+                f"{run.root}: no run to resume; leave --resume out to start one, or write "
+                "--resume auto, which starts where there is nothing and else continues"
+            )
+        return None
+    changed = catalog.differences(catalog.load(run.recipe), recipe)
+    if changed:
+        raise FinetuneError(
+            f"{run.root}: holds the run of another recipe; choose another --output. "
+            f"They differ in {'; '.join(changed)}. Free to change are "
+            f"{', '.join(sorted(catalog.FREE_TO_CHANGE))}"
+        )
+    newest = run.newest()
+    if resume is False:
+        if newest is not None:
+            raise FinetuneError(
+                f"{run.root}: holds this recipe's run up to step {newest}; continue it with "
+                "--resume, or choose another --output"
+            )
+        return None
+    if newest is None:
+        if resume is True:
+            raise FinetuneError(
+                f"{run.root}: its run has no complete checkpoint to resume from; leave --resume "
+                "out to start it anew, or write --resume auto, which does so by itself"
+            )
+        return None
+    return _intact(run)
+
+
+def _refuse_foreign(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        found = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        raise _no_place(root, error) from None
+    others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
+    if others:
+        raise FinetuneError(
+            f"{root}: not empty and not a run (it holds {others[0]}"
+            f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
+        )
+
+
+def _no_place(root: Path, error: OSError) -> FinetuneError:
+    return FinetuneError(
+        f"{root}: no directory for a run ({error.strerror}); choose another --output"
+    )
+
+
+def _intact(run: Run) -> int:
+    step, damaged = newest_intact(run)
+    told = [
+        f"{run.checkpoint(number)}: damaged: {'; '.join(found[:3])}"
+        for number, found in damaged.items()
+    ]
+    if step is None:
+        raise FinetuneError(
+            *told,
+            f"{run.root}: no checkpoint is intact; restore one from a copy, or remove "
+            f"{run.checkpoints} and start anew without --resume",
+        )
+    for number, line in zip(damaged, told, strict=True):
+        aside = set_aside(run, number)
+        print(f"warning: {line}; renamed to {aside.name}, going on from step {step}",
+              file=sys.stderr)  # fmt: skip
+    return step
+
+
+def finished(run: Run, plan: Plan) -> bool:
+    """Whether a run has nothing left to do: its last step is saved and its result is there."""
+    newest = run.newest()
+    if newest is None or not run.final.exists() or not run.recipe.is_file():
+        return False
+    if catalog.differences(catalog.load(run.recipe), plan.recipe):
+        return False  # `claim` says what differs
+    ends = [record.get("reason") for record in run.read_metrics("end")]
+    if not ends or ends[-1] not in ("finished", "early stop"):
+        return False
+    progress = read_manifest(run.checkpoint(newest))["progress"]
+    patience = plan.recipe.evaluation.patience
+    if patience is not None and progress.get("stale", 0) >= patience:
+        return True
+    try:
+        rows = json.loads(run.data.read_text(encoding="utf-8"))["train"]["rows"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return newest >= plan.steps(rows)
+
+
+@contextlib.contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Hold a run directory against other processes; the system lets go when this one ends.
+
+    Raises:
+        FinetuneError: another process holds it, it holds something else than a run, or nothing can
+            be written there.
+    """
+    if not run.recipe.exists():
+        _refuse_foreign(run.root)
+    path = run.root / "run.lock"
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise _no_place(run.root, error) from None
+    with file:
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    file.seek(0)
+                    holder = file.read().strip() or "another process"
+                    raise FinetuneError(
+                        f"{run.root}: {holder} trains in it; wait for its end, or choose another "
+                        "--output"
+                    ) from None
+                time.sleep(0.2)
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if not run.recipe.exists():  # refused before the record began: nothing stays
+                path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""SIGTERM and SIGINT, from a scheduler or a keyboard: end in order first, at once if asked again.
+
+The first signal lets the step that runs come to its end; the loop then saves and raises
+`Interrupted`. A second one ends the process, even where Python waits inside a library: a thread
+hears of signals through `signal.set_wakeup_fd`, which needs no turn of the main thread.
+"""
+
+import os
+import signal
+import socket
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+from finetune.errors import Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interruption:
+    """Within it, both signals are heard by this process. Outside the main thread it does nothing.
+
+    with Interruption() as interruption:
+        ...                       # a signal raises Interrupted here: there is nothing to save
+        interruption.defer()
+        ...                       # a signal is remembered in `asked` here
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._name = "a signal"
+        self.deferring = False
+        self._before: dict[signal.Signals, object] = {}
+
+    @property
+    def name(self) -> str:
+        """The signal that was heard, for a message."""
+        return self._name
+
+    def defer(self) -> None:
+        """From here on a signal is only remembered."""
+        self.deferring = True
+
+    def request(self, reason: str) -> None:
+        """Ask for an orderly end without a signal, such as from another thread."""
+        self._name, self.asked = reason, True
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._hear, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        threading.Thread(target=self._end_at_second, daemon=True, name="signals").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if not self._before:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._waker_before)
+        self._wake.close()  # ends the thread
+        self._before = {}
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._name, self.asked = signal.Signals(number).name, True
+        if not self.deferring:
+            raise Interrupted(f"interrupted by {self._name} outside a step: nothing new to save")
+
+    def _end_at_second(self) -> None:
+        heard = 0
+        with self._hear:
+            while numbers := self._hear.recv(16):
+                heard += sum(number in SIGNALS for number in numbers)
+                if heard > 1:
+                    os._exit(Interrupted.exit_status)

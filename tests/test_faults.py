@@ -1,0 +1,181 @@
+"""What a rank does to the others: NaN, death, silence. All end in time, with the reason."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import Finetune, Tiny, conversations, start, wait_for, write_recipe
+from test_backends import FP32, largest, losses
+from test_interruption import steps_made, words_of
+
+from finetune.run import Run
+
+BAD = 29
+"""The row, from 0, with the letter for which the model below has no number."""
+LONG = {"max_steps": 4000, "saving": {"every": 5}, "evaluation": {"every": 4000}}
+
+
+@pytest.fixture(scope="session")
+def poisoned(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The tiny model with NaN as the embedding of Z, and one row that has a Z."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("poisoned")
+    shutil.copytree(tiny.model, folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(tiny.model)
+    (token,) = AutoTokenizer.from_pretrained(tiny.model).encode("Z")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
+    model.save_pretrained(folder / "model")
+    rows = conversations(48)
+    rows[BAD][0]["content"] = "Z"
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return Tiny(folder / "model", data, tiny.eval_data)
+
+
+def recipe_of(poisoned: Tiny, **optim: object) -> dict[str, object]:
+    return poisoned.fields(
+        adapter={"r": 8}, batch={"micro_rows": 1}, saving={"every": 50}, eval_data=[],
+        evaluation={"every": None},
+        optim={"lr": 5e-3} | optim,
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
+    poisoned: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", recipe_of(poisoned))
+    done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    assert done.status == 1
+    step = len(losses(Run(tmp_path / "run"))) + 1
+    assert done.stderr == (
+        f"error: step {step}: loss nan, gradient norm nan: the step was not taken; it trained on "
+        f"row {BAD} ({poisoned.data}, sample {BAD + 1}). Lower optim.lr, mend these rows, or set "
+        "optim.on_nonfinite=skip to leave out up to optim.max_skipped=10 such steps, and resume\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "ddp",
+        "fsdp_full_shard",
+        "zero2",
+        pytest.param("fsdp_shard_grad_op_offload", marks=pytest.mark.slow),
+        pytest.param("zero1", marks=pytest.mark.slow),
+        pytest.param("zero2_offload", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("zero3_offload", marks=pytest.mark.slow),
+    ],
+)
+def test_every_backend_leaves_the_same_step_out(
+    poisoned: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    alone, together = Run(tmp_path / "single"), Run(tmp_path / backend)
+    for run in (alone, together):
+        words = words_of(
+            poisoned, run.root, run.root.name, **recipe_of(poisoned, on_nonfinite="skip")
+        )
+        assert finetune(*words).status == 0
+    skipped = [list(run.read_metrics("skip")) for run in (alone, together)]
+    named = [f"row {BAD} ({poisoned.data}, sample {BAD + 1})"]
+    assert [[(r["step"], r["rows"]) for r in of_run] for of_run in skipped] == [
+        [(skipped[0][0]["step"], named)]
+    ] * 2
+    assert len(losses(alone)) == 5
+    assert largest(losses(alone), losses(together)) < FP32
+
+
+def test_more_steps_than_allowed_stop_the_run(
+    poisoned: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    fields = recipe_of(poisoned, on_nonfinite="skip", max_skipped=1) | {"max_steps": 30}
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    assert done.status == 1
+    assert "the 2th such step and optim.max_skipped is 1" in done.stderr
+    assert len(list(Run(tmp_path / "run").read_metrics("skip"))) == 1
+
+
+def ranks(process: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
+    """The workers of a launch by their rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        environment = child.environ()
+        if "RANK" in environment and "train" in child.cmdline():
+            found[int(environment["RANK"])] = child
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_rank_that_dies_ends_the_others_and_is_named(
+    tiny: Tiny, tmp_path: Path, backend: str
+) -> None:
+    run = Run(tmp_path / "run")
+    process = start(words_of(tiny, run.root, backend, **LONG), tmp_path)
+    wait_for(lambda: (run.newest() or 0) >= 5, process)
+    workers = ranks(process)
+    workers[1].send_signal(signal.SIGKILL)
+    begun = time.monotonic()
+    _, told = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 20
+    assert process.returncode == 1
+    newest = run.newest()
+    assert (
+        f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) ended without a word" in told
+    )
+    assert f"the last complete checkpoint is that of step {newest}: continue" in told
+    assert "Traceback" not in told
+    assert not any(worker.is_running() for worker in workers.values())
+
+
+def test_a_rank_that_hangs_ends_with_the_others_and_its_collectives_are_kept(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    words = [*words_of(tiny, run.root, "ddp", **LONG), "--timeout", "0.2"]
+    process = start(words, tmp_path)
+    wait_for(lambda: steps_made(run) >= 5, process)
+    workers = ranks(process)
+    workers[1].send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    _, told = process.communicate(timeout=120)
+    assert time.monotonic() - begun < 12 + 30  # the timeout, and the time to find out and to end
+    assert process.returncode == 1
+    assert f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) no longer answers" in told
+    assert "Traceback" not in told
+    assert not any(worker.is_running() for worker in workers.values())
+    record = json.loads((run.flight_records / "rank-00000.json").read_text())
+    assert record["entries"][-1]["profiling_name"].startswith("gloo:")
+
+
+def test_a_run_whose_rank_dies_starts_again_by_itself(tiny: Tiny, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    short = {"max_steps": 60, "saving": {"every": 5}, "evaluation": {"every": 60}}
+    words = [*words_of(tiny, run.root, "ddp", **short), "--max-restarts", "2"]
+    process = start(words, tmp_path)
+    wait_for(lambda: (run.newest() or 0) >= 5, process)
+    ranks(process)[1].send_signal(signal.SIGKILL)
+    _, told = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    assert [record["step"] for record in run.read_metrics("train")] == list(range(1, 61))
+    assert len(list(run.read_metrics("start"))) == 2
+
+
+def test_workers_do_not_outlive_their_launcher(tiny: Tiny, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    process = start(words_of(tiny, run.root, "ddp", **LONG), tmp_path)
+    wait_for(lambda: steps_made(run) >= 5, process)
+    workers = list(ranks(process).values())
+    process.kill()
+    gone, alive = psutil.wait_procs(workers, timeout=60)
+    assert (len(gone), alive) == (2, [])
+    assert run.newest() == steps_made(run)

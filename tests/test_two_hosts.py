@@ -1,0 +1,120 @@
+"""Two hosts on one machine: network namespaces with names of their own, joined by a cable."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Finetune, Tiny, end_tree, environment, wait_for, write_recipe
+from test_backends import FP32, largest, losses
+
+from finetune.run import Run
+
+HOSTS = ("finetune-a", "finetune-b")
+ADDRESSES = ("10.77.31.1", "10.77.31.2")
+SECTIONS = {"max_steps": 60, "saving": {"every": 5}, "evaluation": {"every": 60}}
+TIMEOUT_SECONDS = 15
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Both hosts and the cable; skips where this user may not lay one."""
+    folders = [Path("/etc/netns") / host for host in HOSTS]
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+        ip(
+            "link",
+            "add",
+            "fta",
+            "netns",
+            HOSTS[0],
+            "type",
+            "veth",
+            "peer",
+            "ftb",
+            "netns",
+            HOSTS[1],
+        )
+    except (OSError, subprocess.CalledProcessError):
+        clear()
+        pytest.skip("network namespaces need root and iproute2")
+    names = "127.0.0.1 localhost\n" + "".join(
+        f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True)
+    )
+    for host, address, device, folder in zip(
+        HOSTS, ADDRESSES, ("fta", "ftb"), folders, strict=True
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text(names)
+        ip("-n", host, "addr", "add", f"{address}/24", "dev", device)
+        ip("-n", host, "link", "set", device, "up")
+        ip("-n", host, "link", "set", "lo", "up")
+    yield
+    clear()
+    for folder in folders:
+        (folder / "hosts").unlink()
+        folder.rmdir()
+
+
+def clear() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[str]":
+    """`finetune launch` on a host, as one of two machines."""
+    python = [sys.executable, "-m", "finetune", "launch", *words]
+    machine = [
+        "--num_machines", "2", "--machine_rank", str(number),
+        "--main_process_ip", ADDRESSES[0], "--main_process_port", "29531",
+    ]  # fmt: skip
+    inside = f'hostname {HOSTS[number]} && exec "$@"'
+    return subprocess.Popen(
+        ["ip", "netns", "exec", HOSTS[number], "unshare", "-u", "sh", "-c", inside, "sh",
+         *python, *machine],
+        env=environment(cache) | {"GLOO_SOCKET_IFNAME": ("fta", "ftb")[number]},
+        cwd=cache, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
+def test_a_lost_host_ends_the_other_and_both_resume(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, hosts: None, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SECTIONS))
+    straight, run = Run(tmp_path / "straight"), Run(tmp_path / "run")
+    alone = ["train", str(recipe), "--precision", "fp32", "--output", str(straight.root)]
+    assert finetune(*alone).status == 0
+    words = [
+        str(recipe), "--backend", backend, "--processes", "2", "--precision", "fp32",
+        "--output", str(run.root), "--timeout", str(TIMEOUT_SECONDS / 60), "--resume", "auto",
+    ]  # fmt: skip
+    first, second = (start_on(number, words, tmp_path) for number in range(2))
+    wait_for(lambda: (run.newest() or 0) >= 5, first)
+    ip("-n", HOSTS[1], "link", "set", "ftb", "down")  # nobody hears of the end
+    begun = time.monotonic()
+    end_tree(second.pid)
+    second.communicate()
+    _, told = first.communicate(timeout=TIMEOUT_SECONDS + 60)
+    assert time.monotonic() - begun < TIMEOUT_SECONDS + 30
+    assert first.returncode == 1, told
+    assert "Traceback" not in told
+    assert f"on {HOSTS[1]}) no longer answers" in told
+    assert "the last complete checkpoint is that of step" in told
+    assert run.steps()[-1] < 60
+    ip("-n", HOSTS[1], "link", "set", "ftb", "up")
+    again = [start_on(number, words, tmp_path) for number in range(2)]
+    outputs = [process.communicate(timeout=300) for process in again]
+    assert [process.returncode for process in again] == [0, 0], outputs
+    assert largest(losses(run), losses(straight)) < FP32
+    assert os.path.exists(run.final)
