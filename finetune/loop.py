@@ -5,11 +5,12 @@ import math
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from finetune.data.batch import MicroBatch, collate
-from finetune.data.order import micro_batches, rows_of_step
-from finetune.data.prepare import Rows
+from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.rows import Rows
 from finetune.engine import Engine
 from finetune.errors import TrainingFailure
 from finetune.optim import learning_rate
@@ -87,11 +88,12 @@ def _micro_batches(
     engine: Engine, rows: Rows, step: int, pad_id: int
 ) -> Iterator[tuple[int, MicroBatch]]:
     """This rank's micro-batches of a step, with their number in the global batch."""
-    batch = engine.plan.recipe.batch
-    chosen = rows_of_step(step, len(rows), batch.rows, engine.plan.recipe.seed)
-    mine = micro_batches(chosen, batch.micro_rows, engine.rank, engine.world)
-    for offset, indices in enumerate(mine):
-        number = engine.rank * engine.plan.accumulation + offset
+    recipe = engine.plan.recipe
+    chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
+    cuts = cut(
+        chosen, rows.lengths, recipe.batch.micro_rows, recipe.batch.micro_tokens, rows.packed
+    )
+    for number, indices in deal(cuts, engine.rank, engine.world):
         yield number, collate(rows, indices, pad_id, engine.device)
 
 
@@ -104,14 +106,17 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     """Mean loss over the terms of all evaluation rows, the same on any number of ranks."""
     begun = time.perf_counter()
     recipe = engine.plan.recipe
-    micro = recipe.evaluation.micro_rows or recipe.batch.micro_rows
+    micro_rows = recipe.evaluation.micro_rows
+    micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
+    cuts = cut(
+        np.arange(len(rows)), rows.lengths, micro_rows or recipe.batch.micro_rows, micro_tokens,
+        rows.packed,
+    )  # fmt: skip
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     terms = 0
     engine.model.eval()
-    stride = micro * engine.world
-    for start in range(0, len(rows), stride):  # as often on every rank: forwards are collective
-        first = min(start + engine.rank * micro, len(rows))
-        indices = list(range(first, min(first + micro, len(rows))))
+    # As many on every rank: forward passes are collective.
+    for _, indices in deal(cuts, engine.rank, engine.world):
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
         total += recipe.loss(engine.model, batch)

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from finetune.attention import check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -57,6 +58,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     model.config.use_cache = False
+    if recipe.batch.packing:
+        check_packing(model.config)
     keep_unpacked(model)
     if recipe.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -93,7 +96,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=engine.plan.recipe.model.attention, dtype=torch.float32
+                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
             )
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}") from None
@@ -110,7 +113,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 model.name,
                 revision=model.revision,
                 dtype=_weight_dtype(plan),
-                attn_implementation=model.attention,
+                attn_implementation=implementation(plan.recipe),
                 trust_remote_code=model.trust_remote_code,
                 quantization_config=quantization_config(
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)

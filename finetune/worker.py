@@ -125,7 +125,7 @@ class Training:
         write_json(self.run.recipe, catalog.to_fields(self.recipe))
         write_json(self.run.plan, self.plan.summary())
         write_json(self.run.environment, environment(accelerators()))
-        write_json(self.run.data, self.data.counts)
+        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
 
     def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
         tokenizer = model.load_tokenizer(self.recipe)
@@ -187,6 +187,8 @@ class Training:
                 train_rows=len(self.data.train),
                 eval_rows=len(self.data.eval),
                 trained_tokens=counts["train"]["trained_tokens"],
+                packing=recipe.batch.packing,
+                micro_tokens=recipe.batch.micro_tokens,
                 resumed_from=self.resumed,
             )
         )

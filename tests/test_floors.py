@@ -14,8 +14,8 @@ FLOORS: list[set[str]] = [
     {"errors", "quiet"},
     {"recipe", "backend", "run", "planner"},
     {
-        "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
-        "fragments", "checkpoint", "memory", "ops",
+        "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
+        "engine", "fragments", "checkpoint", "memory", "ops",
     },
     {"loop", "record", "result", "preflight"},
     {"worker", "quickstart"},
@@ -27,7 +27,7 @@ INNER_ORDER = {
     ("planner", "backend"), ("planner", "recipe"),
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
-    ("engine", "ops"), ("model", "engine"), ("model", "quantization"),
+    ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
     ("quickstart", "worker"),
     ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

@@ -157,7 +157,7 @@ class Chat:
 
     def _check_end(self, token: int, turn: str) -> None:
         """Refuse a template after whose turns a model could not learn to stop."""
-        if token not in self._end_tokens:
+        if token not in self.end_tokens:
             raise FinetuneError(
                 f"chat template: the assistant turn {excerpt(turn)} closes with "
                 f"{self.tokenizer.decode([token])!r}, which is no end token of this tokenizer, so "
@@ -175,7 +175,8 @@ class Chat:
         return Turns(self.tokenizer, self.template)
 
     @cached_property
-    def _end_tokens(self) -> set[int | None]:
+    def end_tokens(self) -> set[int | None]:
+        """Tokens that can end a turn or a text: the EOS, and what the tokenizer never splits."""
         return {*self.tokenizer.added_tokens_decoder, self._eos}
 
     # Tokens.

@@ -24,9 +24,15 @@ DOCUMENT_END = "<|endoftext|>"
 class SourceRow:
     """A row before its format is applied."""
 
-    place: str
-    """`FILE row NUMBER`, counted from 1; in JSONL and text files the number is that of the line."""
+    file: str
+    """The file, or the hub data set and its split, as an error names it."""
+    number: int
+    """Counted from 1; in JSONL and text files it is that of the line."""
     value: Any
+
+    @property
+    def place(self) -> str:
+        return f"{self.file} row {self.number}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Source:
             if not path.stat().st_size:
                 raise FinetuneError(f"{path}: the file is empty")
             for number, value in READERS[path.suffix](path):
-                yield SourceRow(f"{path} row {number}", value)
+                yield SourceRow(str(path), number, value)
 
 
 def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
@@ -222,7 +228,7 @@ def _parse(text: str, place: str) -> Any:
 def hub_rows(data: Data) -> Iterator[SourceRow]:
     """Rows of a data set of the Hugging Face hub."""
     for number, row in enumerate(load_hub(data), 1):
-        yield SourceRow(f"{data.source} ({data.split}) row {number}", row)
+        yield SourceRow(f"{data.source} ({data.split})", number, row)
 
 
 def load_hub(data: Data) -> Any:

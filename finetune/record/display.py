@@ -228,8 +228,8 @@ def start_table(run: Run, start: Start) -> Table:
     processes = "1 process" if start.processes == 1 else f"{start.processes} processes"
     table.add_row(
         "batch",
-        f"{start.rows_per_step} rows = {start.micro_rows} micro x {start.accumulation} "
-        f"accumulation x {processes}",
+        f"{start.rows_per_step} {'packs' if start.packing else 'rows'} = {start.shares} x "
+        f"{processes}",
     )
     passes = start.steps * start.rows_per_step / start.train_rows if start.train_rows else 0
     table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
