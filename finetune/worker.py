@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from finetune import backend as backends
 from finetune import catalog, checkpoint, model, optim
 from finetune.checkpoint import Progress
+from finetune.data.audit import mistakes
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
@@ -26,9 +27,11 @@ from finetune.memory import peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
 from finetune.recipe import Recipe
+from finetune.record import inspection
 from finetune.record.card import write_card
 from finetune.record.display import Display
 from finetune.record.environment import environment
+from finetune.record.inspection import Inspection
 from finetune.record.metrics import Ended, Evaluated, Metrics, Saved, Start, Trained
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
@@ -141,6 +144,9 @@ class Training:
         prepared = prepare(self.recipe, chat, cache)
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
+        problems = list(mistakes(counts["train"]))
+        if problems and self.recipe.data_checks == "refuse":
+            raise FinetuneError(*problems)
         return prepared
 
     def _build(self) -> Progress:
@@ -376,6 +382,17 @@ def accelerators() -> list[str]:
     """Names of the accelerators of this machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
+    """Rows of a recipe's data as its model sees them, and the counts of all.
+
+    Raises:
+        FinetuneError: the data cannot be prepared.
+    """
+    tokenizer = model.load_tokenizer(recipe)
+    chat = load_chat(tokenizer, recipe.model.chat_template)
+    return inspection.inspect(recipe, prepare(recipe, chat, data_cache()), tokenizer, rows)
 
 
 def data_cache() -> Path:

@@ -102,3 +102,31 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
                 f"{each['truncated']} rows that it cut, of {each['samples']}; raise "
                 f"batch.max_length, or set batch.overlong=drop; {MEANT}"
             )
+
+
+def describe(counts: dict[str, Any]) -> list[str]:
+    """A split's counts in a line, and what is unusual about it in another."""
+    if not counts["documents"]:
+        return ["no rows"]
+    unit = f"{counts['documents']:,} rows"
+    if counts["filled"] is not None:
+        unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
+    trained = counts["trained_tokens"] / counts["tokens"]
+    line = (
+        f"{unit}; {counts['tokens']:,} tokens, {trained:.1%} trained; longest {counts['longest']}"
+    )
+    unusual = [f"{counts[name]:,} {words}" for name, words in UNUSUAL.items() if counts[name]]
+    return [line, ", ".join(unusual)] if unusual else [line]
+
+
+UNUSUAL = {
+    "passed_over": "passed over by their format",
+    "untrained": "without a trained token",
+    "dropped": "dropped for their length",
+    "truncated": "truncated",
+    "eaten": "that truncation left no answer",
+    "split": "split",
+    "unended": "whose end is not trained",
+    "duplicates": "duplicates",
+}
+"""Counts that are told where they are not zero."""

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from finetune.data.audit import describe
 from finetune.record import units
 from finetune.record.metrics import (
     Ended,
@@ -239,6 +240,9 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
         f"{held_out}",
     )
+    counted = read_record(run.data).get("train")
+    for line in describe(counted) if counted else ():
+        table.add_row("", escape(line))
     table.add_row("backend", f"{start.backend}, {start.precision}, {processes}")
     if start.resumed_from is not None:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")
