@@ -1,4 +1,4 @@
-"""Measure this machine: how long the command line takes to start, and what each backend does."""
+"""Measure this machine: how the command line starts, data is prepared, and each backend trains."""
 
 import argparse
 import shlex
@@ -7,22 +7,29 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import startup, training
+from benchmarks import data, startup, training
 from benchmarks.record import Circumstances, write
 
-PARTS = ("startup", "training")
+PARTS = ("startup", "data", "training")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = build_parser().parse_args(words)
+    parser = build_parser()
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
+        )
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.only or PARTS:
+        for part in arguments.parts or PARTS:
             circumstances = Circumstances.now(command, arguments.note)
             if part == "startup":
                 result = startup.measure(Path(scratch), arguments.repeats)
+            elif part == "data":
+                result = data.measure(Path(scratch), arguments.rows)
             else:
                 chosen, steps = arguments.backends or training.BACKENDS, arguments.steps
                 result = training.measure(Path(scratch), chosen, steps, arguments.gpu)
@@ -34,7 +41,8 @@ def main(words: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; else all")
+    parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(

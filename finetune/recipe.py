@@ -91,7 +91,7 @@ class Data:
     """One source of rows. A mixture is a tuple of these."""
 
     source: str
-    """A file (JSONL, JSON, Parquet, CSV, text), a folder or glob of them, or a hub data set."""
+    """A file (JSONL, JSON, Parquet, Arrow, CSV, text), a folder or glob of them, or a hub name."""
     format: str
     """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
     subset: str | None = None
@@ -112,14 +112,14 @@ class Batch:
     """Rows per optimizer step, over all processes and accumulation steps; with packing, packs."""
     micro_rows: Positive = 1
     """Rows per forward pass on one device: a fact about memory."""
-    micro_tokens: Positive | None = None
-    """Token slots per forward pass on one device, instead of `micro_rows`: as many rows as fit."""
     max_length: Positive = 1024
     """Longest row in tokens."""
-    packing: bool = False
-    """Fill rows of `max_length` with whole documents, each of which sees only itself."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to a row longer than `max_length`; `split` makes several rows of it."""
+    packing: bool = False
+    """Fill rows of `max_length` with whole documents, each of which sees only itself."""
+    micro_tokens: Positive | None = None
+    """Token slots per forward pass on one device, instead of `micro_rows`: as many rows as fit."""
 
     @property
     def most_micro_rows(self) -> int:

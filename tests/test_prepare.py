@@ -118,6 +118,10 @@ def write_as(path: Path, rows: list[dict[str, str]]) -> None:
             path.write_text(json.dumps(rows, indent=2))
         case ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        case ".arrow":
+            table = pyarrow.Table.from_pylist(rows)
+            with pyarrow.ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
         case ".csv":
             with path.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
@@ -125,7 +129,7 @@ def write_as(path: Path, rows: list[dict[str, str]]) -> None:
                 writer.writerows(rows)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".csv"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str):
     rows = [*PAIRS, {"question": 'Name a\ncolour, "red"', "answer": "blue\u00e9" * 50_000}]
     write_as(tmp_path / f"a{suffix}", rows)
@@ -169,6 +173,19 @@ def test_a_folder_and_a_glob_are_their_files_in_order(tmp_path: Path):
     assert answers(whole.train) == SAID
     part = prepare(recipe_of(str(folder / "*.jsonl")), CHAT, tmp_path / "cache")
     assert answers(part.train) == SAID[:4]
+
+
+def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path: Path):
+    from datasets import Dataset, DatasetDict
+
+    whole = Dataset.from_list(PAIRS)
+    DatasetDict({"test": whole.select([0]), "train": whole}).save_to_disk(tmp_path / "d")
+    assert problems_of(recipe_of(str(tmp_path / "d")), tmp_path / "empty") == [
+        f"data.source: {tmp_path / 'd'} holds several splits; name one of "
+        f"{tmp_path / 'd' / 'test'}, {tmp_path / 'd' / 'train'}"
+    ]
+    recipe = recipe_of(str(tmp_path / "d" / "train"))
+    assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
 
 
 # Mixtures, held-out rows.
@@ -422,7 +439,7 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         Data(str(tmp_path / "empty"), "text"),
         Data(str(tmp_path / "a.xlsx"), "text"),
     )
-    known = ".jsonl, .json, .parquet, .csv, .txt"
+    known = ".jsonl, .json, .parquet, .arrow, .csv, .txt"
     assert problems_of(recipe, tmp_path / "cache") == [
         f"data.source: no such file or folder: {tmp_path}/trian.jsonl; did you mean "
         f"'{tmp_path}/train.jsonl'?",
@@ -484,7 +501,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.csv",
         b"question,answer\na,b\na\n",
         "{path} row 2: format 'question_answer' needs 'question' + 'answer', the row has "
-        "'question', 'answer'",
+        "'question', 'answer' (null)",
     ),
     "open quote": (
         "a.csv",
@@ -515,7 +532,10 @@ def test_several_bad_rows_are_told_at_once_and_reading_stops_some_time(tmp_path:
     bad = [{"question": n, "answer": "x"} for n in range(3)]
     other = {"question": "x", "answer": None}
     source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0], *bad, PAIRS[1], other])
-    needs = "format 'question_answer' needs 'question' + 'answer', the row has 'question', 'answer'"
+    needs = (
+        "format 'question_answer' needs 'question' + 'answer', "
+        "the row has 'question', 'answer' (null)"
+    )
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
         f"{source} row 2 (and 2 more rows): question is a number, expected text",
         f"{source} row 6: {needs}",

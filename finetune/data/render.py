@@ -8,6 +8,7 @@ and with the token that ends the turn:
                                                           ^^^^^^^^^^^^^^^
 """
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ TrainOn = Literal["assistant", "completion", "all"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 BUILT_IN = ("chatml", "plain")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,16 @@ class Chat:
     # Tokens.
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids of a text without added special tokens, and the characters of each."""
+        """Ids of a text without added special tokens, and the characters of each.
+
+        Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
+        """
+        half = HALF_CHARACTER.search(text)
+        if half is not None:
+            raise FinetuneError(
+                f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
+                "other half was lost, perhaps where the text was cut"
+            )
         encoding = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

@@ -84,6 +84,11 @@ def find_source(data: Data) -> Source:
             )
         return Source(data, files)
     path = Path(data.source).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(p) for p in path.iterdir() if p.is_dir()))
+        raise FinetuneError(f"data.source: {path} holds several splits; name one of {splits}")
+    if (path / "state.json").is_file():  # what `Dataset.save_to_disk` writes
+        return Source(data, tuple(sorted(path.glob("*.arrow"))))
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
         files = tuple(p for p in inside if not _hidden(p.relative_to(path)))
@@ -151,6 +156,35 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
 
 
+def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of an Arrow file, in the form of `datasets` (a stream) or of Feather (a file)."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in _arrow_batches(source):
+                for start in range(0, batch.num_rows, 1024):
+                    for row in batch.slice(start, 1024).to_pylist():
+                        number += 1
+                        yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
+
+
+def _arrow_batches(source: Any) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        stream = pyarrow.ipc.open_stream(source)
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        file = pyarrow.ipc.open_file(source)
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
+    else:
+        yield from stream
+
+
 def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows of a CSV file with a header; a field may be as long as it likes."""
     csv.field_size_limit(sys.maxsize)
@@ -187,6 +221,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
     ".csv": read_csv,
     ".txt": read_text,
 }
