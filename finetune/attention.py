@@ -114,7 +114,7 @@ def attend(
         )
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None
-    if query.is_cuda and softcap is None and not dropout and query.dtype != torch.float32:
+    if softcap is None and not dropout and _has_varlen(query):
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     ends = cu_seq_lens_q.tolist()
@@ -176,6 +176,13 @@ def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor
     """Whom each token sees: itself and what precedes it, within a window.  # (length, length)"""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
+
+
+def _has_varlen(query: torch.Tensor) -> bool:
+    """Whether flash attention of PyTorch 2.13 takes these: 16 bits, Ampere or newer, 256 a head."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _varlen(

@@ -82,6 +82,13 @@ def test_padded_micro_batches_may_be_given_in_tokens(tiny: Tiny, tmp_path: Path)
     assert all(record["slots"] <= 256 * 4 for record in tokens.read_metrics("train"))
 
 
+def test_recomputed_activations_know_where_documents_end(tiny: Tiny, tmp_path: Path) -> None:
+    kept = train(tiny, tmp_path / "kept", **PACKED)
+    model = {"activation_checkpointing": True}
+    again = train(tiny, tmp_path / "again", **PACKED, model={"name": str(tiny.model)} | model)
+    assert largest(losses(kept), losses(again)) < FP32
+
+
 def test_a_packed_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
     straight = train(tiny, tmp_path / "straight", **PACKED)
     shutil.copytree(straight.root, tmp_path / "resumed")

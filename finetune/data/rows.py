@@ -5,8 +5,9 @@ lengths.npy origins.npy one entry a document
 train/ eval/            which documents each row holds: one, or those that share a slot
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +34,7 @@ class Documents:
         start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document.  # (documents,) int64"""
         return np.diff(self.offsets)
@@ -63,7 +64,7 @@ class Rows:
             return parts[0]
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([t for _, t in parts])
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each row.  # (rows,) int64"""
         if not len(self):
@@ -140,16 +141,6 @@ def save_rows(rows: Rows, folder: Path) -> None:
 def open_rows(documents: Documents, folder: Path, packed: bool) -> Rows:
     """The rows of a folder that `save_rows` wrote."""
     return Rows(documents, np.load(folder / "members.npy"), np.load(folder / "bounds.npy"), packed)
-
-
-def pieces(documents: Documents, tokens: int = 1 << 22) -> Iterator[tuple[int, int]]:
-    """Ranges of documents of about so many tokens each, for a pass that reads them all."""
-    start = 0
-    while start < len(documents):
-        limit = documents.offsets[start] + tokens
-        end = max(start + 1, int(np.searchsorted(documents.offsets, limit, side="right")) - 1)
-        yield start, end
-        start = end
 
 
 def _mapped(path: Path, kind: type, size: int) -> np.ndarray:
