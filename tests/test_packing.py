@@ -143,6 +143,15 @@ def test_packed_documents_have_the_loss_and_the_gradient_of_padded_ones(kind: st
     assert (parts - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind: str):
+    batch = batch_of(packs(documents()))
+    loss, grads = gradient(tiny(kind, DOCUMENTS), [batch])
+    other, others = gradient(tiny(kind, "eager"), [batch])
+    assert abs(loss - other) < TOLERANCE * abs(loss)
+    assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+
+
 @pytest.mark.parametrize("kind", [k for k in SHOWN_EXACT if k not in ("mixtral", "qwen3_moe")])
 def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
     rows = packs(documents())
