@@ -48,6 +48,8 @@ def check_files(recipe: Recipe) -> None:
         FinetuneError: with every problem.
     """
     problems = _missing_files(recipe)
+    if recipe.model.name is None and recipe.model.tokenizer is None:
+        problems.append("model: give model.name or model.tokenizer, whose tokenizer reads the data")
     if problems:
         raise FinetuneError(*problems)
 

@@ -91,6 +91,21 @@ def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, rec
     assert "\x1b" not in shown
 
 
+def test_what_cannot_be_inspected_is_said_without_a_traceback(
+    finetune: Finetune, recipe: Path, tiny: Tiny, tmp_path: Path
+) -> None:
+    nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
+    for words, told in (
+        ([nameless], "error: model: give model.name or model.tokenizer, whose tokenizer reads"),
+        ([recipe, "--html", tmp_path / "no" / "x.html"], "it cannot be written (No such file"),
+        ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
+    ):
+        done = finetune("inspect", *words)
+        assert done.status == 2
+        assert told in done.stderr
+        assert "Traceback" not in done.output
+
+
 def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
     finetune: Finetune, tiny: Tiny, tmp_path: Path
 ) -> None:

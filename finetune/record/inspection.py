@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.audit import describe, mistakes
 from finetune.data.order import permutation
 from finetune.data.prepare import Prepared
+from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 
 BROKEN = "\ufffd"
@@ -144,13 +145,20 @@ def _coloured(document: Document, colours: bool) -> Text:
 
 
 def write_page(inspection: Inspection, title: str, path: Path) -> None:
-    """Write one HTML page that needs nothing beside it."""
+    """Write one HTML page that needs nothing beside it.
+
+    Raises:
+        FinetuneError: it cannot be written there.
+    """
     folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
     summary = {name: describe(counts) for name, counts in inspection.counts.items()}
     page = environment.get_template("inspection.html.jinja")
     text = page.render(title=title, inspection=inspection, summary=summary)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FinetuneError(f"--html {path}: it cannot be written ({error.strerror})") from None
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
