@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from documents import documents_of
 
 from finetune.data.batch import collate
-from finetune.data.rows import Rows, documents_of, single_rows
+from finetune.data.rows import Rows, single_rows
 
 
 def rows_of(*rows: tuple[list[int], Iterable[int]]) -> Rows:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documents import documents_of
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from finetune.attention import DOCUMENTS, SHOWN_EXACT, attend, check_packing, implementation
 from finetune.data.batch import MicroBatch, collate
 from finetune.data.packing import pack
-from finetune.data.rows import Rows, documents_of, single_rows
+from finetune.data.rows import Rows, single_rows
 from finetune.errors import FinetuneError
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT

@@ -5,7 +5,6 @@ lengths.npy origins.npy one entry a document
 train/ eval/            which documents each row holds: one, or those that share a slot
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,16 +75,6 @@ def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows
     """Rows of one document each, by default all of them in their order."""
     members = np.arange(len(documents)) if members is None else members
     return Rows(documents, members, np.arange(len(members) + 1), packed=False)
-
-
-def documents_of(columns: Iterable[Columns]) -> Documents:
-    """Documents in memory."""
-    parts = list(columns)
-    ids = np.concatenate([ids for ids, _ in parts] or [np.empty(0, dtype=np.int32)])
-    trained = np.concatenate([trained for _, trained in parts] or [np.empty(0, dtype=bool)])
-    lengths = np.array([len(ids) for ids, _ in parts], dtype=np.int64)
-    origins = np.zeros((len(parts), 2), dtype=np.int64)
-    return Documents(ids, trained, _offsets(lengths), origins)
 
 
 class DocumentWriter:
