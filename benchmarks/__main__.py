@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import memory, saving, startup, training
+from benchmarks import data, memory, saving, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
-PARTS = (*EVERYDAY, "memory", "saving")
+PARTS = (*EVERYDAY, "data", "memory", "saving")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -41,6 +41,8 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
     match part:
         case "startup":
             return startup.measure(scratch, arguments.repeats)
+        case "data":
+            return data.measure(scratch, arguments.rows)
         case "memory":
             return memory.measure(scratch / "memory", chosen or training.BACKENDS)
         case "saving":
@@ -56,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     also = f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `kills` has options of its own"
     parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
+    parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(

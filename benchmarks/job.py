@@ -63,6 +63,7 @@ def write_job(folder: Path, shape: Shape, steps: int) -> Path:
         Model(config=shape.config(), tokenizer=str(folder / "tokenizer")),
         data=(Data(str(data), "text"),),
         batch=Batch(shape.rows, shape.micro_rows, shape.length, overlong="truncate"),
+        data_checks="report",  # every row is cut, so that each step has equally many tokens
         optim=Optim(lr=1e-3),
         max_steps=steps,
     )

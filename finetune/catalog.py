@@ -25,9 +25,9 @@ SECTIONS: dict[str, type] = {
     for kind in (Model, LoRA, Data, Batch, Optim, Evaluation, Saving, *METHODS.values())
 }
 FREE_TO_CHANGE = {
-    "backend", "evaluation", "max_steps", "epochs", "saving", "trackers",
-    "batch.micro_rows", "model.activation_checkpointing", "model.attention", "model.pickle",
-    "optim.on_nonfinite", "optim.max_skipped",
+    "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers",
+    "batch.micro_rows", "batch.micro_tokens", "model.activation_checkpointing", "model.attention",
+    "model.pickle", "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
 """Fields that a continued run may change: they leave the mathematics of the steps as they are."""
 

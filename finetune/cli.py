@@ -108,6 +108,12 @@ def build_parser() -> argparse.ArgumentParser:
     planning.add_argument("--json", action="store_true", help="print JSON")
     command.add_arguments(planning)
 
+    inspecting = verb("inspect", inspect_recipe, "rows as the model sees them, and what is trained")
+    _recipe_words(inspecting)
+    inspecting.add_argument("--rows", type=_count, default=3, help="rows to show")
+    inspecting.add_argument("--html", type=Path, help="page to write, instead of printing rows")
+    inspecting.add_argument("--json", action="store_true", help="print JSON")
+
     training = verb("train", train_recipe, "train in this process (or under `accelerate launch`)")
     _recipe_words(training)
     training.add_argument("--backend", help="backend of a run that Accelerate did not launch")
@@ -257,6 +263,26 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune.launcher import verify
 
     return command.run(arguments, recipe, verify)
+
+
+def inspect_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.preflight import check_files
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    check_files(recipe)
+    from finetune.record import inspection
+    from finetune.worker import inspect
+
+    found = inspect(recipe, arguments.rows)
+    if arguments.json:
+        print(json.dumps(inspection.to_json(found), indent=2, ensure_ascii=False))
+    elif arguments.html is not None:
+        inspection.write_page(found, Path(arguments.recipe).stem, arguments.html)
+        print(f"wrote {arguments.html}")
+    else:
+        inspection.show(found, inspection.Console())
+    return 0
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:

@@ -6,9 +6,10 @@ of the job, so every rank on every engine drops the step by one number, without 
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from finetune.data.order import micro_batches, rows_of_step
+from finetune.data.prepare import Prepared
 from finetune.engine import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Optim
@@ -22,16 +23,19 @@ def poison(loss: torch.Tensor) -> torch.Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
-def suspects(engine: Engine, losses: torch.Tensor, step: int, rows: int) -> list[int]:
+def suspects(
+    engine: Engine, losses: torch.Tensor, mine: list[np.ndarray], chosen: np.ndarray
+) -> list[int]:
     """Row numbers behind a step that was dropped, the same on every rank.
 
-    `losses` are this rank's sums of its micro-batches.  # (accumulation,)
     Rows of the micro-batches whose loss is not finite; where every loss is finite and only the
     gradient is not, all rows of the step.
+
+    Args:
+        losses: (accumulation,) this rank's sums of its micro-batches.
+        mine: (micro_rows,) row numbers of each of them.
+        chosen: (rows,) row numbers of the step.
     """
-    recipe = engine.plan.recipe
-    chosen = rows_of_step(step, rows, recipe.batch.rows, recipe.seed)
-    mine = micro_batches(chosen, recipe.batch.micro_rows, engine.rank, engine.world)
     finite = torch.isfinite(losses).tolist()
     bad = [int(row) for batch, fine in zip(mine, finite, strict=True) if not fine for row in batch]
     found: list[Any] = [bad]
@@ -42,21 +46,9 @@ def suspects(engine: Engine, losses: torch.Tensor, step: int, rows: int) -> list
     return named or sorted({int(row) for row in chosen})
 
 
-def place(row: int, counts: dict[str, Any]) -> str:
-    """A prepared training row for a person: its number, and its file where that can be told.
-
-    Sources lie end to end in the prepared rows. A source of which every sample became one row,
-    and none was held out, has its rows in their order in the file.
-    """
-    start = 0
-    for source in counts["train"]["by_source"]:
-        if row < start + source["rows"]:
-            samples = source["samples"]
-            if samples and source["rows"] % samples == 0:
-                return f"row {row} ({source['source']}, sample {(row - start) % samples + 1})"
-            return f"row {row} ({source['source']})"
-        start += source["rows"]
-    return f"row {row}"
+def places(rows: list[int], data: Prepared) -> list[str]:
+    """Prepared training rows for a person: the files and rows that their documents come from."""
+    return [data.place(document) for row in rows for document in data.train.numbers(row)]
 
 
 def verdict(

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from finetune.data.batch import MicroBatch, collate
-from finetune.data.order import micro_batches, rows_of_step
-from finetune.data.prepare import Rows
+from finetune.data.batch import collate
+from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.rows import Rows
 from finetune.engine import Engine
 from finetune.guard import poison, suspects
 from finetune.optim import learning_rate
@@ -65,7 +65,9 @@ def train_step(
     begun = time.perf_counter()
     plan = engine.plan
     recipe = plan.recipe
-    batches = list(_micro_batches(engine, rows, step, pad_id))
+    chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
+    mine = _micro_batches(engine, rows, chosen)
+    batches = [(number, collate(rows, indices, pad_id, engine.device)) for number, indices in mine]
     counted = [
         sum(recipe.count(batch) for _, batch in batches),
         sum(batch.real_tokens for _, batch in batches),
@@ -91,23 +93,18 @@ def train_step(
     measured.close()
     sums = torch.stack(losses)  # (accumulation,)
     mean = engine.sum([sums.sum().item()])[0] / max(1, terms)
-    blamed = None if taken else suspects(engine, sums, step, len(rows))
+    blamed = None if taken else suspects(engine, sums, [rows for _, rows in mine], chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1][1]
     length, padded = final.ids.shape[1], final.attention_mask is not None
     return StepResult(mean, norm, lr, terms, real_tokens, slots, length, padded, seconds, blamed)
 
 
-def _micro_batches(
-    engine: Engine, rows: Rows, step: int, pad_id: int
-) -> Iterator[tuple[int, MicroBatch]]:
-    """This rank's micro-batches of a step, with their number in the global batch."""
+def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
     batch = engine.plan.recipe.batch
-    chosen = rows_of_step(step, len(rows), batch.rows, engine.plan.recipe.seed)
-    mine = micro_batches(chosen, batch.micro_rows, engine.rank, engine.world)
-    for offset, indices in enumerate(mine):
-        number = engine.rank * engine.plan.accumulation + offset
-        yield number, collate(rows, indices, pad_id, engine.device)
+    cuts = cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.packed)
+    return deal(cuts, engine.rank, engine.world)
 
 
 def _dropout_seed(seed: int, step: int, number: int) -> int:
@@ -119,14 +116,17 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     """Mean loss over the terms of all evaluation rows, the same on any number of ranks."""
     begun = time.perf_counter()
     recipe = engine.plan.recipe
-    micro = recipe.evaluation.micro_rows or recipe.batch.micro_rows
+    micro_rows = recipe.evaluation.micro_rows
+    micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
+    cuts = cut(
+        np.arange(len(rows)), rows.lengths, micro_rows or recipe.batch.micro_rows, micro_tokens,
+        rows.packed,
+    )  # fmt: skip
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     terms = 0
     engine.model.eval()
-    stride = micro * engine.world
-    for start in range(0, len(rows), stride):  # as often on every rank: forwards are collective
-        first = min(start + engine.rank * micro, len(rows))
-        indices = list(range(first, min(first + micro, len(rows))))
+    # As many on every rank: forward passes are collective.
+    for _, indices in deal(cuts, engine.rank, engine.world):
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
         total += recipe.loss(engine.model, batch)

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from finetune.attention import check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -57,6 +58,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
     recipe = plan.recipe
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    if recipe.batch.packing:
+        check_packing(model.config)
     keep_unpacked(model)
     trained = as_trained(model, recipe)
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
@@ -103,7 +106,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=engine.plan.recipe.model.attention, dtype=torch.float32
+                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
             )
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}") from None
@@ -120,7 +123,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 model.name,
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=model.attention,
+                attn_implementation=implementation(plan.recipe),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,

@@ -28,8 +28,7 @@ def check(
     """
     problems: list[str] = []
     if files:
-        problems += _missing_folders(recipe.model)
-        problems += _problems_of(lambda: find_sources(recipe)) if recipe.data else []
+        problems += _missing_files(recipe)
     else:
         for data in (*recipe.data, *recipe.eval_data):
             problems += _problems_of(lambda name=data.format: find_format(name))
@@ -40,6 +39,24 @@ def check(
     if problems:
         raise FinetuneError(*problems)
     return settled
+
+
+def check_files(recipe: Recipe) -> None:
+    """Refuse a recipe whose data or model is not where it says.
+
+    Raises:
+        FinetuneError: with every problem.
+    """
+    problems = _missing_files(recipe)
+    if recipe.model.name is None and recipe.model.tokenizer is None:
+        problems.append("model: give model.name or model.tokenizer, whose tokenizer reads the data")
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def _missing_files(recipe: Recipe) -> list[str]:
+    missing = _problems_of(lambda: find_sources(recipe)) if recipe.data else []
+    return [*_missing_folders(recipe.model), *missing]
 
 
 def _problems_of(look: Callable[[], object]) -> list[str]:

@@ -93,7 +93,7 @@ class Data:
     """One source of rows. A mixture is a tuple of these."""
 
     source: str
-    """A file (JSONL, JSON, Parquet, CSV, text), a folder or glob of them, or a hub data set."""
+    """A file (JSONL, JSON, Parquet, Arrow, CSV, text), a folder or glob of them, or a hub name."""
     format: str
     """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
     subset: str | None = None
@@ -111,13 +111,24 @@ class Batch:
     """How many rows make a step, and how many of them a device sees at once."""
 
     rows: Positive = 32
-    """Rows per optimizer step, over all processes and accumulation steps."""
+    """Rows per optimizer step, over all processes and accumulation steps; with packing, packs."""
     micro_rows: Positive = 1
     """Rows per forward pass on one device: a fact about memory."""
     max_length: Positive = 1024
     """Longest row in tokens."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to a row longer than `max_length`; `split` makes several rows of it."""
+    packing: bool = False
+    """Fill rows of `max_length` with whole documents, each of which sees only itself."""
+    micro_tokens: Positive | None = None
+    """Token slots per forward pass on one device, instead of `micro_rows`: as many rows as fit."""
+
+    @property
+    def most_micro_rows(self) -> int:
+        """Rows of full length in a forward pass."""
+        if self.micro_tokens is None:
+            return self.micro_rows
+        return max(1, self.micro_tokens // self.max_length)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -188,6 +199,8 @@ class Recipe:
     eval_data: tuple[Data, ...] = ()
     eval_rows: Positive | None = None
     """Hold out so many rows of `data` for evaluation when there is no `eval_data`."""
+    data_checks: Literal["refuse", "report"] = "refuse"
+    """What happens to data that can only be a mistake: nothing ends, truncation eats answers."""
     adapter: LoRA | None = None
     """Low-rank adapter; null trains all weights."""
     batch: Batch = Field(default_factory=Batch)

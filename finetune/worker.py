@@ -21,11 +21,12 @@ from finetune import backend as backends
 from finetune import catalog, checkpoint, model, optim
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked
+from finetune.data.audit import mistakes
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
-from finetune.guard import place, verdict
+from finetune.guard import places, verdict
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
 from finetune.loop import StepResult, evaluate, train_step
@@ -36,9 +37,11 @@ from finetune.preflight import check_here
 from finetune.rate import matmul_flops
 from finetune.readiness import make_sure
 from finetune.recipe import Recipe
+from finetune.record import inspection
 from finetune.record.card import write_card
 from finetune.record.display import Display
 from finetune.record.environment import environment
+from finetune.record.inspection import Inspection
 from finetune.record.metrics import Ended, Evaluated, Measured, Metrics, Skipped, Start, Trained
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
@@ -212,7 +215,7 @@ class Training:
         expected = self.forecast.summary() if self.forecast is not None else None
         write_json(self.run.plan, {**self.plan.summary(), "prediction": expected})
         write_json(self.run.environment, environment(accelerators()))
-        write_json(self.run.data, self.data.counts)
+        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
 
     def _forecast(self) -> Forecast | None:
         """What this run will take, for the rows that it has."""
@@ -247,6 +250,9 @@ class Training:
         prepared = prepare(self.recipe, chat, cache)
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
+        problems = list(mistakes(counts["train"]))
+        if problems and self.recipe.data_checks == "refuse":
+            raise FinetuneError(*problems)
         return prepared
 
     def _build(self) -> Progress:
@@ -294,6 +300,8 @@ class Training:
                 train_rows=len(self.data.train),
                 eval_rows=len(self.data.eval),
                 trained_tokens=counts["train"]["trained_tokens"],
+                packing=recipe.batch.packing,
+                micro_tokens=recipe.batch.micro_tokens,
                 resumed_from=self.resumed,
             )
         )
@@ -345,7 +353,7 @@ class Training:
         step = self.progress.step
         if result.suspects is not None:
             self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
-            rows = [place(row, self.data.counts) for row in result.suspects]
+            rows = places(result.suspects, self.data)
             told = verdict(self.recipe.optim, step, result.loss, result.grad_norm, rows,
                            self.progress.skipped)  # fmt: skip
             self.metrics.write(
@@ -475,6 +483,17 @@ def accelerators() -> list[str]:
     """Names of the accelerators of this machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
+    """Rows of a recipe's data as its model sees them, and the counts of all.
+
+    Raises:
+        FinetuneError: the data cannot be prepared.
+    """
+    tokenizer = model.load_tokenizer(recipe)
+    chat = load_chat(tokenizer, recipe.model.chat_template)
+    return inspection.inspect(recipe, prepare(recipe, chat, data_cache()), tokenizer, rows)
 
 
 def data_cache() -> Path:

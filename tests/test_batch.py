@@ -4,18 +4,19 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from documents import documents_of
 
 from finetune.data.batch import collate
-from finetune.data.rows import Rows, pack_rows
+from finetune.data.rows import Rows, single_rows
 
 
 def rows_of(*rows: tuple[list[int], Iterable[int]]) -> Rows:
     """Rows of ids with the positions of their trained tokens."""
-    return pack_rows(
-        [
+    return single_rows(
+        documents_of(
             (np.array(ids, np.int32), np.isin(np.arange(len(ids)), list(trained)))
             for ids, trained in rows
-        ]
+        )
     )
 
 
@@ -47,4 +48,34 @@ def test_no_rows_give_a_batch_that_trains_nothing():
     assert batch.ids.tolist() == [[7, 7]]
     assert batch.labels.tolist() == [[-100, -100]]
     assert batch.attention_mask is None
+    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
+
+
+def packed_rows(*packs: list[tuple[list[int], Iterable[int]]]) -> Rows:
+    documents = rows_of(*[document for pack in packs for document in pack]).documents
+    bounds = np.cumsum([0, *(len(pack) for pack in packs)])
+    return Rows(documents, np.arange(len(documents)), bounds, packed=True)
+
+
+def test_packed_documents_lie_side_by_side_and_count_from_zero_each():
+    rows = packed_rows(
+        [([1, 2, 3, 4], [0, 1, 2, 3]), ([5, 6], [0, 1])], [([9, 9], [1])], [([7, 8, 9], [0, 2])]
+    )
+    assert rows.lengths.tolist() == [6, 2, 3]
+    batch = collate(rows, np.array([0, 2]), 0, "cpu")
+    assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert batch.labels.tolist() == [[-100, 2, 3, 4, -100, 6, -100, -100, 9]]
+    assert batch.attention_mask is None
+    assert batch.boundaries is not None
+    assert batch.boundaries.positions.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    assert batch.boundaries.ends.tolist() == [0, 4, 6, 9]
+    assert batch.boundaries.longest == 4
+    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 5, 9)
+
+
+def test_no_packs_give_a_document_that_trains_nothing():
+    batch = collate(packed_rows([([1, 2], [1])]), np.array([], dtype=np.int64), 7, "cpu")
+    assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
+    assert batch.boundaries is not None
+    assert batch.boundaries.ends.tolist() == [0, 2]
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)

@@ -15,15 +15,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
-    words = ["--repeats", "1", "--steps", "2", "--backends", "single", "--note", "Only a test."]
+    words = ["--rows", "300", "--repeats", "1", "--steps", "2", "--backends", "single"]
+    words += ["--note", "Only a test."]
     command = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
     done = run_command(command, tmp_path / "cache", cwd=ROOT)
     assert done.status == 0, done.output
     startup = json.loads((tmp_path / "startup.json").read_text())
     training = json.loads((tmp_path / "training.json").read_text())
-    for record in (startup, training):
+    data = json.loads((tmp_path / "data.json").read_text())
+    for record in (startup, data, training):
         assert record.keys() == MACHINE | MADE_BY | {"results"}
-        assert record["command"].startswith("python -m benchmarks --repeats 1 --steps 2 ")
+        assert record["command"].startswith("python -m benchmarks --rows 300 --repeats 1 ")
     assert startup["results"].keys() == {*COMMANDS, "first step"}
     for value in startup["results"].values():
         assert value["starts"] == 1
@@ -35,6 +37,10 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
     # Every row is cut to 128 tokens, so that a step is 16 x 128 tokens whatever the backend; with
     # two steps the median is their mean, and the rates are 1/x.
     assert single["tokens_per_second"] >= 0.999 * 16 * 128 / single["step_seconds"]
+    prepared = data["results"]
+    assert prepared["rows"] == 300
+    assert prepared["rows_per_second"] == 300 / prepared["seconds"]
+    assert prepared["tokens"] == round(300 * prepared["mean_tokens"])
     for name in ("startup", "training"):
         page = (tmp_path / f"{name}.md").read_text()
         assert "- Only a test." in page

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, Finetune, Tiny
+from conftest import ROOT, Finetune, Tiny, write_recipe
 
 import finetune as ft
 from finetune import backend, catalog
@@ -145,6 +145,7 @@ def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
 CHECKS: dict[str, Any] = {
     "finetune list": as_it_is,
     "finetune show": as_it_is,
+    "finetune inspect": as_it_is,
     "finetune plan": as_it_is,
     "finetune chat": as_a_question,
     "finetune report": as_a_report,
@@ -174,6 +175,9 @@ def test_a_command_of_the_documents_works(
     if "RUN" in words:
         trained: Run = request.getfixturevalue("run")
         words[words.index("RUN")] = str(trained.root)
+    if "RECIPE" in words:
+        tiny: Tiny = request.getfixturevalue("tiny")
+        words[words.index("RECIPE")] = str(write_recipe(folder / "r.json", tiny.fields()))
     CHECKS[" ".join(words[:2])](words, folder, finetune)
 
 

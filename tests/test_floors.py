@@ -14,9 +14,9 @@ FLOORS: list[set[str]] = [
     {"errors", "quiet"},
     {"recipe", "backend", "run", "planner"},
     {
-        "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
-        "fragments", "checkpoint", "memory", "ops", "rate", "integrity", "interruption",
-        "heartbeat", "guard",
+        "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
+        "engine", "fragments", "checkpoint", "memory", "ops", "rate", "integrity",
+        "interruption", "heartbeat", "guard",
     },
     {"loop", "record", "result", "preflight", "verifier", "claim", "readiness", "saver"},
     {"worker", "quickstart"},
@@ -30,7 +30,7 @@ INNER_ORDER = {
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"),
-    ("engine", "ops"), ("model", "engine"), ("model", "quantization"),
+    ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

@@ -226,7 +226,8 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "a null column is missing": (
         "question_answer",
         {"question": "Hi", "answer": None},
-        "format 'question_answer' needs 'question' + 'answer', the row has 'question', 'answer'",
+        "format 'question_answer' needs 'question' + 'answer', "
+        "the row has 'question', 'answer' (null)",
     ),
     "alternatives": (
         "oasst",

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
 from finetune import optim
+from finetune.attention import attend
 from finetune.launcher import free_port
 from finetune.recipe import Optim
 from finetune.result.trained import load_weights
@@ -33,6 +34,8 @@ pytestmark = [
     pytest.mark.usefixtures(own_cache.__name__),
 ]
 
+KERNEL = 2e-2
+"""Attention of unit normals in bf16, which keeps 8 bits of each weight and value."""
 ORDER = 1e-4
 """Losses of about 6 in fp32 (TF32 is off) over six steps of AdamW, summed in another order."""
 BF16 = 2e-2
@@ -274,3 +277,39 @@ def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge:
         stored = load_file(folder / "adapter_model.safetensors")
         assert all(value.isfinite().all() for value in stored.values())
         assert any(value.count_nonzero() for name, value in stored.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
+    window: int | None,
+) -> None:
+    torch.manual_seed(0)
+    shapes = ((1, 8, 300, 64), (1, 2, 300, 64), (1, 2, 300, 64))
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    ends = torch.tensor([0, 1, 90, 173, 300], dtype=torch.int32)
+    results: list[list[torch.Tensor]] = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        there = [each.to(device, dtype).requires_grad_() for each in inputs]
+        mixed, _ = attend(
+            nn.Module(), *there, None, sliding_window=window,
+            cu_seq_lens_q=ends.to(device), max_length_q=127,
+        )  # fmt: skip
+        mixed.square().sum().backward()
+        grads = [each.grad for each in there]
+        results.append([each.float().cpu() for each in (mixed, *grads) if each is not None])
+    for alone, together in zip(*results, strict=True):
+        assert (alone - together).abs().max() < KERNEL * alone.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(
+    tiny: Tiny, tmp_path: Path, finetune: Finetune, precision: str
+) -> None:
+    fields = tiny.fields(batch={"rows": 4, "micro_rows": 2, "packing": True}, **LORA)
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    words = ["train", str(recipe), "--precision", precision, "--output"]
+    assert finetune(*words, tmp_path / "gpu").status == 0
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert finetune(*words, tmp_path / "cpu", env=hidden).status == 0
+    runs = [losses(Run(tmp_path / place)) for place in ("gpu", "cpu")]
+    assert largest(*runs) < (ORDER if precision == "fp32" else BF16)

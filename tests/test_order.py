@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.order import micro_batches, permutation, rows_of_step
+from finetune.data.order import cut, deal, permutation, rows_of_step
 
 
 def test_the_order_is_this_one():
@@ -43,36 +43,59 @@ def test_an_order_that_is_shared_cannot_be_changed():
         permutation(8, 0, 0)[0] = 1
 
 
-def as_lists(batches: list[np.ndarray]) -> list[list[int]]:
-    return [batch.tolist() for batch in batches]
+def numbered(micro_batches: list[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
+    return [(number, batch.tolist()) for number, batch in micro_batches]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_micro_batches_are_the_same_on_any_number_of_processes(world: int):
-    indices = rows_of_step(3, 50, 16, 0)
-    ranks = [micro_batches(indices, 2, rank, world) for rank in range(world)]
-    assert {len(rank) for rank in ranks} == {8 // world}
-    joined = [batch for rank in ranks for batch in as_lists(rank)]
-    assert joined == indices.reshape(8, 2).tolist()
+LENGTHS = np.arange(10)
+"""Rows as long as their numbers."""
 
 
-def test_a_rank_takes_neighbouring_micro_batches():
+def test_micro_batches_hold_rows_of_like_length_the_longest_first():
+    micro_batches = cut(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2)
+    assert [each.tolist() for each in micro_batches] == [[9, 8], [7, 6], [4, 3], [2, 1]]
+
+
+def test_rows_of_one_length_keep_the_order_of_the_seed():
+    micro_batches = cut(np.array([3, 1, 2, 0]), np.full(4, 5), 2)
+    assert [each.tolist() for each in micro_batches] == [[3, 1], [2, 0]]
+
+
+def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     indices = np.array([7, 2, 9, 4, 1, 8, 3, 6])
-    assert as_lists(micro_batches(indices, 2, 0, 2)) == [[7, 2], [9, 4]]
-    assert as_lists(micro_batches(indices, 2, 1, 2)) == [[1, 8], [3, 6]]
+    padded = [each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18)]
+    assert padded == [[9, 8], [7, 6], [4, 3, 2, 1]]  # 2 x 9, 2 x 7 and 4 x 4 slots
+    packed = [each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18, packed=True)]
+    assert packed == [[9, 8], [7, 6, 4], [3, 2, 1]]  # 17, 17 and 6 slots
 
 
-def test_rows_that_run_out_leave_empty_micro_batches_to_the_last_ranks():
-    indices = np.arange(5)
-    assert as_lists(micro_batches(indices, 2, 0, 3)) == [[0, 1]]
-    assert as_lists(micro_batches(indices, 2, 2, 3)) == [[4]]
-    assert as_lists(micro_batches(indices, 4, 0, 3)) == [[0, 1, 2, 3]]
-    assert as_lists(micro_batches(indices, 4, 1, 3)) == [[4]]
-    assert as_lists(micro_batches(indices, 4, 2, 3)) == [[]]
-
-
-@given(st.integers(0, 50), st.integers(1, 7), st.integers(1, 5))
-def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(rows: int, micro: int, world: int):
-    ranks = [micro_batches(np.arange(rows), micro, rank, world) for rank in range(world)]
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.integers(20, 60) | st.none(),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
+    lengths: list[int], micro_rows: int, micro_tokens: int | None, packed: bool, world: int
+):
+    sizes, indices = np.array(lengths), permutation(len(lengths), 0, 0)
+    cuts = cut(indices, sizes, micro_rows, micro_tokens, packed)
+    for each in cuts:
+        slots = sizes[each].sum() if packed else sizes[each].max() * len(each)
+        assert len(each) <= micro_rows if micro_tokens is None else slots <= micro_tokens
+    ranks = [deal(cuts, rank, world) for rank in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
-    assert [row for rank in ranks for batch in rank for row in batch.tolist()] == list(range(rows))
+    dealt = dict(each for rank in ranks for each in rank)
+    assert sorted(dealt) == list(range(len(ranks[0]) * world))
+    together = [dealt[number] for number in sorted(dealt)]
+    assert [each.tolist() for each in together[: len(cuts)]] == [each.tolist() for each in cuts]
+    assert sorted(row for each in together for row in each.tolist()) == list(range(len(lengths)))
+
+
+def test_ranks_take_micro_batches_in_turn_and_the_last_get_empty_ones():
+    cuts = cut(np.array([7, 2, 9, 4, 1]), LENGTHS, 2)
+    assert numbered(deal(cuts, 0, 2)) == [(0, [9, 7]), (2, [1])]
+    assert numbered(deal(cuts, 1, 2)) == [(1, [4, 2]), (3, [])]
+    assert numbered(deal(cuts, 2, 4)) == [(2, [1])]
+    assert numbered(deal(cuts, 3, 4)) == [(3, [])]

@@ -17,8 +17,9 @@ import pytest
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
+from finetune.data.crew import ALONE
 from finetune.data.encode import split
-from finetune.data.prepare import Prepared, prepare
+from finetune.data.prepare import CHUNK, Prepared, prepare
 from finetune.data.render import Chat, load_chat
 from finetune.data.rows import Rows
 from finetune.errors import FinetuneError
@@ -71,8 +72,11 @@ def test_rows_of_a_file_become_columns_in_its_order(tmp_path: Path):
     assert texts(rows)[0] == (
         "<|im_start|>user\nWhat is 0<|im_end|>\n<|im_start|>assistant\nThe answer is 0<|im_end|>\n"
     )
-    assert (rows.ids.dtype, rows.trained.dtype, rows.offsets.dtype) == (np.int32, bool, np.int64)
-    assert isinstance(rows.ids, np.memmap)
+    documents = rows.documents
+    assert (documents.ids.dtype, documents.trained.dtype) == (np.int32, bool)
+    assert isinstance(documents.ids, np.memmap)
+    assert isinstance(documents.trained, np.memmap)
+    assert [prepared.place(number) for number in (0, 5)] == [f"{source} row 1", f"{source} row 6"]
     assert len(prepared.eval) == 0
 
 
@@ -88,11 +92,20 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "untrained": 0,
         "dropped": 0,
         "truncated": 0,
+        "eaten": 0,
         "split": 0,
+        "overlong": 0,
+        "documents": 6,
+        "unended": 0,
+        "duplicates": 0,
         "longest": int(lengths.max()),
         "longest_sample": int(lengths.max()),
         "mean_length": float(lengths.mean()),
-        "by_source": [{"source": source, "format": "question_answer", **own}],
+        "filled": None,
+        "roles": {"assistant": 6, "user": 6},
+        "by_source": [
+            {"source": source, "format": "question_answer", **own, "truncated": 0, "eaten": 0}
+        ],
     }
     assert prepared.counts["eval"]["rows"] == 0
 
@@ -105,6 +118,10 @@ def write_as(path: Path, rows: list[dict[str, str]]) -> None:
             path.write_text(json.dumps(rows, indent=2))
         case ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        case ".arrow":
+            table = pyarrow.Table.from_pylist(rows)
+            with pyarrow.ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
         case ".csv":
             with path.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
@@ -112,7 +129,7 @@ def write_as(path: Path, rows: list[dict[str, str]]) -> None:
                 writer.writerows(rows)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".csv"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str):
     rows = [*PAIRS, {"question": 'Name a\ncolour, "red"', "answer": "blue\u00e9" * 50_000}]
     write_as(tmp_path / f"a{suffix}", rows)
@@ -156,6 +173,19 @@ def test_a_folder_and_a_glob_are_their_files_in_order(tmp_path: Path):
     assert answers(whole.train) == SAID
     part = prepare(recipe_of(str(folder / "*.jsonl")), CHAT, tmp_path / "cache")
     assert answers(part.train) == SAID[:4]
+
+
+def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path: Path):
+    from datasets import Dataset, DatasetDict
+
+    whole = Dataset.from_list(PAIRS)
+    DatasetDict({"test": whole.select([0]), "train": whole}).save_to_disk(tmp_path / "d")
+    assert problems_of(recipe_of(str(tmp_path / "d")), tmp_path / "empty") == [
+        f"data.source: {tmp_path / 'd'} holds several splits; name one of "
+        f"{tmp_path / 'd' / 'test'}, {tmp_path / 'd' / 'train'}"
+    ]
+    recipe = recipe_of(str(tmp_path / "d" / "train"))
+    assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
 
 
 # Mixtures, held-out rows.
@@ -270,6 +300,50 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path: Path):
     ]
 
 
+# Packing.
+
+
+def test_packed_rows_hold_every_document_once_and_are_counted(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    recipe = recipe_of(source, max_length=64, packing=True)
+    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    single = prepare(recipe.with_batch(packing=False), CHAT, tmp_path / "cache").train
+    rows, counts = prepared.train, prepared.counts["train"]
+    assert sorted(rows.members.tolist()) == list(range(6))
+    assert rows.lengths.tolist() == [rows.row(index)[0].size for index in range(len(rows))]
+    assert int(rows.lengths.max()) <= 64
+    for number in range(6):
+        alone, together = single.row(number), rows.documents.document(number)
+        assert all(np.array_equal(*pair) for pair in zip(alone, together, strict=True))
+    assert (counts["rows"], counts["documents"], counts["samples"]) == (len(rows), 6, 6)
+    assert counts["filled"] == int(rows.lengths.sum()) / (64 * len(rows))
+
+
+def test_a_real_set_of_short_rows_fills_its_slots(assets: Path, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/qwen3")
+    recipe = recipe_of(str(assets / "data/gsm8k/test.jsonl"), packing=True)
+    prepared = prepare(recipe, load_chat(tokenizer, None), tmp_path)
+    assert prepared.counts["train"]["filled"] >= 0.98
+
+
+# Several processes.
+
+
+def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path: Path):
+    """The first rows are encoded here, the rest by others where there is more than one core."""
+    rows = [{"question": f"Hi {n}", "answer": f"Bye {n % 7}"} for n in range(CHUNK * (ALONE + 3))]
+    rows[-1] = {"question": "no answer"}
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert problems_of(recipe_of(source), tmp_path / "cache")[0].startswith(
+        f"{source} row {len(rows)}: format 'question_answer' needs 'question' + 'answer'"
+    )
+    write_jsonl(tmp_path / "a.jsonl", rows[:-1])
+    prepared = prepare(recipe_of(source), CHAT, tmp_path / "cache")
+    assert answers(prepared.train) == [f"Bye {n % 7}<|im_end|>" for n in range(len(rows) - 1)]
+    numbers = prepared.train.documents.origins[:, 1]
+    assert numbers.tolist() == list(range(1, len(rows)))
+
+
 # The cache.
 
 
@@ -310,6 +384,7 @@ def test_whatever_changes_the_rows_changes_the_key(tmp_path: Path):
         prepare(dataclasses.replace(recipe, train_on="completion"), CHAT, cache),
         prepare(recipe.with_batch(max_length=100), CHAT, cache),
         prepare(recipe.with_batch(overlong="drop"), CHAT, cache),
+        prepare(recipe.with_batch(packing=True), CHAT, cache),
         prepare(dataclasses.replace(recipe, eval_rows=1), CHAT, cache),
         prepare(dataclasses.replace(recipe, eval_rows=1, seed=1), CHAT, cache),
         prepare(recipe.with_data(Data(source, "question_answer", first=3)), CHAT, cache),
@@ -364,7 +439,7 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         Data(str(tmp_path / "empty"), "text"),
         Data(str(tmp_path / "a.xlsx"), "text"),
     )
-    known = ".jsonl, .json, .parquet, .csv, .txt"
+    known = ".jsonl, .json, .parquet, .arrow, .csv, .txt"
     assert problems_of(recipe, tmp_path / "cache") == [
         f"data.source: no such file or folder: {tmp_path}/trian.jsonl; did you mean "
         f"'{tmp_path}/train.jsonl'?",
@@ -426,7 +501,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.csv",
         b"question,answer\na,b\na\n",
         "{path} row 2: format 'question_answer' needs 'question' + 'answer', the row has "
-        "'question', 'answer'",
+        "'question', 'answer' (null)",
     ),
     "open quote": (
         "a.csv",
@@ -453,18 +528,21 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path):
     assert problem.startswith(f"{path}: it is not a whole Parquet file: ")
 
 
-def test_several_bad_rows_are_told_at_once_and_reading_stops_at_ten(tmp_path: Path):
+def test_several_bad_rows_are_told_at_once_and_reading_stops_some_time(tmp_path: Path):
     bad = [{"question": n, "answer": "x"} for n in range(3)]
     other = {"question": "x", "answer": None}
     source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0], *bad, PAIRS[1], other])
-    needs = "format 'question_answer' needs 'question' + 'answer', the row has 'question', 'answer'"
+    needs = (
+        "format 'question_answer' needs 'question' + 'answer', "
+        "the row has 'question', 'answer' (null)"
+    )
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
         f"{source} row 2 (and 2 more rows): question is a number, expected text",
         f"{source} row 6: {needs}",
     ]
-    write_jsonl(tmp_path / "a.jsonl", bad * 10)
+    write_jsonl(tmp_path / "a.jsonl", bad * 1000)
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
-        f"{source} row 1 (and 9 more rows): question is a number, expected text",
+        f"{source} row 1 (and 1023 more rows): question is a number, expected text",
         "reading stopped here; there may be more",
     ]
 
@@ -577,8 +655,8 @@ def test_a_real_text_is_split_without_losing_a_token(assets: Path, tmp_path: Pat
     recipe = Pretrain().with_data(Data(str(source), "text"))
     recipe = recipe.with_batch(max_length=256, overlong="split")
     prepared = prepare(recipe, load_chat(tokenizer, None), tmp_path)
-    first = prepared.train.ids[:1].tolist()
-    said = [*first, *prepared.train.ids[prepared.train.trained].tolist()]
+    documents = prepared.train.documents
+    said = [*documents.ids[:1].tolist(), *documents.ids[documents.trained].tolist()]
     whole = source.read_text(encoding="utf-8").strip("\n")
     assert tokenizer.decode(said) == whole + "<|endoftext|>"
     assert int(prepared.train.lengths.max()) == 256

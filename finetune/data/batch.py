@@ -1,24 +1,33 @@
 """Rows as the tensors of one forward pass."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from finetune.data.rows import Rows
+from finetune.data.rows import Columns, Rows
 
 UNTRAINED = -100
 """The label that PyTorch's cross entropy leaves out."""
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What one device sees in one forward pass."""
+class Boundaries:
+    """Where documents that lie side by side in one row of tokens begin and end."""
 
-    ids: torch.Tensor  # (micro_rows, longest) int64
-    labels: (
-        torch.Tensor
-    )  # (micro_rows, longest) int64: the ids where trained, else -100; not shifted
+    positions: torch.Tensor  # (1, tokens) int64: counted from 0 in each document
+    ends: torch.Tensor  # (documents + 1,) int32: 0, then the end of each document
+    longest: int
+    """Tokens of the longest document."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one device sees in one forward pass: padded rows, or documents side by side."""
+
+    ids: torch.Tensor  # (micro_rows, longest) or (1, tokens) int64
+    labels: torch.Tensor  # as ids, int64: the ids where trained, else -100; not shifted
     attention_mask: torch.Tensor | None  # (micro_rows, longest) int64; None when nothing is padded
     rows: int
     """Rows of data in it; 0 for a batch that only keeps a rank in step."""
@@ -26,18 +35,45 @@ class MicroBatch:
     """Labels that count."""
     real_tokens: int
     """Tokens that are no padding."""
+    boundaries: Boundaries | None = None
+    """Of documents side by side; None where each row is one document."""
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model's forward pass takes, by the names of transformers."""
+        if self.boundaries is None:
+            return {"input_ids": self.ids, "attention_mask": self.attention_mask}
+        ends, longest = self.boundaries.ends, self.boundaries.longest
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.boundaries.positions,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
 
 
 def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
-    """Rows side by side, padded on the right, on a device.
+    """Rows as one micro-batch on a device: padded on the right, or packed without padding.
 
     Padding is known by its position, never by its id, so `pad_id` may be any token. No indices give
     a row of two tokens with nothing trained, for a rank that must run its collectives all the same.
     """
     if not len(indices):
-        ids = torch.full((1, 2), pad_id, dtype=torch.int64, device=device)
-        return MicroBatch(ids, torch.full_like(ids, UNTRAINED), None, 0, 0, 0)
-    picked = [rows.row(int(index)) for index in indices]
+        nothing = (np.full(2, pad_id, dtype=np.int32), np.zeros(2, dtype=bool))
+        return (_side_by_side if rows.packed else _padded)([nothing], 0, pad_id, device)
+    picked = [
+        rows.documents.document(int(number))
+        for index in indices
+        for number in rows.numbers(int(index))
+    ]
+    return (_side_by_side if rows.packed else _padded)(picked, len(indices), pad_id, device)
+
+
+def _padded(
+    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+) -> MicroBatch:
+    """Documents below one another."""
     lengths = [len(ids) for ids, _ in picked]
     shape = (len(picked), max(lengths))
     ids = np.full(shape, pad_id, dtype=np.int64)
@@ -49,12 +85,42 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
         labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
         mask[place, :length] = 1
     labels[:, 0] = UNTRAINED  # the first token follows nothing
-    padded = min(lengths) < max(lengths)
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         labels=torch.from_numpy(labels).to(device),
-        attention_mask=torch.from_numpy(mask).to(device) if padded else None,
-        rows=len(picked),
+        attention_mask=torch.from_numpy(mask).to(device) if min(lengths) < max(lengths) else None,
+        rows=rows,
         trained_tokens=int((labels != UNTRAINED).sum()),
-        real_tokens=sum(lengths),
+        real_tokens=sum(lengths) if rows else 0,
+    )
+
+
+def _side_by_side(
+    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+) -> MicroBatch:
+    """Documents end to end in one row; the first token of each is never a label:
+
+    ids        a b c d | e f | g h i
+    positions  0 1 2 3 | 0 1 | 0 1 2
+    labels     - b c d | - f | - h i
+    ends       0 4 6 9
+    """
+    lengths = np.array([len(ids) for ids, _ in picked], dtype=np.int64)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate([ids for ids, _ in picked]).astype(np.int64)
+    labels = np.where(np.concatenate([trained for _, trained in picked]), ids, UNTRAINED)
+    labels[ends[:-1]] = UNTRAINED
+    positions = np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
+    return MicroBatch(
+        ids=torch.from_numpy(ids)[None].to(device),
+        labels=torch.from_numpy(labels)[None].to(device),
+        attention_mask=None,
+        rows=rows,
+        trained_tokens=int((labels != UNTRAINED).sum()),
+        real_tokens=len(ids) if rows else 0,
+        boundaries=Boundaries(
+            positions=torch.from_numpy(positions)[None].to(device),
+            ends=torch.from_numpy(ends.astype(np.int32)).to(device),
+            longest=int(lengths.max()),
+        ),
     )

@@ -1,28 +1,45 @@
-"""From a source of data to rows of token ids, with a tally of what became of its samples."""
+"""From rows of a source to documents of token ids, with a tally of what became of them."""
 
+import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
 
 import numpy as np
 
-from finetune.data.formats import RowProblem, read_row
+from finetune.data.formats import Completion, Conversation, RowProblem, Sample, read_row
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
-from finetune.data.sources import Source, SourceRow
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Data, Recipe
 
 MOST_PROBLEMS = 10
-FIELDS = ("samples", "passed_over", "untrained", "dropped", "truncated", "split")
-"""The numbers of a tally that are counted over all sources."""
+MOST_PLACES = 1000
+HUGE = 1 << 20
+"""Characters of a sample that is looked at before it is tokenised, which could take minutes."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring rows of one file."""
+
+    section: int
+    """Number of the recipe's section of data that they belong to."""
+    data_format: str
+    file: str
+    """As an error names it."""
+    rows: list[tuple[int, object]]
+    """Row numbers with the rows."""
+    failure: tuple[str, ...] = ()
+    """Why the file could not be read any further behind these rows."""
 
 
 @dataclass
 class Tally:
-    """What became of the samples of one source."""
+    """What became of the samples of a source."""
 
-    data: Data
     samples: int = 0
     """Rows that were read."""
     passed_over: int = 0
@@ -33,6 +50,8 @@ class Tally:
     """Samples left out for their length."""
     truncated: int = 0
     """Samples cut to length."""
+    eaten: int = 0
+    """Those of them that lost every token that was to be trained."""
     split: int = 0
     """Samples cut into several rows."""
     overlong: int = 0
@@ -40,121 +59,162 @@ class Tally:
     longest_sample: int = 0
     """Tokens of the longest sample, before it was cut."""
     longest_place: str = ""
-    rows: list[Columns] = field(default_factory=list)
+    roles: Counter[str] = field(default_factory=Counter)
+    """Messages by role; prompts, completions and texts by these names."""
+
+    def add(self, other: "Tally") -> None:
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.longest_sample > self.longest_sample:
+            self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
+        self.roles.update(other.roles)
 
 
-class Problems:
-    """What is wrong with the data; reading goes on until there is enough to say.
-
-    The same problem of several rows is told once.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {}  # what -> places
-
-    @property
-    def enough(self) -> bool:
-        return sum(len(places) for places in self.found.values()) >= MOST_PROBLEMS
-
-    def add(self, place: str, problem: str) -> None:
-        self.found.setdefault(problem, []).append(place)
-
-    def add_all(self, problems: Iterable[str]) -> None:
-        """Problems that say themselves where they are."""
-        for problem in problems:
-            self.add("", problem)
-
-    def raise_any(self) -> None:
-        """Raise FinetuneError where there is a problem."""
-        if not self.found:
-            return
-        told = []
-        for problem, places in self.found.items():
-            more = f" (and {len(places) - 1} more rows)" if len(places) > 1 else ""
-            told.append(f"{places[0]}{more}: {problem}" if places[0] else problem)
-        if self.enough:
-            told.append("reading stopped here; there may be more")
-        raise FinetuneError(*told)
+COUNTED = (
+    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
+)  # fmt: skip
+"""The numbers of a tally that are counted over all sources."""
 
 
-def encode_source(recipe: Recipe, chat: Chat, source: Source, problems: Problems) -> Tally:
-    """Encode the rows of a source until there are enough problems."""
-    tally = Tally(source.data)
-    try:
-        for row in islice(source.rows(), source.data.first):
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of a chunk, end to end, and what is known of each."""
+
+    section: int
+    file: str
+    ids: np.ndarray  # (tokens,) int32
+    trained: np.ndarray  # (tokens,) bool
+    lengths: np.ndarray  # (documents,) int64
+    numbers: np.ndarray  # (documents,) int64: rows of the file
+    trained_tokens: np.ndarray  # (documents,) int64
+    ended: np.ndarray  # (documents,) bool: the last trained token ends a turn or a text
+    digests: np.ndarray  # (documents,) uint64: equal for equal documents
+    tally: Tally
+    problems: list[tuple[str, str]]
+    """Place and problem."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """All that a process needs in order to encode rows."""
+
+    recipe: Recipe
+    chat: Chat
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Encode a chunk; problems are noted, not raised."""
+        tally, problems = Tally(), list[tuple[str, str]]()
+        documents, numbers = list[Columns](), list[int]()
+        for number, value in chunk.rows:
+            place = f"{chunk.file} row {number}"
             tally.samples += 1
-            _encode_row(recipe, chat, row, tally, problems)
-            if problems.enough:
-                break
-    except FinetuneError as error:  # a file that cannot be read any further
-        problems.add_all(error.problems)
-    return tally
+            try:
+                sample = read_row(chunk.data_format, value)
+                added = self._encode(sample, tally, place)
+            except RowProblem as error:
+                problems.append((place, str(error)))
+                continue
+            except FinetuneError as error:
+                problems.extend((place, problem) for problem in error.problems)
+                continue
+            documents += added
+            numbers += [number] * len(added)
+        problems.extend(("", problem) for problem in chunk.failure)
+        return self._joined(chunk, documents, numbers, tally, problems)
 
-
-def check_source(tally: Tally, batch: Batch) -> Iterator[str]:
-    """What is wrong with a source as a whole."""
-    source, longest = tally.data.source, tally.longest_sample
-    if not tally.samples:
-        yield f"{source}: it holds no rows"
-    elif batch.overlong == "error" and tally.overlong:
-        yield (
-            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
-            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
-            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
-            "drop, truncate or split"
-        )
-    elif not tally.rows:
-        yield (
-            f"{source}: none of its {tally.samples} rows is left to train on "
-            f"({tally.untrained} without a trained token, {tally.dropped} longer than "
-            f"batch.max_length={batch.max_length}, {tally.passed_over} passed over by format "
-            f"'{tally.data.format}')"
-        )
-
-
-def _encode_row(
-    recipe: Recipe, chat: Chat, row: SourceRow, tally: Tally, problems: Problems
-) -> None:
-    try:
-        sample = read_row(tally.data.format, row.value)
+    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
             tally.passed_over += 1
-        else:
-            _add(tally, recipe.encode(sample, chat), recipe.batch, row.place)
-    except RowProblem as error:
-        problems.add(row.place, str(error))
-    except FinetuneError as error:
-        for problem in error.problems:
-            problems.add(row.place, problem)
+            return []
+        texts = _texts(sample)
+        tally.roles.update(role for role, _ in texts)
+        batch = self.recipe.batch
+        characters = sum(len(text) for _, text in texts)
+        if characters > HUGE and batch.overlong in ("error", "drop"):
+            # Unicode normalisation makes at most four characters one.
+            least = characters // (4 * self._longest_token)
+            if least > batch.max_length:
+                _note_length(tally, batch, least, f"{place}, which has at least so many")
+                tally.dropped += batch.overlong == "drop"
+                return []
+        return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(len(token) for token in self.chat.tokenizer.get_vocab())
+
+    def _joined(
+        self,
+        chunk: Chunk,
+        documents: list[Columns],
+        numbers: list[int],
+        tally: Tally,
+        problems: list[tuple[str, str]],
+    ) -> Encoded:
+        ends = self.chat.end_tokens
+        return Encoded(
+            section=chunk.section,
+            file=chunk.file,
+            ids=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in documents)]),
+            trained=np.concatenate([np.empty(0, bool), *(trained for _, trained in documents)]),
+            lengths=np.array([len(ids) for ids, _ in documents], dtype=np.int64),
+            numbers=np.array(numbers, dtype=np.int64),
+            trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
+            ended=np.array([int(ids[t][-1]) in ends for ids, t in documents], dtype=bool),
+            digests=np.array([_digest(ids) for ids, _ in documents], dtype=np.uint64),
+            tally=tally,
+            problems=problems,
+        )
 
 
-def _add(tally: Tally, row: Row, batch: Batch, place: str) -> None:
-    """Put an encoded sample among the rows, as the rule for overlong ones says."""
+def _texts(sample: Sample) -> list[tuple[str, str]]:
+    """Roles of a sample with what they say."""
+    match sample:
+        case Conversation():
+            return [(message["role"], message["content"]) for message in sample.messages]
+        case Completion():
+            return [("prompt", sample.prompt), ("completion", sample.completion)]
+        case _:
+            return [("text", sample.text)]
+
+
+def _digest(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+
+
+def fit(row: Row, batch: Batch, tally: Tally, place: str) -> list[Columns]:
+    """The documents of an encoded sample, as the rule for overlong ones says."""
     columns = (np.array(row.ids, dtype=np.int32), np.array(row.trained, dtype=bool))
-    length = len(row.ids)
-    if length > tally.longest_sample:
-        tally.longest_sample, tally.longest_place = length, place
+    columns[1][:1] = False  # the first token of a row follows nothing
     pieces = [columns]
-    if length > batch.max_length:
-        tally.overlong += 1
+    if _note_length(tally, batch, len(row.ids), place):
         match batch.overlong:
             case "error":
-                return
+                return []
             case "drop":
                 tally.dropped += 1
-                return
+                return []
             case "truncate":
                 tally.truncated += 1
                 pieces = [(columns[0][: batch.max_length], columns[1][: batch.max_length])]
+                tally.eaten += bool(columns[1].any() and not pieces[0][1].any())
             case "split":
                 tally.split += 1
                 pieces = list(split(columns, batch.max_length))
-    for ids, trained in pieces:
-        trained[:1] = False  # the first token of a row follows nothing
-        if trained.any():
-            tally.rows.append((ids, trained))
-        else:
-            tally.untrained += 1
+    for _, trained in pieces:
+        trained[:1] = False
+    kept = [piece for piece in pieces if piece[1].any()]
+    tally.untrained += len(pieces) - len(kept)
+    return kept
+
+
+def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:
+    """Whether a sample is too long."""
+    if length > tally.longest_sample:
+        tally.longest_sample, tally.longest_place = length, place
+    tally.overlong += length > batch.max_length
+    return length > batch.max_length
 
 
 def split(row: Columns, max_length: int) -> Iterator[Columns]:
@@ -168,3 +228,71 @@ def split(row: Columns, max_length: int) -> Iterator[Columns]:
     step = max(1, max_length - 1)
     for start in range(0, max(1, len(ids) - 1), step):
         yield ids[start : start + max_length], trained[start : start + max_length].copy()
+
+
+class Problems:
+    """What is wrong with the data; reading goes on until there is enough to say.
+
+    The same problem of several rows is told once, whatever texts and numbers it quotes.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[tuple[str, str]]] = {}  # kind -> place and problem
+        self.places = 0
+
+    @property
+    def enough(self) -> bool:
+        return len(self.found) >= MOST_PROBLEMS or self.places >= MOST_PLACES
+
+    def add(self, place: str, problem: str) -> None:
+        kind = _kind(problem) if place else problem
+        if len(self.found) < MOST_PROBLEMS or kind in self.found:
+            self.found.setdefault(kind, []).append((place, problem))
+        self.places += bool(place)
+
+    def add_all(self, problems: Iterable[str]) -> None:
+        """Problems that say themselves where they are."""
+        for problem in problems:
+            self.add("", problem)
+
+    def raise_any(self) -> None:
+        """Raise FinetuneError where there is a problem."""
+        if not self.found:
+            return
+        told = []
+        for told_of in self.found.values():
+            place, problem = told_of[0]
+            others = len(told_of) - 1
+            more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
+            told.append(f"{place}{more}: {problem}" if place else problem)
+        if self.enough:
+            told.append("reading stopped here; there may be more")
+        raise FinetuneError(*told)
+
+
+def _kind(problem: str) -> str:
+    """A problem less what it quotes of a row, and less every number."""
+    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
+
+
+def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[str]:
+    """What is wrong with a source as a whole, of which so many rows are left."""
+    source, longest = data.source, tally.longest_sample
+    if not tally.samples:
+        yield f"{source}: it holds no rows"
+    elif batch.overlong == "error" and tally.overlong:
+        yield (
+            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
+            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
+            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
+            "drop, truncate or split"
+        )
+    elif not rows:
+        eaten = f", {tally.eaten} of them because truncation ate their answer"
+        yield (
+            f"{source}: none of its {tally.samples} rows is left to train on "
+            f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
+            f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
+            f"{tally.passed_over} passed over by format '{data.format}')"
+        )

@@ -94,7 +94,8 @@ def fitting_formats(columns: Iterable[str]) -> list[str]:
 
 def _missing_columns(name: str, row: Raw, columns: set[str]) -> str:
     needed = " or ".join(" + ".join(f"'{c}'" for c in each) for each in FORMATS[name].columns)
-    got = ", ".join(f"'{column}'" for column in row) or "no columns"
+    nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
+    got = ", ".join(nulls) or "no columns"
     fitting = fitting_formats(columns)
     instead = f"; format '{fitting[0]}' would fit" if fitting else ""
     return f"format '{name}' needs {needed}, the row has {got}{instead}"
@@ -173,7 +174,8 @@ def read_oasst(row: Raw) -> Conversation | None:
         if not isinstance(node, Mapping) or node.get("role") not in roles:
             raise RowProblem(f"message {len(messages)} of the tree has no role of {list(roles)}")
         messages.append({"role": roles[node["role"]], "content": text_of(node, "text")})
-        replies = [reply for reply in node.get("replies") or () if not reply.get("deleted")]
+        replies = [_reply(reply) for reply in list_of(node.get("replies") or [], "replies")]
+        replies = [reply for reply in replies if not reply.get("deleted")]
         if not replies:
             break
         node = min(replies, key=_rank)
@@ -199,8 +201,16 @@ def _instruction(instruction: str, given: str) -> str:
     return f"{instruction}\n\n{given}" if given else instruction
 
 
+def _reply(reply: Any) -> Raw:
+    if not isinstance(reply, Mapping):
+        raise RowProblem(f"replies hold {kind_of(reply)}, expected messages")
+    return reply
+
+
 def _rank(reply: Raw) -> float:
     rank = reply.get("rank")
+    if rank is not None and not isinstance(rank, int | float):
+        raise RowProblem(f"rank is {kind_of(rank)}, expected a number")
     return float("inf") if rank is None else rank
 
 

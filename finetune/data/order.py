@@ -1,12 +1,12 @@
 """Which rows a step trains on: a function of the step, without any state.
 
 Rows of global step k are slice k of perm(seed, 0) ++ perm(seed, 1) ++ ...; a step may begin in one
-epoch and end in the next, so that no step is short and no row is left out. Cut into micro-batches,
-the same step is the same micro-batches on any number of processes:
+epoch and end in the next, so that no step is short and no row is left out. Cut by length into
+micro-batches, the same step is the same micro-batches on any number of processes:
 
-    step        [ 7 2 9 4 | 1 8 3 6 ]         micro_rows=2
-    2 processes rank 0: [7 2] [9 4]           rank 1: [1 8] [3 6]
-    4 processes [7 2]   [9 4]   [1 8]   [3 6]
+    step        7 2 9 4 1 8 3 6               micro_rows=2; here a row is as long as its number
+    1 process   [9 8] [7 6] [4 3] [2 1]
+    2 processes rank 0: [9 8] [4 3]           rank 1: [7 6] [2 1]
 """
 
 import functools
@@ -39,15 +39,46 @@ def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def micro_batches(indices: np.ndarray, micro_rows: int, rank: int, world: int) -> list[np.ndarray]:
-    """The micro-batches of one rank: equally many on every rank, the last ones maybe empty.
+def cut(
+    indices: np.ndarray,
+    lengths: np.ndarray,
+    micro_rows: int,
+    micro_tokens: int | None = None,
+    packed: bool = False,
+) -> list[np.ndarray]:
+    """Micro-batches of rows of like length, the longest first, so that little is padded.
 
-    Training divides evenly. In evaluation the rows may run out, and a rank that has none left gets
-    empty micro-batches, because it must still take part in the collectives of the others.
+    Which rows make a step is not touched: the loss is a sum over them, however they are cut.
+
+    Args:
+        indices: (size,) row numbers.
+        lengths: (rows,) tokens of every row of the data.
+        micro_rows: Rows of a micro-batch.
+        micro_tokens: Instead, the most token slots of a micro-batch; at least the longest row.
+        packed: Rows of a micro-batch lie end to end, and nothing is padded.
     """
-    accumulation = -(-len(indices) // (micro_rows * world))
-    first = rank * accumulation
+    ordered = indices[np.argsort(-lengths[indices], kind="stable")]
+    if micro_tokens is None:
+        return [ordered[at : at + micro_rows] for at in range(0, len(ordered), micro_rows)]
+    starts, width, filled = list[int](), 0, 0
+    for at, length in enumerate(lengths[ordered].tolist()):
+        filled += length if packed else width
+        if not starts or filled > micro_tokens:
+            starts.append(at)
+            width = filled = length  # the first row of a micro-batch is its longest
+    return np.split(ordered, starts[1:])
+
+
+def deal(micro_batches: list[np.ndarray], rank: int, world: int) -> list[tuple[int, np.ndarray]]:
+    """The micro-batches of one rank, each with its number: equally many on every rank.
+
+    Ranks take them in turn, so that those of one length run at one time on all of them. Where they
+    run out a rank gets empty ones, because it must still take part in the others' collectives.
+    """
+    each = -(-len(micro_batches) // world)
+    numbers = range(rank, each * world, world)
+    nothing = np.empty(0, dtype=np.int64)
     return [
-        indices[chunk * micro_rows : (chunk + 1) * micro_rows]
-        for chunk in range(first, first + accumulation)
+        (number, micro_batches[number] if number < len(micro_batches) else nothing)
+        for number in numbers
     ]

@@ -4,7 +4,9 @@ The result lies in `cache/KEY/`, where the key is a hash of all that it depends 
 or not at all:
 
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source
-    train/  eval/ ids.npy, trained.npy, offsets.npy (`finetune.data.rows`)
+    documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.rows`)
+
+Tokens go to the disk as they are made: memory holds a few numbers per document.
 """
 
 import dataclasses
@@ -12,22 +14,37 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from finetune.data.encode import FIELDS, Problems, Tally, check_source, encode_source
+from finetune.data.audit import Facts, count_rows
+from finetune.data.crew import encode
+from finetune.data.encode import Chunk, Encoded, Encoder, Problems, Tally, check_source
 from finetune.data.order import permutation
+from finetune.data.packing import pack
 from finetune.data.render import Chat
-from finetune.data.rows import Columns, Rows, open_rows, pack_rows, save_rows
+from finetune.data.rows import (
+    Documents,
+    DocumentWriter,
+    Rows,
+    open_documents,
+    open_rows,
+    save_rows,
+    single_rows,
+)
 from finetune.data.sources import Source, find_sources, load_hub
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
+from finetune.recipe import Batch, Recipe
 
 HELD_OUT = 2**64 - 1
 """The epoch whose shuffle chooses the rows that are held out; no training reaches it."""
+CHUNK = 256
+"""Rows that are encoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,86 +54,161 @@ class Prepared:
     train: Rows
     eval: Rows
     counts: dict[str, Any]
-    """{"train": {...}, "eval": {...}}: see `count_rows`."""
+    """{"train": {...}, "eval": {...}}: see `audit.count_rows`; and the "files" of the rows."""
     folder: Path
+
+    def place(self, document: int) -> str:
+        """The file and the row that a document comes from."""
+        file, number = self.train.documents.origins[document]
+        return f"{self.counts['files'][file]} row {number}"
 
 
 def prepare(recipe: Recipe, chat: Chat, cache: Path) -> Prepared:
     """Rows of a recipe's data, from the cache where it has them.
 
-    Raises FinetuneError with up to ten problems, each with its file and row.
+    Raises FinetuneError with the problems of the data, each with its file and row.
     """
     sources, eval_sources = find_sources(recipe)
     key = fingerprint(recipe, chat, [*sources, *eval_sources])
     folder = cache / key
     if not (folder / "counts.json").is_file():
-        train, evaluation, counts = _encode_all(recipe, chat, sources, eval_sources)
-        _write(folder, train, evaluation, counts)
+        _write(folder, recipe, chat, sources, eval_sources)
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    return Prepared(open_rows(folder / "train"), open_rows(folder / "eval"), counts, folder)
+    documents = open_documents(folder / "documents")
+    train, evaluation = (
+        open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
+    )
+    return Prepared(train, evaluation, counts, folder)
 
 
-def _encode_all(
-    recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
-) -> tuple[Rows, Rows, dict[str, Any]]:
-    problems = Problems()
-    tallies = [encode_source(recipe, chat, source, problems) for source in sources]
-    eval_tallies = [encode_source(recipe, chat, source, problems) for source in eval_sources]
+@dataclass
+class _Section:
+    """A source, and which documents it became."""
+
+    source: Source
+    tally: Tally = field(default_factory=Tally)
+    members: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+def _write(
+    folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
+) -> None:
+    """Write the result beside its place and move it there in one step."""
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        _fill(scratch, recipe, chat, sources, eval_sources)
+        scratch.rename(folder)
+    except OSError as error:
+        if not (folder / "counts.json").is_file():  # else another process was faster
+            raise FinetuneError(f"{folder}: cannot write the prepared data: {error}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(
+    folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
+) -> None:
+    sections = [_Section(source) for source in (*sources, *eval_sources)]
+    train, held_out = sections[: len(sources)], sections[len(sources) :]
+    documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
+    evaluated = np.concatenate([np.empty(0, np.int64), *(_repeated(each) for each in held_out)])
+    if recipe.eval_rows and not held_out:
+        evaluated = _hold_out(train, recipe.eval_rows, recipe.seed)
+    trained = np.concatenate([np.empty(0, np.int64), *(_repeated(each) for each in train)])
+    counts: dict[str, Any] = {}
+    for name, members, parts in (("train", trained, train), ("eval", evaluated, held_out)):
+        rows = _rows(documents, members, recipe.batch)
+        save_rows(rows, folder / name)
+        shares = [(each.source.data, each.tally, _repeated(each)) for each in parts]
+        counts[name] = count_rows(rows, facts, shares, recipe.batch)
+    counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
+    (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+
+
+def _encode(
+    folder: Path, encoder: Encoder, sections: list[_Section]
+) -> tuple[Documents, Facts, list[str]]:
+    """Encode every source into a folder; returns the documents, facts of each, and the files."""
+    writer, problems, facts = DocumentWriter(folder), Problems(), Facts()
+    files: dict[str, int] = {}
+    members: list[list[np.ndarray]] = [[] for _ in sections]
+    written = 0
+    for encoded in encode(encoder, _chunks(sections)):
+        for place, problem in encoded.problems:
+            problems.add(place, problem)
+        sections[encoded.section].tally.add(encoded.tally)
+        if problems.enough:
+            break
+        count = len(encoded.lengths)
+        file = files.setdefault(encoded.file, len(files))
+        writer.append(encoded.ids, encoded.trained, encoded.lengths, _origins(file, encoded))
+        facts.append(encoded)
+        members[encoded.section].append(np.arange(written, written + count))
+        written += count
+    for section, parts in zip(sections, members, strict=True):
+        section.members = np.concatenate([section.members, *parts])
     if not problems.found:  # what is left of half a source says nothing
-        for tally in (*tallies, *eval_tallies):
-            problems.add_all(check_source(tally, recipe.batch))
+        for section in sections:
+            rows = len(section.members)
+            batch = encoder.recipe.batch
+            problems.add_all(check_source(section.source.data, section.tally, rows, batch))
+    documents = writer.close()
     problems.raise_any()
-    held_out = list[Columns]()
-    if recipe.eval_rows and not eval_sources:
-        held_out = _hold_out(tallies, recipe.eval_rows, recipe.seed)
-    train = pack_rows([row for t in tallies for row in t.rows * t.data.repeat])
-    evaluation = pack_rows(held_out + [row for t in eval_tallies for row in t.rows * t.data.repeat])
-    counts = {"train": count_rows(train, tallies), "eval": count_rows(evaluation, eval_tallies)}
-    return train, evaluation, counts
+    return documents, facts, list(files)
 
 
-def _hold_out(tallies: list[Tally], eval_rows: int, seed: int) -> list[Columns]:
-    """Take rows out of the data for evaluation, before any of them is repeated."""
-    rows = [row for tally in tallies for row in tally.rows]
-    if eval_rows >= len(rows):
+def _origins(file: int, encoded: Encoded) -> np.ndarray:
+    return np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
+
+
+def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
+    """Rows of all sources, in chunks of one file each; a source ends where it cannot be read."""
+    for number, section in enumerate(sections):
+        data = section.source.data
+        rows, file = list[tuple[int, object]](), data.source
+        try:
+            for row in islice(section.source.rows(), data.first):
+                if rows and (row.file != file or len(rows) == CHUNK):
+                    yield Chunk(number, data.format, file, rows)
+                    rows = []
+                file = row.file
+                rows.append((row.number, row.value))
+        except FinetuneError as error:
+            yield Chunk(number, data.format, file, rows, tuple(error.problems))
+            continue
+        if rows:
+            yield Chunk(number, data.format, file, rows)
+
+
+def _repeated(section: _Section) -> np.ndarray:
+    return np.tile(section.members, section.source.data.repeat)
+
+
+def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray:
+    """Take documents out of the data for evaluation, before any of them is repeated."""
+    everything = np.concatenate([section.members for section in sections])
+    if eval_rows >= len(everything):
         raise FinetuneError(
-            f"eval_rows: {eval_rows} rows held out of {len(rows)} leave none to train on; "
-            f"set eval_rows below {len(rows)}"
+            f"eval_rows: {eval_rows} rows held out of {len(everything)} leave none to train on; "
+            f"set eval_rows below {len(everything)}"
         )
-    chosen = set(permutation(len(rows), seed, HELD_OUT)[:eval_rows].tolist())
-    position = 0
-    for tally in tallies:
-        numbers = range(position, position + len(tally.rows))
-        position += len(tally.rows)
-        tally.rows = [rows[number] for number in numbers if number not in chosen]
-    return [rows[number] for number in sorted(chosen)]
+    chosen = np.sort(everything[permutation(len(everything), seed, HELD_OUT)[:eval_rows]])
+    for section in sections:
+        section.members = section.members[~np.isin(section.members, chosen)]
+    return chosen
 
 
-def count_rows(rows: Rows, tallies: list[Tally]) -> dict[str, Any]:
-    """Samples as they were read, rows as they came out, and each source's share."""
-    lengths = rows.lengths
-    return {
-        **{name: sum(getattr(tally, name) for tally in tallies) for name in FIELDS},
-        "rows": len(rows),
-        "tokens": len(rows.ids),
-        "trained_tokens": int(np.count_nonzero(rows.trained)),
-        "longest": int(lengths.max(initial=0)),
-        "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
-        "mean_length": float(lengths.mean()) if len(rows) else 0.0,
-        "by_source": [_count_source(tally) for tally in tallies],
-    }
+def _rows(documents: Documents, members: np.ndarray, batch: Batch) -> Rows:
+    if not batch.packing:
+        return single_rows(documents, members)
+    order, bounds = pack(documents.lengths[members], batch.max_length)
+    return Rows(documents, members[order], bounds, packed=True)
 
 
-def _count_source(tally: Tally) -> dict[str, Any]:
-    packed = pack_rows(tally.rows)
-    return {
-        "source": tally.data.source,
-        "format": tally.data.format,
-        "samples": tally.samples,
-        "rows": len(packed) * tally.data.repeat,
-        "tokens": len(packed.ids) * tally.data.repeat,
-        "trained_tokens": int(np.count_nonzero(packed.trained)) * tally.data.repeat,
-    }
+def _pad_is_eos(chat: Chat) -> bool:
+    eos = chat.tokenizer.eos_token_id
+    return eos is not None and chat.tokenizer.pad_token_id == eos
 
 
 # The cache.
@@ -132,6 +224,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
         "max_length": recipe.batch.max_length,
         "overlong": recipe.batch.overlong,
+        "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
         "template": chat.template,
         "tokenizer": _tokenizer_hash(chat),
@@ -167,18 +260,3 @@ def _content(source: Source) -> list[str]:
         with path.open("rb") as file:
             hashes.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
     return hashes
-
-
-def _write(folder: Path, train: Rows, evaluation: Rows, counts: dict[str, Any]) -> None:
-    """Write the result beside its place and move it there in one step."""
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        save_rows(train, scratch / "train")
-        save_rows(evaluation, scratch / "eval")
-        (scratch / "counts.json").write_text(json.dumps(counts, indent=2) + "\n")
-        scratch.rename(folder)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if not (folder / "counts.json").is_file():  # else another process was faster
-            raise FinetuneError(f"{folder}: cannot write the prepared data: {error}") from None

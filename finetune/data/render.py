@@ -8,6 +8,7 @@ and with the token that ends the turn:
                                                           ^^^^^^^^^^^^^^^
 """
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ TrainOn = Literal["assistant", "completion", "all"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 BUILT_IN = ("chatml", "plain")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Chat:
 
     def _check_end(self, token: int, turn: str) -> None:
         """Refuse a template after whose turns a model could not learn to stop."""
-        if token not in self._end_tokens:
+        if token not in self.end_tokens:
             raise FinetuneError(
                 f"chat template: the assistant turn {excerpt(turn)} closes with "
                 f"{self.tokenizer.decode([token])!r}, which is no end token of this tokenizer, so "
@@ -175,13 +177,23 @@ class Chat:
         return Turns(self.tokenizer, self.template)
 
     @cached_property
-    def _end_tokens(self) -> set[int | None]:
+    def end_tokens(self) -> set[int | None]:
+        """Tokens that can end a turn or a text: the EOS, and what the tokenizer never splits."""
         return {*self.tokenizer.added_tokens_decoder, self._eos}
 
     # Tokens.
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids of a text without added special tokens, and the characters of each."""
+        """Ids of a text without added special tokens, and the characters of each.
+
+        Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
+        """
+        half = HALF_CHARACTER.search(text)
+        if half is not None:
+            raise FinetuneError(
+                f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
+                "other half was lost, perhaps where the text was cut"
+            )
         encoding = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

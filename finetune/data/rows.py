@@ -1,56 +1,144 @@
-"""Prepared rows: columns of token ids in one memory-mapped folder."""
+"""Prepared data on disk: documents of token ids end to end, and the rows that batches are made of.
 
-from collections.abc import Sequence
+ids.bin trained.bin     one entry a token, mapped into memory, never read whole
+lengths.npy origins.npy one entry a document
+train/ eval/            which documents each row holds: one, or those that share a slot
+"""
+
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 Columns = tuple[np.ndarray, np.ndarray]
-"""A row: its ids, (tokens,) int32, and which of them are trained, (tokens,) bool."""
+"""A document: its ids, (tokens,) int32, and which of them are trained, (tokens,) bool."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of token ids, end to end; row i is `ids[offsets[i]:offsets[i + 1]]`."""
+class Documents:
+    """Documents of token ids, end to end; document i is `ids[offsets[i]:offsets[i + 1]]`."""
 
     ids: np.ndarray  # (tokens,) int32
     trained: np.ndarray  # (tokens,) bool: the model is trained to say this token
-    offsets: np.ndarray  # (rows + 1,) int64
+    offsets: np.ndarray  # (documents + 1,) int64
+    origins: np.ndarray  # (documents, 2) int64: the number of its file, and of its row there
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def row(self, index: int) -> Columns:
-        """Views of a row's ids and of its trained tokens."""
-        start, end = self.offsets[index], self.offsets[index + 1]
+    def document(self, number: int) -> Columns:
+        """Views of a document's ids and of its trained tokens."""
+        start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row.  # (rows,) int64"""
+        """Tokens of each document.  # (documents,) int64"""
         return np.diff(self.offsets)
 
 
-def pack_rows(rows: Sequence[Columns]) -> Rows:
-    """Rows end to end, in memory."""
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids, _ in rows], out=offsets[1:])
-    ids = np.concatenate([ids for ids, _ in rows] or [np.empty(0, dtype=np.int32)])
-    trained = np.concatenate([trained for _, trained in rows] or [np.empty(0, dtype=bool)])
-    return Rows(ids, trained, offsets)
+@dataclass(frozen=True)
+class Rows:
+    """What a batch counts. Row i holds the documents `members[bounds[i]:bounds[i + 1]]`."""
+
+    documents: Documents
+    members: np.ndarray  # (documents of all rows,) int64; a document may be in several rows
+    bounds: np.ndarray  # (rows + 1,) int64
+    packed: bool
+    """Documents of a row lie side by side, each attending to itself alone."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def numbers(self, index: int) -> np.ndarray:
+        """Numbers of the documents in a row."""
+        return self.members[self.bounds[index] : self.bounds[index + 1]]
+
+    def row(self, index: int) -> Columns:
+        """A row's ids and its trained tokens, its documents end to end."""
+        parts = [self.documents.document(int(number)) for number in self.numbers(index)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([t for _, t in parts])
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row.  # (rows,) int64"""
+        if not len(self):
+            return np.empty(0, dtype=np.int64)
+        return np.add.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
+
+
+def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows:
+    """Rows of one document each, by default all of them in their order."""
+    members = np.arange(len(documents)) if members is None else members
+    return Rows(documents, members, np.arange(len(members) + 1), packed=False)
+
+
+class DocumentWriter:
+    """Appends documents to a folder; only a few numbers per document stay in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._files: tuple[IO[bytes], IO[bytes]] = (
+            (folder / "ids.bin").open("wb"),
+            (folder / "trained.bin").open("wb"),
+        )
+        self._lengths: list[np.ndarray] = []
+        self._origins: list[np.ndarray] = []
+
+    def append(
+        self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, origins: np.ndarray
+    ) -> None:
+        """Documents end to end, as `Documents` holds them, with their lengths."""
+        for file, array, kind in zip(self._files, (ids, trained), (np.int32, bool), strict=True):
+            file.write(np.ascontiguousarray(array, dtype=kind).data)
+        self._lengths.append(lengths)
+        self._origins.append(origins)
+
+    def close(self) -> Documents:
+        """Write what is in memory; returns all documents, mapped."""
+        for file in self._files:
+            file.close()
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
+        origins = np.concatenate([np.empty((0, 2), dtype=np.int64), *self._origins])
+        np.save(self.folder / "lengths.npy", lengths.astype(np.int64))
+        np.save(self.folder / "origins.npy", origins.astype(np.int64))
+        return open_documents(self.folder)
+
+
+def open_documents(folder: Path) -> Documents:
+    """Documents of a folder: tokens mapped, not read."""
+    offsets = _offsets(np.load(folder / "lengths.npy"))
+    origins = np.load(folder / "origins.npy")
+    ids, trained = (
+        _mapped(folder / name, kind, int(offsets[-1]))
+        for name, kind in (("ids.bin", np.int32), ("trained.bin", bool))
+    )
+    return Documents(ids, trained, offsets, origins)
 
 
 def save_rows(rows: Rows, folder: Path) -> None:
     folder.mkdir(parents=True)
-    np.save(folder / "ids.npy", rows.ids)
-    np.save(folder / "trained.npy", rows.trained)
-    np.save(folder / "offsets.npy", rows.offsets)
+    np.save(folder / "members.npy", rows.members)
+    np.save(folder / "bounds.npy", rows.bounds)
 
 
-def open_rows(folder: Path) -> Rows:
-    """Rows of a folder, mapped, not read."""
-    offsets = np.load(folder / "offsets.npy")
-    mode = "r" if offsets[-1] else None  # an empty array cannot be mapped
-    ids = np.load(folder / "ids.npy", mmap_mode=mode)
-    return Rows(ids, np.load(folder / "trained.npy", mmap_mode=mode), offsets)
+def open_rows(documents: Documents, folder: Path, packed: bool) -> Rows:
+    """The rows of a folder that `save_rows` wrote."""
+    return Rows(documents, np.load(folder / "members.npy"), np.load(folder / "bounds.npy"), packed)
+
+
+def _mapped(path: Path, kind: type, size: int) -> np.ndarray:
+    if not size:  # an empty file cannot be mapped
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r", shape=(size,))
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -24,9 +24,15 @@ DOCUMENT_END = "<|endoftext|>"
 class SourceRow:
     """A row before its format is applied."""
 
-    place: str
-    """`FILE row NUMBER`, counted from 1; in JSONL and text files the number is that of the line."""
+    file: str
+    """The file, or the hub data set and its split, as an error names it."""
+    number: int
+    """Counted from 1; in JSONL and text files it is that of the line."""
     value: Any
+
+    @property
+    def place(self) -> str:
+        return f"{self.file} row {self.number}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Source:
             if not path.stat().st_size:
                 raise FinetuneError(f"{path}: the file is empty")
             for number, value in READERS[path.suffix](path):
-                yield SourceRow(f"{path} row {number}", value)
+                yield SourceRow(str(path), number, value)
 
 
 def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
@@ -78,6 +84,11 @@ def find_source(data: Data) -> Source:
             )
         return Source(data, files)
     path = Path(data.source).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(p) for p in path.iterdir() if p.is_dir()))
+        raise FinetuneError(f"data.source: {path} holds several splits; name one of {splits}")
+    if (path / "state.json").is_file():  # what `Dataset.save_to_disk` writes
+        return Source(data, tuple(sorted(path.glob("*.arrow"))))
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
         files = tuple(p for p in inside if not _hidden(p.relative_to(path)))
@@ -145,6 +156,35 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
 
 
+def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of an Arrow file, in the form of `datasets` (a stream) or of Feather (a file)."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in _arrow_batches(source):
+                for start in range(0, batch.num_rows, 1024):
+                    for row in batch.slice(start, 1024).to_pylist():
+                        number += 1
+                        yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
+
+
+def _arrow_batches(source: Any) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        stream = pyarrow.ipc.open_stream(source)
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        file = pyarrow.ipc.open_file(source)
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
+    else:
+        yield from stream
+
+
 def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows of a CSV file with a header; a field may be as long as it likes."""
     csv.field_size_limit(sys.maxsize)
@@ -181,6 +221,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
     ".csv": read_csv,
     ".txt": read_text,
 }
@@ -222,7 +263,7 @@ def _parse(text: str, place: str) -> Any:
 def hub_rows(data: Data) -> Iterator[SourceRow]:
     """Rows of a data set of the Hugging Face hub."""
     for number, row in enumerate(load_hub(data), 1):
-        yield SourceRow(f"{data.source} ({data.split}) row {number}", row)
+        yield SourceRow(f"{data.source} ({data.split})", number, row)
 
 
 def load_hub(data: Data) -> Any:

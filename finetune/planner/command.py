@@ -296,7 +296,7 @@ def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | Non
 
 def _one_process(recipe: Recipe) -> Recipe:
     """The recipe with one row at a time, which divides any batch."""
-    return recipe.with_batch(micro_rows=1)
+    return recipe.with_batch(micro_rows=1, micro_tokens=None)
 
 
 def _sizes(recipe: Recipe, machine: hardware.Machine) -> list[int]:

@@ -20,9 +20,9 @@ class Plan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per process and optimizer step."""
+        """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
         batch = self.recipe.batch
-        return batch.rows // (batch.micro_rows * self.processes)
+        return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.processes)
 
     @property
     def lr(self) -> float:
@@ -34,6 +34,18 @@ class Plan:
     def quant_storage(self) -> str:
         """Data type that packs NF4 weights: FSDP shards only floating point tensors."""
         return "bfloat16" if self.backend.engine == "fsdp" else "uint8"
+
+    def _batch(self) -> str:
+        batch = self.recipe.batch
+        unit = "packs" if batch.packing else "rows"
+        filled = "of whole documents, filled to" if batch.packing else "up to"
+        shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
+        if batch.micro_tokens is not None:
+            shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
+        return (
+            f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
+            f"{batch.max_length} tokens a {unit[:-1]}"
+        )
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over a training set of so many rows."""
@@ -65,6 +77,8 @@ class Plan:
             "processes": self.processes,
             "rows_per_step": self.recipe.batch.rows,
             "micro_rows": self.recipe.batch.micro_rows,
+            "micro_tokens": self.recipe.batch.micro_tokens,
+            "packing": self.recipe.batch.packing,
             "accumulation": self.accumulation,
             "lr": self.lr,
             "notes": self.notes(),
@@ -73,7 +87,6 @@ class Plan:
     def explain(self) -> str:
         """The plan as lines that a person can read."""
         recipe, backend = self.recipe, self.backend
-        batch = recipe.batch
         trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
         stored = (
@@ -88,8 +101,7 @@ class Plan:
             f"model        {base}: {trained}{stored}",
             f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}{offload}, "
             f"{backend.precision}",
-            f"batch        {batch.rows} rows = {batch.micro_rows} micro x {self.accumulation} "
-            f"accumulation x {self.processes} processes, up to {batch.max_length} tokens a row",
+            f"batch        {self._batch()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
         ]

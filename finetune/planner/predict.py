@@ -112,7 +112,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
     kinds: dict[str, AttentionKind] = {"eager": "eager"}
     return Workload(
         shape=shape,
-        rows=recipe.batch.micro_rows,
+        rows=recipe.batch.most_micro_rows,
         length=recipe.batch.max_length,
         scheme=advice.scheme_of(place, backend.precision),
         layout=place,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.recipe import Recipe
+from finetune.recipe import Batch, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
@@ -36,6 +36,9 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 
 def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     rows, micro = recipe.batch.rows, recipe.batch.micro_rows
+    if recipe.batch.micro_tokens is not None:
+        yield from _micro_tokens(recipe.batch)
+        return
     unit = micro * max(1, processes)
     if rows % unit:
         below, above = rows - rows % unit, rows + unit - rows % unit
@@ -43,6 +46,14 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
             f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
+        )
+
+
+def _micro_tokens(batch: Batch) -> Iterator[str]:
+    if batch.micro_tokens is not None and batch.micro_tokens < batch.max_length:
+        yield (
+            f"batch.micro_tokens: {batch.micro_tokens} do not hold a row of "
+            f"batch.max_length={batch.max_length}; use batch.micro_tokens={batch.max_length}"
         )
 
 

@@ -98,17 +98,14 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
     if history.starts:
         start = history.starts[-1]
         share = units.share(start.trainable_parameters, start.parameters)
-        batch = (
-            f"{start.rows_per_step} = {start.micro_rows} micro x {start.accumulation} accumulation "
-            f"x {start.processes} processes"
-        )
+        batch = f"{start.rows_per_step} = {start.shares} x {start.processes} processes"
         rows += [
             (
                 "Trained parameters",
                 f"{start.trainable_parameters:,} of {start.parameters:,} ({share})",
             ),
             ("Optimizer steps", f"{history.step:,} of {start.steps:,}"),
-            ("Rows a step", batch),
+            ("Packs a step" if start.packing else "Rows a step", batch),
             ("Backend and precision", f"{start.backend}, {start.precision}"),
             ("Wall time", units.duration(history.seconds)),
             ("Peak memory of one process", units.size(history.peak_memory)),
@@ -125,7 +122,9 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
     return rows
 
 
-_COUNTS = ("rows", "tokens", "trained_tokens", "dropped", "truncated", "split")
+_COUNTS = (
+    "rows", "documents", "tokens", "trained_tokens", "dropped", "truncated", "split", "duplicates",
+)  # fmt: skip
 
 
 def _data(run: Run, history: History) -> list[tuple[str, str, str]]:

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from finetune.data.audit import describe
 from finetune.record import units
 from finetune.record.metrics import (
     Ended,
@@ -235,8 +236,8 @@ def start_table(run: Run, start: Start) -> Table:
     processes = "1 process" if start.processes == 1 else f"{start.processes} processes"
     table.add_row(
         "batch",
-        f"{start.rows_per_step} rows = {start.micro_rows} micro x {start.accumulation} "
-        f"accumulation x {processes}",
+        f"{start.rows_per_step} {'packs' if start.packing else 'rows'} = {start.shares} x "
+        f"{processes}",
     )
     passes = start.steps * start.rows_per_step / start.train_rows if start.train_rows else 0
     table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
@@ -246,6 +247,9 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
         f"{held_out}",
     )
+    counted = read_record(run.data).get("train")
+    for line in describe(counted) if counted else ():
+        table.add_row("", escape(line))
     table.add_row("backend", f"{start.backend}, {start.precision}, {processes}")
     if start.resumed_from is not None:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")

@@ -56,8 +56,19 @@ class Start(Record):
     """Held-out rows; 0 where nothing is evaluated."""
     trained_tokens: int
     """Tokens with a loss in one pass over the training rows."""
+    packing: bool = False
+    """Rows are packs of whole documents."""
+    micro_tokens: int | None = None
+    """Token slots per forward pass on one process, where rows were not counted instead."""
     resumed_from: int | None = None
     """Step of the checkpoint that training goes on from."""
+
+    @property
+    def shares(self) -> str:
+        """How a step's rows are cut, in a few words."""
+        if self.micro_tokens is None:
+            return f"{self.micro_rows} micro x {self.accumulation} accumulation"
+        return f"micro of {self.micro_tokens:,} tokens x at most {self.accumulation}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

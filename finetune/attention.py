@@ -1,0 +1,218 @@
+"""Attention of documents that lie side by side: causal in each, and never across a border.
+
+It is registered with transformers as an attention implementation. The model hands on what the
+batch says of its documents (`cu_seq_lens_q`, as for flash attention), and no mask is ever built:
+
+    tokens    a b c d | e f | g h i        one causal product per document on CPU,
+    sees      a         e     g            one variable-length kernel on GPU
+              a b       e f   g h
+              a b c           g h i
+              a b c d
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+
+DOCUMENTS = "documents"
+"""The name of this attention in transformers."""
+
+SHOWN_EXACT = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral", "qwen3_moe", "phi3",
+    "olmo2", "smollm3",
+)  # fmt: skip
+"""Architectures of which tests show that documents side by side train as documents alone.
+
+Others may carry a state across documents (state spaces, convolutions) or mask in ways of their own.
+"""
+
+LAYERS = {"full_attention", "sliding_attention"}
+
+
+def implementation(recipe: Recipe) -> str:
+    """The attention that transformers is asked for: `documents` for packed rows with SDPA."""
+    attention = recipe.model.attention
+    return DOCUMENTS if recipe.batch.packing and attention == "sdpa" else attention
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Refuse an architecture that has not been shown to keep packed documents apart.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    instead = "set batch.packing=false"
+    problems: list[str] = []
+    if config.model_type not in SHOWN_EXACT:
+        problems.append(
+            f"batch.packing: it has not been shown to be exact for '{config.model_type}' models "
+            f"(shown: {', '.join(SHOWN_EXACT)}); {instead}"
+        )
+    else:
+        fields = config.to_dict()
+        layers = set(fields.get("layer_types") or ()) - LAYERS
+        if layers:
+            problems.append(
+                f"batch.packing: layers of {', '.join(sorted(layers))} may see other documents; "
+                f"{instead}"
+            )
+        rope = fields.get("rope_parameters") or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            problems.append(
+                f"batch.packing: '{rope['rope_type']}' positions depend on the longest document "
+                f"beside; {instead}"
+            )
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,  # transformers hands on every argument of the model's forward pass
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document, called by transformers in every layer.
+
+    Args:
+        module: The attention layer.
+        query: (1, heads, tokens, head size).
+        key: (1, key heads, tokens, head size); each is shared by heads / key heads queries.
+        value: As `key`.
+        attention_mask: None: documents side by side are never padded.
+        dropout: Share of attention weights to leave out.
+        scaling: Factor of the scores; by default 1 / sqrt(head size).
+        sliding_window: A token sees itself and so many less one before it; None for all.
+        softcap: Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+        cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
+        max_length_q: Tokens of the longest document.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the weights.
+
+    Raises:
+        FinetuneError: the model did not hand on the boundaries.
+    """
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+        raise FinetuneError(
+            f"batch.packing: {type(module).__name__} does not say where documents end, so they "
+            "would see each other; set batch.packing=false"
+        )
+    windowed = sliding_window is not None and sliding_window < max_length_q
+    window = sliding_window if windowed else None
+    if softcap is None and not dropout and _has_varlen(query):
+        mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+        return mixed[None], None
+    ends = cu_seq_lens_q.tolist()
+    parts = []
+    for start, end in itertools.pairwise(ends):
+        q, k, v = (each[:, :, start:end] for each in (query, key, value))
+        if softcap is None:
+            part = _causal(q, k, v, dropout, scaling, window)
+        else:
+            part = _capped(q, k, v, dropout, scaling, window, softcap)
+        parts.append(part.transpose(1, 2))
+    return torch.cat(parts, dim=1), None
+
+
+def _causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One document through PyTorch's kernel; key heads are shared, not repeated."""
+    length = query.shape[2]
+    band = _band(length, window, query.device) if window is not None and window < length else None
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=band,
+        dropout_p=dropout,
+        is_causal=band is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    """One document with capped scores, written out: no kernel of PyTorch caps them on CPU."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)) * scale  # (1, heads, length, length)
+    scores = softcap * torch.tanh(scores / softcap)
+    unseen = ~_band(query.shape[2], window, query.device)
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    return F.dropout(weights.to(query.dtype), p=dropout) @ value
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Whom each token sees: itself and what precedes it, within a window.  # (length, length)"""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def _has_varlen(query: torch.Tensor) -> bool:
+    """Whether flash attention of PyTorch 2.13 takes these: 16 bits, Ampere or newer, 256 a head."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """All documents in one variable-length flash kernel.  # (tokens, heads, head size)"""
+    # Needs a build of PyTorch with CUDA to be of use.
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    mixed = varlen_attn(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed
+
+
+AttentionInterface.register(DOCUMENTS, attend)

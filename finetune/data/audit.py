@@ -1,0 +1,132 @@
+"""What a set of rows holds, counted, and what in it can only be a mistake."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from finetune.data.encode import COUNTED, Encoded, Tally
+from finetune.data.rows import Rows
+from finetune.recipe import Batch, Data
+
+MEANT = "if it is meant, set data_checks=report"
+
+
+class Facts:
+    """A few numbers of every document, gathered while they are encoded."""
+
+    def __init__(self) -> None:
+        self._trained: list[np.ndarray] = []
+        self._ended: list[np.ndarray] = []
+        self._digests: list[np.ndarray] = []
+
+    def append(self, encoded: Encoded) -> None:
+        self._trained.append(encoded.trained_tokens)
+        self._ended.append(encoded.ended)
+        self._digests.append(encoded.digests)
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Tokens of each document that are trained.  # (documents,) int64"""
+        return np.concatenate([np.empty(0, np.int64), *self._trained])
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Whether the last of them ends a turn or a text.  # (documents,) bool"""
+        return np.concatenate([np.empty(0, bool), *self._ended])
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Numbers that are equal for equal documents.  # (documents,) uint64"""
+        return np.concatenate([np.empty(0, np.uint64), *self._digests])
+
+
+def count_rows(
+    rows: Rows, facts: Facts, sources: list[tuple[Data, Tally, np.ndarray]], batch: Batch
+) -> dict[str, Any]:
+    """Samples as they were read, rows as they came out, and each source's share.
+
+    Args:
+        rows: Of one split; rows that a source repeats are in it as often.
+        facts: Of all documents.
+        sources: Sections with what became of them and the documents that they gave.
+        batch: Of the recipe.
+    """
+    lengths = rows.documents.lengths[rows.members]
+    tallies = [tally for _, tally, _ in sources]
+    tokens = int(lengths.sum())
+    different = np.unique(rows.members)
+    roles = sum((tally.roles for tally in tallies), Counter[str]())
+    return {
+        **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
+        "rows": len(rows),
+        "documents": len(rows.members),
+        "tokens": tokens,
+        "trained_tokens": int(facts.trained[rows.members].sum()),
+        "unended": int(np.count_nonzero(~facts.ended[rows.members])),
+        "duplicates": len(different) - len(np.unique(facts.digests[different])),
+        "longest": int(lengths.max(initial=0)),
+        "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
+        "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
+        "filled": tokens / (len(rows) * batch.max_length) if rows.packed and len(rows) else None,
+        "roles": dict(sorted(roles.items())),
+        "by_source": [
+            {
+                "source": data.source,
+                "format": data.format,
+                "samples": tally.samples,
+                "rows": len(members),
+                "tokens": int(rows.documents.lengths[members].sum()),
+                "trained_tokens": int(facts.trained[members].sum()),
+                "truncated": tally.truncated,
+                "eaten": tally.eaten,
+            }
+            for data, tally, members in sources
+        ],
+    }
+
+
+def mistakes(counts: dict[str, Any]) -> Iterator[str]:
+    """What can only be a mistake in the rows that are trained on."""
+    if counts["documents"] and counts["unended"] == counts["documents"]:
+        cut = f" ({counts['truncated']} rows are truncated)" if counts["truncated"] else ""
+        yield (
+            f"data: none of the {counts['documents']} rows is trained to end{cut}, so the model "
+            f"would never stop; raise batch.max_length, or set batch.overlong=drop; {MEANT}"
+        )
+    for each in counts["by_source"]:
+        if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
+            yield (
+                f"{each['source']}: truncation ate the whole answer of each of the "
+                f"{each['truncated']} rows that it cut, of {each['samples']}; raise "
+                f"batch.max_length, or set batch.overlong=drop; {MEANT}"
+            )
+
+
+def describe(counts: dict[str, Any]) -> list[str]:
+    """A split's counts in a line, and what is unusual about it in another."""
+    if not counts["documents"]:
+        return ["no rows"]
+    unit = f"{counts['documents']:,} rows"
+    if counts["filled"] is not None:
+        unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
+    trained = counts["trained_tokens"] / counts["tokens"]
+    line = (
+        f"{unit}; {counts['tokens']:,} tokens, {trained:.1%} trained; longest {counts['longest']}"
+    )
+    unusual = [f"{counts[name]:,} {words}" for name, words in UNUSUAL.items() if counts[name]]
+    return [line, ", ".join(unusual)] if unusual else [line]
+
+
+UNUSUAL = {
+    "passed_over": "passed over by their format",
+    "untrained": "without a trained token",
+    "dropped": "dropped for their length",
+    "truncated": "truncated",
+    "eaten": "that truncation left no answer",
+    "split": "split",
+    "unended": "whose end is not trained",
+    "duplicates": "duplicates",
+}
+"""Counts that are told where they are not zero."""

@@ -1,0 +1,195 @@
+"""Whatever is wrong with data is named with its file and row, once, and nothing is lost unseen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from small_tokenizer import small_tokenizer
+from test_prepare import CHAT, answers, problems_of, recipe_of, write_jsonl
+
+from finetune.data.audit import describe, mistakes
+from finetune.data.prepare import prepare
+from finetune.data.render import Chat, load_chat
+
+SAY: dict[str, Any] = {"messages": [
+    {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"},
+]}  # fmt: skip
+
+
+def test_rows_without_content_are_named(tmp_path: Path):
+    rows = [SAY, {}, {"messages": []}, {"messages": None}, {"messages": [None]}, None, [], 3]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert problems_of(recipe_of(source, "messages"), tmp_path / "cache") == [
+        f"{source} row 2: format 'messages' needs 'messages', the row has no columns",
+        f"{source} row 3: messages is empty",
+        f"{source} row 4: format 'messages' needs 'messages', the row has 'messages' (null)",
+        f"{source} row 5: messages[0] is null, expected an object with role and content",
+        f"{source} row 6: is null, expected an object with columns",
+        f"{source} row 7: is a list, expected an object with columns",
+        f"{source} row 8: is a number, expected an object with columns",
+    ]
+
+
+NESTED: dict[str, tuple[list[Any], list[str]]] = {
+    "messages": (
+        [
+            SAY,
+            {"messages": [None, SAY["messages"][1]]},
+            {"messages": [{"role": None, "content": "a"}]},
+            {"messages": [SAY["messages"][0], {"role": "assistant", "content": None}]},
+        ],
+        [
+            "row 2: messages[0] is null, expected an object with role and content",
+            "row 3: messages[0] has role 'None' "
+            "(known: system, developer, user, assistant, tool)",
+            "row 4: messages[1].content is null, expected text",
+        ],
+    ),
+    "sharegpt": (
+        [{"conversations": [None]}, {"conversations": [{"from": "human", "value": None}]}],
+        [
+            "row 1: conversations[0] needs 'from' and 'value', it has null",
+            "row 2: conversations[0].value is null, expected text",
+        ],
+    ),
+    "oasst": (
+        [
+            {"message_tree_id": "a", "prompt": {"role": "prompter", "text": None, "replies": None}},
+            {"message_tree_id": "b", "prompt": {"role": "prompter", "text": "", "replies": [None]}},
+        ],
+        ["row 1: text is null, expected text", "row 2: replies hold null, expected messages"],
+    ),
+    "self_instruct": (
+        [{"instruction": "a", "instances": [None]}],
+        ["row 1: instances[0] has no 'output'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data_format", NESTED)
+def test_nulls_inside_a_parquet_file_are_named(tmp_path: Path, data_format: str):
+    rows, told = NESTED[data_format]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    problems = problems_of(recipe_of(str(path), data_format), tmp_path / "cache")
+    assert problems == [f"{path} {each}" for each in told]
+
+
+def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(tmp_path: Path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [SAY])
+    (folder / "b.csv").write_text("question,answer\n1,2\n")
+    (folder / "c.txt").write_text("Hi there")
+    assert problems_of(recipe_of(str(folder), "messages"), tmp_path / "cache") == [
+        f"{folder}/b.csv row 1: format 'messages' needs 'messages', the row has 'question', "
+        "'answer'; format 'question_answer' would fit",
+        f"{folder}/c.txt row 1: format 'messages' needs 'messages', the row has 'text'; "
+        "format 'text' would fit",
+    ]
+
+
+def test_half_a_character_is_named(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
+    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+        f"{source} row 1: the text holds half a character ('\\udfff'), which no tokenizer can "
+        "read; its other half was lost, perhaps where the text was cut"
+    ]
+
+
+def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path: Path):
+    long = {"question": "Hi", "answer": "the cat " * 13_000_000}
+    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, long])
+    longest = max(map(len, small_tokenizer().get_vocab()))
+    least = (2 + 8 * 13_000_000) // (4 * longest)
+    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+        f"{source}: 1 of 2 rows are longer than batch.max_length=1024 tokens, the longest {least} "
+        f"({source} row 2, which has at least so many); set batch.max_length={least}, or "
+        "batch.overlong to drop, truncate or split"
+    ]
+    prepared = prepare(recipe_of(source, overlong="drop"), CHAT, tmp_path / "cache")
+    assert answers(prepared.train) == ["Bye<|im_end|>"]
+    assert prepared.counts["train"]["dropped"] == 1
+
+
+BROKEN = {
+    "{{ nothing.here }}": "it refuses this conversation",
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "closes with '0', which is no end token",
+    "{% for m in messages %}{{ m.role }}{% endfor %}": "it leaves out message 0",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_a_broken_chat_template_is_told_once(tmp_path: Path, template: str):
+    rows = [{"question": f"Hi {n}", "answer": f"Bye {n}"} for n in range(40)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    broken = Chat(CHAT.tokenizer, template)
+    (problem,) = problems_of(recipe_of(source), tmp_path / "cache", broken)
+    assert problem.startswith(f"{source} row 1 (and 39 more rows): chat template: ")
+    assert BROKEN[template] in problem
+
+
+def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
+    chat = load_chat(small_tokenizer(), None)
+    assert chat.template is None
+    prepared = prepare(recipe_of(source, "prompt_completion"), chat, tmp_path / "cache")
+    assert answers(prepared.train, chat) == [" there</s>"]
+
+
+# What can only be a mistake.
+
+ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range(5)]
+
+
+def test_rows_that_all_lose_their_end_are_a_mistake(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", ANSWERS)
+    recipe = recipe_of(source, max_length=24, overlong="truncate")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert (counts["truncated"], counts["unended"], counts["eaten"]) == (5, 5, 0)
+    assert list(mistakes(counts)) == [
+        "data: none of the 5 rows is trained to end (5 rows are truncated), so the model would "
+        "never stop; raise batch.max_length, or set batch.overlong=drop; if it is meant, set "
+        "data_checks=report"
+    ]
+
+
+def test_truncation_that_eats_every_answer_is_a_mistake(tmp_path: Path):
+    asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
+    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
+    recipe = recipe_of(source, max_length=24, overlong="truncate")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert (counts["rows"], counts["truncated"], counts["eaten"], counts["untrained"]) == (
+        1,
+        2,
+        2,
+        2,
+    )
+    assert list(mistakes(counts)) == [
+        f"{source}: truncation ate the whole answer of each of the 2 rows that it cut, of 3; raise "
+        "batch.max_length, or set batch.overlong=drop; if it is meant, set data_checks=report"
+    ]
+    write_jsonl(tmp_path / "a.jsonl", asked)
+    assert problems_of(recipe, tmp_path / "empty") == [
+        f"{source}: none of its 2 rows is left to train on (2 without a trained token, 2 of them "
+        "because truncation ate their answer, 0 longer than batch.max_length=24, 0 passed over by "
+        "format 'question_answer')"
+    ]
+
+
+def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
+    short = {"question": "Hi", "answer": "Bye"}
+    only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    recipe = recipe_of(source, max_length=24, overlong="truncate")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    tokens, trained = counts["tokens"], counts["trained_tokens"]
+    assert describe(counts) == [
+        f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",
+        "1 truncated, 1 whose end is not trained, 3 duplicates",
+    ]
+    assert json.dumps(counts["roles"]) == '{"assistant": 5, "user": 5}'

@@ -1,0 +1,145 @@
+"""`finetune inspect` shows what the model is trained to say, and training says what it counts."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import Finetune, Tiny, write_recipe
+from small_tokenizer import small_tokenizer
+from transformers import AutoTokenizer
+
+from finetune.record.inspection import pieces
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = tiny.fields(batch={"packing": True})
+    return write_recipe(tmp_path_factory.mktemp("inspect") / "r.json", fields)
+
+
+def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(
+    finetune: Finetune, recipe: Path, tiny: Tiny
+) -> None:
+    found = json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+    lines = tiny.data.read_text().splitlines()
+    assert len(found["rows"]) == 2
+    for document in (each for row in found["rows"] for each in row):
+        name, _, number = document["place"].rpartition(" row ")
+        question, answer = json.loads(lines[int(number) - 1])["messages"]
+        assert name == str(tiny.data)
+        shown = "".join(piece["text"] for piece in document["pieces"])
+        assert shown == (
+            f"<|im_start|>user\n{question['content']}<|im_end|>\n"
+            f"<|im_start|>assistant\n{answer['content']}<|im_end|>\n"
+        )
+        trained = "".join(piece["text"] for piece in document["pieces"] if piece["trained"])
+        assert trained == f"{answer['content']}<|im_end|>"
+    train = found["counts"]["train"]
+    assert (train["samples"], train["documents"], train["roles"]) == (
+        48, 48, {"assistant": 48, "user": 48},
+    )  # fmt: skip
+    assert found["mistakes"] == []
+
+
+class Trained(HTMLParser):
+    """The texts of <b> inside <pre>, and every address that a page asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.trained = [""]
+        self.asked: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.asked += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag == "pre":
+            self.trained.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "pre" in self.open and self.open[-1] == "b":
+            self.trained[-1] += data
+
+
+def test_the_page_marks_the_answers_and_asks_for_nothing(
+    finetune: Finetune, recipe: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    done = finetune("inspect", recipe, "--rows", "1", "--html", page)
+    assert done.stdout == f"wrote {page}\n"
+    rows = json.loads(finetune("inspect", recipe, "--rows", "1", "--json").stdout)["rows"]
+    reader = Trained()
+    reader.feed(page.read_text())
+    assert reader.asked == []
+    assert reader.trained[1:] == [
+        "".join(piece["text"] for piece in document["pieces"] if piece["trained"])
+        for document in rows[0]
+    ]
+
+
+def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, recipe: Path) -> None:
+    shown = finetune("inspect", recipe, "--rows", "1").stdout
+    assert "<|im_start|>assistant\n⟦" in shown
+    assert "<|im_end|>⟧\n" in shown
+    assert "\ntrain  48 rows in " in shown
+    assert "       48 assistant, 48 user\n" in shown
+    assert "\x1b" not in shown
+
+
+def test_what_cannot_be_inspected_is_said_without_a_traceback(
+    finetune: Finetune, recipe: Path, tiny: Tiny, tmp_path: Path
+) -> None:
+    nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
+    for words, told in (
+        ([nameless], "error: model: give model.name or model.tokenizer, whose tokenizer reads"),
+        ([recipe, "--html", tmp_path / "no" / "x.html"], "it cannot be written (No such file"),
+        ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
+    ):
+        done = finetune("inspect", *words)
+        assert done.status == 2
+        assert told in done.stderr
+        assert "Traceback" not in done.output
+
+
+def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
+    finetune: Finetune, tiny: Tiny, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in tiny.data.read_text().splitlines()]
+    for row in rows:
+        row["messages"][1]["content"] += " and then" * 60
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[], evaluation={})
+    fields |= {"data": [{"source": str(data), "format": "messages"}], "evaluation": {}}
+    path = write_recipe(tmp_path / "r.json", fields)
+    refused = finetune("train", path, "--output", tmp_path / "run")
+    assert refused.status == 2
+    assert "none of the 48 rows is trained to end (48 rows are truncated)" in refused.stderr
+    assert "Traceback" not in refused.output
+    done = finetune("train", path, "data_checks=report", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    assert "48 truncated, 48 whose end is not trained" in " ".join(done.output.split())
+
+
+def test_a_character_of_several_tokens_is_one_piece() -> None:
+    tokenizer = small_tokenizer()
+    text = "Hi 😀 there é"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = list(pieces(tokenizer, ids, [False] * 3 + [True] * (len(ids) - 3)))
+    assert "".join(piece.text for piece in found).startswith("Hi ")
+    assert [token for piece in found for token in piece.ids] == ids
+
+
+@pytest.mark.parametrize("name", ["stories260K", "mistral-v3", "gpt2", "qwen3"])
+def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    text = "Once upon a time, 12 cats\n\n  sat: naïve 😀 日本語!"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = list(pieces(tokenizer, ids, [True] * len(ids)))
+    assert "".join(piece.text for piece in found) == tokenizer.decode(ids)
+    assert [token for piece in found for token in piece.ids] == ids

@@ -1,0 +1,251 @@
+"""Documents that share a slot fill it, and train exactly as they train alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from documents import documents_of
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from finetune.attention import DOCUMENTS, SHOWN_EXACT, attend, check_packing, implementation
+from finetune.data.batch import MicroBatch, collate
+from finetune.data.packing import pack
+from finetune.data.rows import Rows, single_rows
+from finetune.errors import FinetuneError
+from finetune.losses import token_loss_sum
+from finetune.methods import SFT
+
+# Which documents share a slot.
+
+
+def slots_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    members, bounds = pack(np.array(lengths, dtype=np.int64), capacity)
+    return [part.tolist() for part in np.split(members, bounds[1:-1])]
+
+
+def one_by_one(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Tokens of each slot after best-fit decreasing, placed one document at a time."""
+    slots = list[int]()
+    for length in sorted(lengths, reverse=True):
+        fitting = [slot for slot in slots if slot + length <= capacity]
+        if fitting:
+            slots.remove(max(fitting))
+        slots.append(max(fitting, default=0) + length)
+    return sorted(slots)
+
+
+def test_the_longest_documents_come_first_and_each_goes_where_least_room_is_left():
+    assert slots_of([2, 5, 3, 6, 4], 8) == [[3, 0], [1, 2], [4]]
+    assert slots_of([4, 4, 4, 4, 4], 8) == [[0, 1], [2, 3], [4]]
+    assert slots_of([8], 8) == [[0]]
+    assert pack(np.empty(0, dtype=np.int64), 8)[1].tolist() == [0]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40))
+def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(
+    lengths: list[int], capacity: int
+):
+    slots = slots_of(lengths, capacity)
+    assert sorted(number for slot in slots for number in slot) == list(range(len(lengths)))
+    filled = sorted(sum(lengths[number] for number in slot) for slot in slots)
+    assert filled == one_by_one(lengths, capacity)
+
+
+@pytest.mark.parametrize("capacity", [1024, 2048])
+def test_short_rows_fill_their_slots(capacity: int):
+    """Lengths like those of GSM8K: mean 162, half below 154, one in a hundred above 331."""
+    lengths = np.random.default_rng(0).lognormal(np.log(154), 0.33, 20_000).astype(np.int64) + 1
+    members, bounds = pack(np.minimum(lengths, capacity), capacity)
+    assert len(members) == 20_000
+    assert np.minimum(lengths, capacity).sum() / ((len(bounds) - 1) * capacity) >= 0.98
+
+
+# What they are trained to say.
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "head_dim": 8,
+    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "query_pre_attn_scalar": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "mistral": {"sliding_window": 6},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+}  # fmt: skip
+LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
+PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
+TOLERANCE = 1e-6
+"""Products of another shape are summed in another order: some units in the last place of fp32."""
+
+
+def tiny(kind: str, attention: str) -> PreTrainedModel:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(kind, **SIZES | SPECIAL.get(kind, {}))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+
+
+def documents(seed: int = 0) -> Rows:
+    """Documents of the lengths above; about half of their tokens are trained."""
+    rng = np.random.default_rng(seed)
+    return single_rows(
+        documents_of(
+            (rng.integers(2, 96, length).astype(np.int32), rng.random(length) < 0.5)
+            for length in LENGTHS
+        )
+    )
+
+
+def packs(rows: Rows) -> Rows:
+    bounds = np.cumsum([0, *map(len, PACKS)])
+    return dataclasses.replace(rows, bounds=bounds, packed=True)
+
+
+def batch_of(rows: Rows) -> MicroBatch:
+    return collate(rows, np.arange(len(rows)), 0, "cpu")
+
+
+def gradient(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[float, torch.Tensor]:
+    """Mean loss over the trained tokens of all batches, and its gradient, end to end."""
+    model.zero_grad()
+    terms = sum(batch.trained_tokens for batch in batches)
+    losses = [token_loss_sum(model, batch) / terms for batch in batches]
+    torch.stack(losses).sum().backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return sum(loss.item() for loss in losses), torch.cat(grads)
+
+
+@pytest.mark.parametrize("kind", SHOWN_EXACT)
+def test_packed_documents_have_the_loss_and_the_gradient_of_padded_ones(kind: str):
+    rows = documents()
+    # Gemma 2 caps its scores, which the `sdpa` of transformers refuses.
+    plain = tiny(kind, "eager" if kind == "gemma2" else "sdpa")
+    loss, grads = gradient(plain, [batch_of(rows)])
+    packed = packs(rows)
+    one, whole = gradient(tiny(kind, DOCUMENTS), [batch_of(packed)])
+    several = [collate(packed, np.array([index]), 0, "cpu") for index in range(len(packed))]
+    accumulated, parts = gradient(tiny(kind, DOCUMENTS), several)
+    largest = grads.abs().max().item()
+    assert abs(one - loss) < TOLERANCE * abs(loss)
+    assert abs(accumulated - loss) < TOLERANCE * abs(loss)
+    assert (whole - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
+    assert (parts - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind: str):
+    batch = batch_of(packs(documents()))
+    loss, grads = gradient(tiny(kind, DOCUMENTS), [batch])
+    other, others = gradient(tiny(kind, "eager"), [batch])
+    assert abs(loss - other) < TOLERANCE * abs(loss)
+    assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", [k for k in SHOWN_EXACT if k not in ("mixtral", "qwen3_moe")])
+def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
+    rows = packs(documents())
+    other = packs(documents())
+    changed = slice(*rows.documents.offsets[3:5])
+    other.documents.ids[changed] = (other.documents.ids[changed] + 7) % 96
+    model = tiny(kind, DOCUMENTS).eval()
+    with torch.no_grad():
+        before = model(**batch_of(rows).inputs()).logits[0]
+        after = model(**batch_of(other).inputs()).logits[0]
+    same = np.ones(len(rows.documents.ids), dtype=bool)
+    same[changed] = False
+    assert torch.equal(before[same], after[same])
+    assert not torch.equal(before[changed], after[changed])
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_of_packed_documents_see_no_other_document(kind: str):
+    """An expert multiplies its tokens together, so that their number moves the last digits."""
+    rows, other = packs(documents()), packs(documents())
+    changed = slice(*rows.documents.offsets[3:5])
+    other.documents.ids[changed] = (other.documents.ids[changed] + 7) % 96
+    model = tiny(kind, DOCUMENTS).eval()
+    with torch.no_grad():
+        before = model(**batch_of(rows).inputs()).logits[0]
+        after = model(**batch_of(other).inputs()).logits[0]
+    same = np.ones(len(rows.documents.ids), dtype=bool)
+    same[changed] = False
+    assert (before[same] - after[same]).abs().max().item() < TOLERANCE * before.abs().max().item()
+
+
+def test_a_window_and_a_cap_are_those_of_a_written_out_attention():
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 15, 8)
+    key, value = torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)
+    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
+    for window, cap in ((None, None), (3, None), (None, 1.5), (3, 1.5)):
+        mixed, _ = attend(
+            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
+            softcap=cap, cu_seq_lens_q=ends, max_length_q=11,
+        )  # fmt: skip
+        wanted = written_out(query, key, value, ends.tolist(), window, cap)
+        assert torch.allclose(mixed, wanted, atol=1e-6)
+
+
+def written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: list[int],
+    window: int | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """Token by token: each head sees its document's tokens up to it, within the window."""
+    result = torch.empty(1, query.shape[2], query.shape[1], query.shape[3])
+    for start, end in itertools.pairwise(ends):
+        for token in range(start, end):
+            first = start if window is None else max(start, token - window + 1)
+            for head in range(query.shape[1]):
+                scores = key[0, head // 2, first : token + 1] @ query[0, head, token] * 0.3
+                scores = scores if cap is None else cap * torch.tanh(scores / cap)
+                weights = scores.softmax(0)
+                result[0, token, head] = weights @ value[0, head // 2, first : token + 1]
+    return result
+
+
+# What is refused.
+
+
+def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused():
+    with pytest.raises(FinetuneError, match="has not been shown to be exact for 'gpt2' models"):
+        check_packing(AutoConfig.for_model("gpt2"))
+    hybrid = AutoConfig.for_model("qwen3", **SIZES)
+    hybrid.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(FinetuneError, match="layers of linear_attention may see other documents"):
+        check_packing(hybrid)
+
+
+def test_a_model_that_does_not_say_where_documents_end_is_refused():
+    batch = batch_of(packs(documents()))
+    with pytest.raises(FinetuneError, match="LlamaAttention does not say where documents end"):
+        tiny("llama", DOCUMENTS)(input_ids=batch.ids)
+
+
+def test_only_packed_rows_with_sdpa_are_attended_to_by_document():
+    recipe = SFT()
+    assert implementation(recipe) == "sdpa"
+    packed = recipe.with_batch(packing=True)
+    assert implementation(packed) == DOCUMENTS
+    eager = dataclasses.replace(recipe.model, attention="eager")
+    assert implementation(packed.with_model(eager)) == "eager"
+
+
+def test_a_saved_model_does_not_name_this_attention(tmp_path: Path):
+    tiny("llama", DOCUMENTS).save_pretrained(tmp_path)
+    assert DOCUMENTS not in (tmp_path / "config.json").read_text()
