@@ -48,15 +48,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="BACKEND")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--add", action="store_true", help="to the counts of the last result")
     parser.add_argument("--note")
     arguments = parser.parse_args(words)
     command = " ".join(["python -m benchmarks kills", *words])
     circumstances = Circumstances.now(command, arguments.note)
     quiet()
+    before = arguments.to / "kills.json"
+    earlier = json.loads(before.read_text()) if arguments.add and before.exists() else None
     with tempfile.TemporaryDirectory(prefix="finetune-kills-") as scratch:
         bench = Bench(Path(scratch), random.Random(arguments.seed))
         bench.go(arguments.backends, arguments.count, time.monotonic() + arguments.seconds)
-        page = write(arguments.to, "kills", bench.result(), circumstances)
+        page = write(arguments.to, "kills", bench.result(earlier), circumstances)
     print(f"\n{page.read_text()}\nwrote {page}")
     return 1 if bench.wrong else 0
 
@@ -68,6 +71,7 @@ class Bench:
         self.folder, self.rng = folder, rng
         self.counts: dict[str, dict[str, int]] = {}
         self.wrong: list[str] = []
+        self.parts: list[dict[str, Any]] = []
         self.recipe = write_recipe(folder)
         os.environ["FINETUNE_CACHE"] = str(folder / "cache")
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -146,7 +150,23 @@ class Bench:
         wait(workers, DONE_SECONDS)
         return "one_rank" if alone else "in_save" if saving else "elsewhere"
 
-    def result(self) -> Result:
+    def add(self, earlier: dict[str, Any]) -> list[str]:
+        """Count what earlier parts found too; returns a remark for each of them."""
+        found = earlier["results"]
+        for backend, counts in found["backends"].items():
+            mine = self.counts.setdefault(backend, dict.fromkeys(counts, 0))
+            for kind in KINDS:
+                mine[kind] += counts[kind]
+        self.wrong += found["wrong"]
+        last = found["kills"] - sum(part["kills"] for part in found["parts"])
+        part = {"command": earlier["command"], "commit": earlier["commit"], "kills": last}
+        self.parts = [*found["parts"], part]
+        return [
+            f"{p['kills']} kills by `{p['command']}` at commit {p['commit']}" for p in self.parts
+        ]
+
+    def result(self, earlier: dict[str, Any] | None) -> Result:
+        remarks = self.add(earlier) if earlier else []
         head = ["backend", "runs", "right", "kills", "in a save", "of one rank", "elsewhere"]
         rows = [
             [f"`{name}`", *(str(counts[kind]) for kind in KINDS)]
@@ -158,8 +178,13 @@ class Bench:
             "is right where every step's loss is, bit for bit, that of a run that was never "
             "killed, and its result is there."
         )
-        values = {"kills": self.kills, "wrong": self.wrong, "backends": self.counts}
-        return Result("Killed runs", how, values, [head, *rows], self.wrong)
+        values = {
+            "kills": self.kills,
+            "wrong": self.wrong,
+            "backends": self.counts,
+            "parts": self.parts,
+        }
+        return Result("Killed runs", how, values, [head, *rows], [*self.wrong, *remarks])
 
 
 KINDS = ("runs", "right", "kills", "in_save", "one_rank", "elsewhere")

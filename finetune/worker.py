@@ -107,12 +107,16 @@ class Training:
     """The stages of one run on one rank, in the order in which `go` takes them."""
 
     def __init__(
-        self, engine: Engine, run: Run, options: Options, interruption: Interruption
+        self,
+        engine: Engine,
+        run: Run,
+        options: Options,
+        interruption: Interruption | None = None,
     ) -> None:
         self.engine = engine
         self.run = run
         self.options = options
-        self.interruption = interruption
+        self.interruption = interruption or Interruption()  # one that hears nothing
         self.held = contextlib.ExitStack()
         """The run directory, on the rank that writes the record."""
         self.plan: Plan = engine.plan
