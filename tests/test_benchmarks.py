@@ -62,6 +62,6 @@ def test_ratios_are_to_the_references_of_the_same_session() -> None:
 def test_the_committed_results_cover_every_backend() -> None:
     training = json.loads((RESULTS / "training.json").read_text())
     assert training["results"]["backends"].keys() == set(BACKENDS)
-    for name in ("startup", "training"):
+    for name in ("startup", "data", "training"):
         record = json.loads((RESULTS / f"{name}.json").read_text())
         assert record["commit"] in (RESULTS / f"{name}.md").read_text()
