@@ -6,19 +6,17 @@ import datetime
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-import psutil
 import torch
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import catalog, checkpoint, model, optim
+from finetune import checkpoint, model, optim
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked
 from finetune.data.audit import mistakes
@@ -26,27 +24,21 @@ from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
-from finetune.guard import places, verdict
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
 from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
-from finetune.planner import Plan, hardware
-from finetune.planner.forecast import Forecast, forecast
+from finetune.planner import Plan
 from finetune.preflight import check_here
-from finetune.rate import matmul_flops
 from finetune.readiness import make_sure
 from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
-from finetune.record.display import Display
-from finetune.record.environment import environment
 from finetune.record.inspection import Inspection
-from finetune.record.metrics import Ended, Evaluated, Measured, Metrics, Skipped, Start, Trained
 from finetune.record.plot import plot_loss
-from finetune.record.trackers import open_trackers, track
+from finetune.recorder import Reason, Recorder
 from finetune.result.publish import publish
-from finetune.run import Run, write_json
+from finetune.run import Run
 from finetune.saver import Saver
 
 T = TypeVar("T")
@@ -156,7 +148,7 @@ class Training:
         self.tokenizer, self.pad_id = self._tokenizer()
         self.data = self._data()
         self.steps = self.plan.steps(len(self.data.train))
-        self.forecast = self._forecast()
+        self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.meter = Meter(self.engine.device)
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
@@ -169,12 +161,11 @@ class Training:
         return claim(self.run, self.recipe, self.options.resume)
 
     def _train(self) -> None:
-        self._open_metrics()
+        self.recorder.open(self.progress, self.resumed, self.parameters)
         try:
             self._loop()
         finally:
-            self.metrics.close()
-            self.display.close()
+            self.recorder.close()
 
     def _heartbeat(self) -> Heartbeat:
         def lost(error: TrainingFailure) -> None:
@@ -213,33 +204,6 @@ class Training:
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
 
-    def _write_record(self) -> None:
-        """Only once data and model are known to be good: a mistake leaves the directory free."""
-        write_json(self.run.recipe, catalog.to_fields(self.recipe))
-        expected = self.forecast.summary() if self.forecast is not None else None
-        write_json(self.run.plan, {**self.plan.summary(), "prediction": expected})
-        write_json(self.run.environment, environment(accelerators()))
-        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
-
-    def _forecast(self) -> Forecast | None:
-        """What this run will take, for the rows that it has."""
-        engine, lengths = self.engine, self.data.train.lengths
-        padded = self.recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
-        cpu = engine.device.type == "cpu"
-        machine = None
-        if cpu:
-            rate = matmul_flops(model.compute_dtype(self.plan))
-            machine = hardware.processor(rate, engine.world, psutil.virtual_memory().total)
-        elif installed := self._installed():
-            machine = hardware.machine(installed[0], engine.world)
-        return forecast(self.plan, self.steps, int(lengths.max()), padded, machine, cpu)
-
-    def _installed(self) -> list[hardware.GPU]:
-        try:
-            return hardware.installed()
-        except FinetuneError:  # a GPU whose speed nobody has told: memory is predicted all the same
-            return []
-
     def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
         tokenizer = model.load_tokenizer(self.recipe)
         # Padding is masked by position, never by its id: any id serves.
@@ -265,7 +229,7 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
-        self.on_one(self._write_record)
+        self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
@@ -279,39 +243,7 @@ class Training:
         checkpoint.load_state(engine, folder)
         return checkpoint.progress_of(folder)
 
-    def _open_metrics(self) -> None:
-        engine, recipe, counts = self.engine, self.recipe, self.data.counts
-        self.display = Display(self.run, speaks=engine.speaks, warnings=self.plan.notes())
-        listeners = [self.display.show]
-        if recipe.trackers:
-            open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
-            listeners.append(track(engine.accelerator))
-        self.metrics = Metrics(self.run, speaks=engine.speaks, listeners=listeners)
-        self.metrics.resume_at(self.progress.step)
-        trainable, total = self.parameters
-        self.metrics.write(
-            Start(
-                step=self.progress.step,
-                processes=engine.world,
-                backend=self.plan.backend.name,
-                precision=self.plan.backend.precision,
-                micro_rows=recipe.batch.micro_rows,
-                accumulation=self.plan.accumulation,
-                rows_per_step=recipe.batch.rows,
-                steps=self.steps,
-                trainable_parameters=trainable,
-                parameters=total,
-                train_rows=len(self.data.train),
-                eval_rows=len(self.data.eval),
-                trained_tokens=counts["train"]["trained_tokens"],
-                packing=recipe.batch.packing,
-                micro_tokens=recipe.batch.micro_tokens,
-                resumed_from=self.resumed,
-            )
-        )
-
     def _loop(self) -> None:
-        self.begun, self.tokens, self.spent = time.perf_counter(), 0, 0.0
         first, stop = self.progress.step, self._patience_is_over()
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
         self.interruption.defer()
@@ -324,20 +256,19 @@ class Training:
             result = train_step(
                 self.engine, self.data.train, step, self.steps, self.pad_id, measuring
             )
-            self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
             self.progress = dataclasses.replace(self.progress, step=step + 1)
             mine = [peak_bytes(self.engine.device), int(self.interruption.asked)]
             self.peak, interrupted = self.engine.largest(mine)
             self._record(result)
             if counted:
-                self._write_memory(result)
+                self.recorder.memory(step + 1, result, self.meter.peak)
             if step == first:
-                self._write_realised()
+                self.recorder.realised(self.parameters, self.stored)
             better = self._evaluate_if_due(step + 1 == self.steps)
             stop = self._patience_is_over()
             done = stop or step + 1 == self.steps
             self._save_if_due(done or bool(interrupted), better)
-            self._record_saved()
+            self.recorder.saved(self.saver.written())
             if interrupted and not done:
                 self._finish_saving()
                 self._end_interrupted()
@@ -346,104 +277,37 @@ class Training:
 
     def _finish_saving(self) -> None:
         self.saver.finish()
-        self._record_saved()
+        self.recorder.saved(self.saver.written())
 
     def _patience_is_over(self) -> bool:
         patience = self.recipe.evaluation.patience
         return patience is not None and self.progress.stale >= patience
 
     def _record(self, result: StepResult) -> None:
-        """Write the line of a step, or what became of one that was not taken."""
-        step = self.progress.step
-        if result.suspects is not None:
-            self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
-            rows = places(result.suspects, self.data)
-            told = verdict(self.recipe.optim, step, result.loss, result.grad_norm, rows,
-                           self.progress.skipped)  # fmt: skip
-            self.metrics.write(
-                Skipped(
-                    step=step, loss=result.loss, grad_norm=result.grad_norm, rows=rows, told=told
-                )
-            )
+        if result.suspects is None:
+            self.recorder.step(self.progress, result, self.peak)
             return
-        self.metrics.write(
-            Trained(
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                trained_tokens=result.trained_tokens,
-                real_tokens=result.real_tokens,
-                slots=result.slots,
-                seconds=result.seconds,
-                tokens_per_second=result.real_tokens / result.seconds,
-                memory=self.peak,
-                epoch=step * self.recipe.batch.rows / len(self.data.train),
-            )
-        )
+        self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
+        self.recorder.skipped(self.progress, result, result.suspects)
 
     def _end_interrupted(self) -> None:
-        self._write_end("interrupted")
+        self.recorder.end(self.progress.step, "interrupted", self.peak)
         raise Interrupted(
             f"interrupted by {self.interruption.name} after step {self.progress.step} of "
             f"{self.steps}, which is saved: continue with --resume, or --resume auto"
         )
 
-    def _end(self, reason: Literal["finished", "early stop"]) -> None:
+    def _end(self, reason: Reason) -> None:
         """Write the result and the end of the record."""
         if self.engine.speaks:
             with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
                 publish(self.run)
-        self._write_end(reason)
+        self.recorder.end(self.progress.step, reason, self.peak)
         if self.engine.speaks:
             plot_loss(self.run)
             if self.run.final.exists():
                 write_card(self.run, self.run.final)
         self.engine.accelerator.wait_for_everyone()
-
-    def _write_memory(self, result: StepResult) -> None:
-        """What the step that was counted held, beside what the plan says of such a step."""
-        mine = [self.meter.peak or 0, result.length, int(result.padded)]
-        peak, length, padded = self.engine.largest(mine)
-        if not peak:
-            return
-        predicted = self.forecast.peak(length, bool(padded)) if self.forecast is not None else None
-        self.metrics.write(
-            Measured(step=self.progress.step, length=length, peak=peak, predicted=predicted)
-        )
-
-    def _write_end(self, reason: Literal["finished", "early stop", "interrupted"]) -> None:
-        self.metrics.write(
-            Ended(
-                step=self.progress.step,
-                seconds=time.perf_counter() - self.begun,
-                reason=reason,
-                peak_memory=self.peak,
-                tokens_per_second=self.tokens / self.spent if self.spent else 0.0,
-            )
-        )
-
-    def _write_realised(self) -> None:
-        held = dataclasses.asdict(self.engine.held())
-        ranks: list[object] = [held]
-        if self.engine.world > 1:
-            ranks = [None] * self.engine.world
-            torch.distributed.all_gather_object(ranks, held)
-        accelerator = self.engine.accelerator
-        if self.engine.speaks:
-            write_json(
-                self.run.realised,
-                {
-                    "distributed_type": accelerator.distributed_type.value,
-                    "processes": accelerator.num_processes,
-                    "mixed_precision": accelerator.mixed_precision,
-                    "device": str(accelerator.device),
-                    "trainable_parameters": self.parameters[0],
-                    "parameters": self.parameters[1],
-                    "stored": self.stored,
-                    "ranks": ranks,
-                },
-            )
 
     def _evaluate_if_due(self, done: bool) -> bool:
         """Evaluate where it is due; returns whether it was the best so far."""
@@ -460,15 +324,7 @@ class Training:
             )
         else:
             self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)
-        self.metrics.write(
-            Evaluated(
-                step=self.progress.step,
-                loss=result.loss,
-                tokens=result.tokens,
-                best=better,
-                seconds=result.seconds,
-            )
-        )
+        self.recorder.evaluated(self.progress.step, result, better)
         return better
 
     def _save_if_due(self, done: bool, better: bool) -> None:
@@ -477,16 +333,6 @@ class Training:
         if not (due or better):
             return
         self.saver.save(self.progress, better)
-
-    def _record_saved(self) -> None:
-        for saved in self.saver.written():
-            self.metrics.write(saved)
-
-
-def accelerators() -> list[str]:
-    """Names of the accelerators of this machine."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(index) for index in range(count)]
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:

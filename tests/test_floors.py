@@ -18,7 +18,10 @@ FLOORS: list[set[str]] = [
         "engine", "fragments", "checkpoint", "memory", "ops", "rate", "integrity",
         "interruption", "heartbeat", "guard",
     },
-    {"loop", "record", "result", "preflight", "verifier", "claim", "readiness", "saver"},
+    {
+        "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
+        "saver",
+    },
     {"worker", "quickstart"},
     {"cli", "launcher", "prover", "__init__", "__main__"},
 ]  # fmt: skip
@@ -29,7 +32,7 @@ INNER_ORDER = {
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
-    ("readiness", "record"), ("saver", "record"),
+    ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),

@@ -1,0 +1,219 @@
+"""What a training writes of itself: what was asked, what was expected, and what every step was."""
+
+import dataclasses
+import time
+from typing import Literal
+
+import psutil
+import torch
+
+from finetune import catalog, model
+from finetune.checkpoint import Progress
+from finetune.data.prepare import Prepared
+from finetune.engine import Engine
+from finetune.errors import FinetuneError
+from finetune.guard import places, verdict
+from finetune.loop import EvalResult, StepResult
+from finetune.planner import hardware
+from finetune.planner.forecast import Forecast, forecast
+from finetune.rate import matmul_flops
+from finetune.record.display import Display
+from finetune.record.environment import environment
+from finetune.record.metrics import (
+    Ended,
+    Evaluated,
+    Measured,
+    Metrics,
+    Saved,
+    Skipped,
+    Start,
+    Trained,
+)
+from finetune.record.trackers import open_trackers, track
+from finetune.run import Run, write_json
+
+Reason = Literal["finished", "early stop", "interrupted"]
+
+
+class Recorder:
+    """The record of one run. Every rank has one and calls it alike; the first of them writes."""
+
+    def __init__(self, engine: Engine, run: Run, data: Prepared, steps: int) -> None:
+        self.engine = engine
+        self.run = run
+        self.data = data
+        self.plan = engine.plan
+        self.steps = steps
+        self.forecast = expected(engine, data, steps)
+        self.tokens, self.spent = 0, 0.0
+
+    def write_request(self) -> None:
+        """Once data and model are known to be good: a mistake leaves the directory free."""
+        write_json(self.run.recipe, catalog.to_fields(self.plan.recipe))
+        prediction = self.forecast.summary() if self.forecast is not None else None
+        write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
+        write_json(self.run.environment, environment(accelerators()))
+        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
+
+    def open(self, progress: Progress, resumed: int | None, parameters: tuple[int, int]) -> None:
+        """Begin the metrics, the display and the trackers.
+
+        Args:
+            parameters: trainable, and all.
+        """
+        engine, recipe = self.engine, self.plan.recipe
+        self.display = Display(self.run, speaks=engine.speaks, warnings=self.plan.notes())
+        listeners = [self.display.show]
+        if recipe.trackers:
+            open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
+            listeners.append(track(engine.accelerator))
+        self.metrics = Metrics(self.run, speaks=engine.speaks, listeners=listeners)
+        self.metrics.resume_at(progress.step)
+        self.begun = time.perf_counter()
+        self.metrics.write(
+            Start(
+                step=progress.step,
+                processes=engine.world,
+                backend=self.plan.backend.name,
+                precision=self.plan.backend.precision,
+                micro_rows=recipe.batch.micro_rows,
+                accumulation=self.plan.accumulation,
+                rows_per_step=recipe.batch.rows,
+                steps=self.steps,
+                trainable_parameters=parameters[0],
+                parameters=parameters[1],
+                train_rows=len(self.data.train),
+                eval_rows=len(self.data.eval),
+                trained_tokens=self.data.counts["train"]["trained_tokens"],
+                packing=recipe.batch.packing,
+                micro_tokens=recipe.batch.micro_tokens,
+                resumed_from=resumed,
+            )
+        )
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.display.close()
+
+    def step(self, progress: Progress, result: StepResult, peak: int) -> None:
+        """The line of a step that was taken.
+
+        Args:
+            peak: bytes of memory of the process that held most so far.
+        """
+        self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
+        self.metrics.write(
+            Trained(
+                step=progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                trained_tokens=result.trained_tokens,
+                real_tokens=result.real_tokens,
+                slots=result.slots,
+                seconds=result.seconds,
+                tokens_per_second=result.real_tokens / result.seconds,
+                memory=peak,
+                epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
+            )
+        )
+
+    def skipped(self, progress: Progress, result: StepResult, suspects: list[int]) -> None:
+        """What became of a step that was not taken.
+
+        Raises:
+            TrainingFailure: the recipe stops here.
+        """
+        rows, step = places(suspects, self.data), progress.step
+        loss, norm = result.loss, result.grad_norm
+        told = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
+        self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=told))
+
+    def memory(self, step: int, result: StepResult, counted: int | None) -> None:
+        """What a step held, beside what the plan says of such a step.
+
+        Args:
+            counted: bytes on this rank; None where they could not be counted.
+        """
+        mine = [counted or 0, result.length, int(result.padded)]
+        peak, length, padded = self.engine.largest(mine)
+        if not peak:
+            return
+        predicted = self.forecast.peak(length, bool(padded)) if self.forecast is not None else None
+        self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
+
+    def evaluated(self, step: int, result: EvalResult, best: bool) -> None:
+        self.metrics.write(
+            Evaluated(
+                step=step,
+                loss=result.loss,
+                tokens=result.tokens,
+                best=best,
+                seconds=result.seconds,
+            )
+        )
+
+    def saved(self, records: list[Saved]) -> None:
+        for record in records:
+            self.metrics.write(record)
+
+    def end(self, step: int, reason: Reason, peak: int) -> None:
+        self.metrics.write(
+            Ended(
+                step=step,
+                seconds=time.perf_counter() - self.begun,
+                reason=reason,
+                peak_memory=peak,
+                tokens_per_second=self.tokens / self.spent if self.spent else 0.0,
+            )
+        )
+
+    def realised(self, parameters: tuple[int, int], stored: dict[str, int]) -> None:
+        """What the engine built, and what every rank holds of it; meaningful after a step."""
+        ranks: list[object] = [dataclasses.asdict(self.engine.held())]
+        if self.engine.world > 1:
+            (held,), ranks = ranks, [None] * self.engine.world
+            torch.distributed.all_gather_object(ranks, held)
+        accelerator = self.engine.accelerator
+        if self.engine.speaks:
+            write_json(
+                self.run.realised,
+                {
+                    "distributed_type": accelerator.distributed_type.value,
+                    "processes": accelerator.num_processes,
+                    "mixed_precision": accelerator.mixed_precision,
+                    "device": str(accelerator.device),
+                    "trainable_parameters": parameters[0],
+                    "parameters": parameters[1],
+                    "stored": stored,
+                    "ranks": ranks,
+                },
+            )
+
+
+def expected(engine: Engine, data: Prepared, steps: int) -> Forecast | None:
+    """What a run will take, for the rows that it has; None for a model without formulas."""
+    recipe, lengths = engine.plan.recipe, data.train.lengths
+    padded = recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
+    cpu = engine.device.type == "cpu"
+    machine = None
+    if cpu:
+        rate = matmul_flops(model.compute_dtype(engine.plan))
+        machine = hardware.processor(rate, engine.world, psutil.virtual_memory().total)
+    elif installed := _installed():
+        machine = hardware.machine(installed[0], engine.world)
+    padded = padded and not recipe.batch.packing
+    return forecast(engine.plan, steps, int(lengths.max()), padded, machine, cpu)
+
+
+def _installed() -> list[hardware.GPU]:
+    try:
+        return hardware.installed()
+    except FinetuneError:  # a GPU whose speed nobody has told: memory is predicted all the same
+        return []
+
+
+def accelerators() -> list[str]:
+    """Names of the accelerators of this machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
