@@ -283,6 +283,7 @@ def write_recipe(folder: Path) -> Recipe:
         "eval_rows": 4,
         "evaluation": {"every": 10},
         "batch": {"rows": 4, "micro_rows": 1, "max_length": 64, "overlong": "truncate"},
+        "data_checks": "report",
         "optim": {"lr": 1e-3},
         "saving": {"every": 2},
         "max_steps": STEPS,

@@ -94,6 +94,7 @@ def recipe_of(folder: Path, method: str, checkpointing: bool, processes: int) ->
         data=(Data(str(folder / "data.jsonl"), "text"),),
         batch=Batch(MICRO_ROWS * processes, MICRO_ROWS, LENGTH, overlong="truncate"),
         max_steps=STEPS,
+        data_checks="report",  # every row is cut to the same length
     )
     return recipe if method == "full" else recipe.with_lora(r=16)
 

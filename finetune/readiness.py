@@ -86,10 +86,14 @@ def identity(plan: Plan, data: Prepared) -> Identity:
     fields = catalog.to_fields(plan.recipe)
     used = (*LIBRARIES, "deepspeed") if plan.backend.engine == "deepspeed" else LIBRARIES
     versions = [f"{name} {metadata.version(name)}" for name in used]
-    offsets = hashlib.sha256(data.train.offsets.tobytes()).hexdigest()
+    rows = hashlib.sha256()
+    for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
+        rows.update(seen.tobytes())
     return Identity(
         recipe=_short(json.dumps(fields, sort_keys=True)),
-        data=_short(f"{data.folder.name} {offsets} {json.dumps(data.counts, sort_keys=True)}"),
+        data=_short(
+            f"{data.folder.name} {rows.hexdigest()} {json.dumps(data.counts, sort_keys=True)}"
+        ),
         libraries=", ".join(versions),
         settings=_short(json.dumps({**plan.summary(), "notes": None}, sort_keys=True)),
     )

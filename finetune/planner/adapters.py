@@ -32,8 +32,10 @@ def adapted(
         if not (excluded and _matches(shape, layer, matrix, excluded))
     ]
     if not chosen:
-        names = ", ".join(matrix.leaf for matrix in shape.matrices)
-        raise FinetuneError(f"adapter.targets: {targets!r} names no matrix; here are {names}")
+        names = ", ".join(sorted({matrix.leaf for matrix in shape.matrices}))
+        raise FinetuneError(
+            f"adapter.targets: {targets!r} names no linear module; linear modules here: {names}"
+        )
     return chosen
 
 
