@@ -147,6 +147,10 @@ class Bench:
         for worker in [self.rng.choice(workers)] if alone else workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
+        if alone:  # as torch's agent does to those that are left
+            for worker in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGTERM)
         wait(workers, DONE_SECONDS)
         return "one_rank" if alone else "in_save" if saving else "elsewhere"
 

@@ -16,6 +16,9 @@ from finetune.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+SECONDS_OUTSIDE_A_STEP = 10.0
+"""How long a signal may take to be heard by the main thread where there is nothing to save."""
+
 
 class Interruption:
     """Within it, both signals are heard by this process. Outside the main thread it does nothing.
@@ -74,7 +77,17 @@ class Interruption:
     def _end_at_second(self) -> None:
         heard = 0
         with self._hear:
-            while numbers := self._hear.recv(16):
+            while True:
+                try:
+                    numbers = self._hear.recv(16)
+                except TimeoutError:
+                    if not self.deferring:  # it waits in a library: for a lost rank, say
+                        os._exit(Interrupted.exit_status)
+                    self._hear.settimeout(None)
+                    continue
+                if not numbers:
+                    return
                 heard += sum(number in SIGNALS for number in numbers)
                 if heard > 1:
                     os._exit(Interrupted.exit_status)
+                self._hear.settimeout(SECONDS_OUTSIDE_A_STEP)
