@@ -115,7 +115,10 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
         return tape.run(0, (logits,))
     if loss.exact:
         wide = logits if logits.size == 4 * entries else tape.run(4 * entries, (logits,))
-        shares = tape.run(4 * entries, (wide,))
+        given, held = wide, tuple[Value, ...]()
+        if _sliced(workload):  # and the model's output holds the logits meanwhile
+            given, held = tape.run(4 * entries, (wide,)), (wide,)
+        shares = tape.run(4 * entries, (given,), holds=held)
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
         return tape.run(4, (shares,))
@@ -124,6 +127,15 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     return tape.run(
         4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
     )
+
+
+def _sliced(workload: Workload) -> bool:
+    """Whether leaving away each row's last logits copies them.
+
+    One row without its end lies in one piece; several are copied where no cast makes a copy anyway.
+    """
+    cast_before = workload.scheme in ("fp32", "autocast", "fsdp")
+    return not workload.loss.inside and workload.rows > 1 and cast_before
 
 
 def timeline(workload: Workload) -> Timeline:
