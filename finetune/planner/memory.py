@@ -191,11 +191,12 @@ class _Step:
         casts = self._weight_casts()
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.numerics.residual
+        inside = run.layer.passing if self.checkpointed else run.layer.forward
         moments = [
             self.moment(
                 "forward: last layer",
                 # The embedding's output is held by the model's own frame.
-                activations=self._kept(self.layers - 1) + run.layer.forward + self.incoming,
+                activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
                 units=self._units_backward(),
             ),
