@@ -36,6 +36,9 @@ class Numerics:
     """Rank of adapters on experts: their product is added to the whole weights first."""
     dropout: bool = False
     """Adapters drop inputs: each keeps its own mask and what is left."""
+    widened: bool = True
+    """Under autocast PEFT casts an adapter's input to the adapter's fp32 first. Its layers over
+    bitsandbytes leave that to CUDA's autocast (0.21)."""
     wide_masks: bool = False
     """Masks have the input's own type, as on a CPU; else a byte an element."""
     inputs_kept: bool = False
@@ -148,14 +151,15 @@ class Layer:
         a = _parameter(rank * matrix.inputs * n.adapters, True)
         b = _parameter(rank * matrix.outputs * n.adapters, True)
         # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
-        if n.autocast and value.size / inner != 4:
+        if n.autocast and n.widened and value.size / inner != 4:
             given = tape.run(4 * inner, (value,))
             held.append(given)
         if n.dropout:
             mask = Value(given.size if n.wide_masks else inner, grad=False)
             given = tape.run(given.size, (given,), (mask,), backward=given.size)
-        if n.autocast:
+        if n.autocast and given.size / inner == 4:
             given = tape.run(2 * inner, (given,))
+        if n.autocast:
             a = tape.run(a.size / 2, (a,))
             b = tape.run(b.size / 2, (b,))
         low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
