@@ -219,12 +219,21 @@ class Layer:
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
         product = tape.run(2 * scores, (query, key), (query, key), forward=2 * scores)
+        if self.shape.capped_scores:
+            product = self.capped(product)
         masked = tape.run(2 * scores, (product,), passes=True)
         weights = tape.run(4 * scores, (masked,))
         soft = tape.run(4 * scores, (weights,), ())
         kept = Value(4 * scores, grad=False)
         cast = tape.run(2 * scores, (soft,), (kept,))
         return tape.run(q, (cast, values), (cast, values))
+
+    def capped(self, value: Value) -> Value:
+        """cap x tanh(value / cap): the tanh is kept."""
+        size, tape = value.size, self.tape
+        tanh = tape.run(size, (tape.run(size, (value,)),))
+        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
+        return tape.run(size, (tanh,))
 
     def _attend(self, size: float, inputs: tuple[Value, ...], keeps: list[Value]) -> Value:
         """Flash attention keeps its inputs, its output and one statistic per row and head."""

@@ -49,6 +49,8 @@ class Traces:
     first: float
     """The same for the first layer: without gradients of its input it keeps less."""
     head: Trace
+    projected: float
+    """Most that last norm and head hold before the loss, inside autocast."""
 
 
 def traces(workload: Workload) -> Traces:
@@ -67,7 +69,8 @@ def traces(workload: Workload) -> Traces:
         kept, least = kept + tables, least + tables
     if workload.activations_on_host:
         kept = least = 0.0
-    return Traces(layer, kept, least, _head(workload))
+    head, projected = _head(workload)
+    return Traces(layer, kept, least, head, projected)
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
@@ -86,8 +89,8 @@ def _layer(workload: Workload) -> Layer:
     )
 
 
-def _head(workload: Workload) -> Trace:
-    """Last norm, head and loss."""
+def _head(workload: Workload) -> tuple[Trace, float]:
+    """Last norm, head and loss, and the most that is held before the loss."""
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -106,7 +109,10 @@ def _head(workload: Workload) -> Trace:
     loss = workload.loss
     size = entries * numerics.compute if loss.logits else 0.0
     logits = tape.run(size, (given, weight), keeps)
-    return trace(tape, source, _loss(workload, tape, logits, entries))
+    if shape.capped_logits:
+        logits = builder.capped(logits)
+    projected = trace(tape, source, logits).forward
+    return trace(tape, source, _loss(workload, tape, logits, entries)), projected
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -199,6 +205,13 @@ class _Step:
                 activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
                 units=self._units_backward(),
+            ),
+            self.moment(
+                "forward: head",
+                activations=kept,
+                loss=run.projected,
+                casts=casts,
+                units=self._units_loss(),
             ),
             self.moment(
                 "forward: loss",
@@ -344,7 +357,7 @@ class _Step:
         if self.fsdp and workload.shape.tied and not workload.root_unit:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self.layers) * workload.unit_bytes
-        return outer + min(ahead, 2.0 * LIVE_PARAMETERS)
+        return outer + (ahead if layout.engine == "fsdp" else min(ahead, 2.0 * LIVE_PARAMETERS))
 
     def _units_first(self) -> float:
         """Weights gathered while the first layer runs backwards: the embedding comes in advance."""

@@ -46,9 +46,9 @@ from finetune.verifier.tracker import (
     Tracker,
 )
 
-UNPADDED = "sdpa_without_mask"
-"""SDPA as a batch without padding runs it. transformers 5.23 leaves the mask away there, but not
-when it sees fake tensors, whose values it cannot look at."""
+UNPADDED = "one_kernel_without_mask"
+"""SDPA or flash attention as a batch without padding runs it. transformers 5.23 leaves the mask
+away there, but not when it sees fake tensors, whose values it cannot look at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,9 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
     Raises:
         FinetuneError: transformers does not know the model, or it cannot be traced.
     """
-    AttentionInterface.register(UNPADDED, sdpa_attention_forward)
+    AttentionInterface.register(UNPADDED, _attend_in_one_kernel)
     AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
+    torch.library.register_fake("aten::_grouped_mm", _grouped_product, allow_override=True)
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         engine = Engine(plan, Path(scratch), datetime.timedelta(minutes=5))
         steps: list[Rehearsed] = []
@@ -94,6 +95,45 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
             network = build(plan, config, layers, fake)
             steps.append(_Step(engine, network, layers, fake).run())
         return steps
+
+
+def _attend_in_one_kernel(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: object,
+) -> tuple[torch.Tensor, None]:
+    """SDPA's kernel for CPUs, whose memory is that of the kernels for GPUs.
+
+    Those drop out and cap scores in registers; on a CPU dropout takes another path, with all
+    scores in memory (torch 2.13).
+    """
+    return sdpa_attention_forward(module, query, key, value, attention_mask, 0.0, scaling)
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The shape of a product of groups: torch 2.13's own for fake tensors refuses fp32.
+
+    Its kernels do not. Groups are rows of `a` (with a matrix for each in `b`), columns of `b`, or
+    what both are summed over.
+    """
+    assert offs is not None, "experts hold a matrix for each group"
+    if a.dim() == 2 and b.dim() == 3:
+        return a.new_empty((a.shape[0], b.shape[2]))
+    if a.dim() == 3:
+        return a.new_empty((a.shape[1], b.shape[1]))
+    return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
 
 
 def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode) -> nn.Module:
@@ -109,6 +149,11 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
             )
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
+        if attention == "sdpa" and not network._supports_sdpa:
+            raise FinetuneError(
+                f"model.attention: transformers has no sdpa for {type(network).__name__}; "
+                "set eager or flash_attention_2"
+            )
         if recipe.model.quantization != "none":
             _quantise(network, plan)
         network = models.as_trained(network, recipe)
@@ -265,7 +310,11 @@ class _Step:
         self.before = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
+        head = network.get_output_embeddings()
+        if head is not None:  # what follows is autocast's end, which belongs to no moment
+            head.register_forward_hook(lambda *_: self.tracker.begin(""))
         self._prepare(network)
+        engine.model.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         recipe = self.plan.recipe
         self.shape = (recipe.batch.micro_rows, recipe.batch.max_length)
 
@@ -315,7 +364,7 @@ class _Step:
     def _leave_last(self, output: torch.Tensor) -> None:
         if self.saved is None:
             self.saved = self._kept() - output.untyped_storage().nbytes() - self.before
-        self.tracker.begin("forward: loss")
+        self.tracker.begin("forward: head")
 
     def _kept(self) -> int:
         """Live bytes that products keep: casts of weights too where no checkpoint drops them."""
