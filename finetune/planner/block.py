@@ -296,7 +296,8 @@ class Layer:
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
         chosen = self.tokens * shape.experts.active
-        h, f, c = shape.hidden, shape.experts.width, n.compute
+        # Autocast does not know products of groups: they run in the type of their weights.
+        h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
         count = shape.experts.count
         outer = self._expert_weight(count, 2 * f, h, 2)
         inner = self._expert_weight(count, h, f, 1)

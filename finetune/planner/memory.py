@@ -204,7 +204,7 @@ class _Step:
                 # The embedding's output is held by the model's own frame.
                 activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
-                units=self._units_backward(),
+                units=self._units_forward(),
             ),
             self.moment(
                 "forward: head",
@@ -218,7 +218,8 @@ class _Step:
                 activations=kept,
                 loss=run.head.forward,
                 casts=casts if self.workload.loss.inside else 0.0,
-                units=self._units_loss(),
+                # The model's return frees what gathering left over.
+                units=self._units_loss() if self.workload.loss.inside else self._units_head(),
             ),
             self.moment(
                 "backward: loss and head",
@@ -251,17 +252,24 @@ class _Step:
         if workload.immediate:
             transient -= run.layer.gradients
         reduced = 0.0
-        if self.fsdp and index:
-            # The previous unit's gradients, in fp32, until their reduce-scatter has ended.
-            reduced = float(workload.reduce_width) * self.trained_layer
+        # The previous unit's gradients, until their reduce-scatter has ended; what earlier
+        # micro-batches left lies in that type already.
+        if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
+            reduced = float(workload.reduce_width)
+            reduced *= self.trained_layer if index else self._trained_head()
         return self.moment(
             name,
             gradients=self._head_gradient() + index * self.layer_gradient,
             activations=below + transient,
             loss=self.loss,
-            units=self._units_first() if index == self.layers - 1 else self._units_backward(),
+            units=self._units_backward(index),
             reduction=reduced,
         )
+
+    def _trained_head(self) -> float:
+        """Trained parameters of the head where it is a unit of its own."""
+        apart = not (self.workload.root_unit or self.workload.shape.tied)
+        return float(self.workload.shape.embedding) if apart and self.trained_outer else 0.0
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
@@ -323,10 +331,9 @@ class _Step:
     def _units_head(self) -> float:
         """Weights gathered while the loss runs backwards."""
         workload = self.workload
-        layout = workload.layout
-        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
+        if not self._gathers:
             return 0.0
-        if layout.engine == "fsdp" and layout.shard == "grads":
+        if self._stays_gathered:
             return self.layers * workload.unit_bytes + workload.outer_bytes
         if self.fsdp and workload.root_unit:  # the root's unit, and the last layer's ahead
             return workload.outer_bytes + workload.unit_bytes
@@ -345,31 +352,47 @@ class _Step:
             return workload.outer_bytes if workload.layout.shard == "params" else units
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
-    def _units_backward(self) -> float:
-        """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
+    @property
+    def _gathers(self) -> bool:
+        """Whether weights come from elsewhere when they are needed."""
+        layout = self.workload.layout
+        return self.streams and (layout.engine == "fsdp" or layout.shard == "params")
+
+    @property
+    def _stays_gathered(self) -> bool:
+        """Whether FSDP keeps units from the forward to the backward pass."""
+        return self.workload.layout.engine == "fsdp" and self.workload.layout.shard == "grads"
+
+    def _units_forward(self) -> float:
+        """Weights gathered while the last layer runs forwards: its own in two copies."""
+        if not (self._gathers and self._stays_gathered):
+            return self._units_backward(0)
+        return (self.layers + 1) * self.workload.unit_bytes + self._table
+
+    def _units_backward(self, index: int) -> float:
+        """Weights gathered while a layer runs backwards: its own, and the next one's in advance.
+
+        Before the first layer the embedding comes next. What stayed gathered goes layer by layer.
+        """
         workload = self.workload
         layout = workload.layout
-        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
+        if not self._gathers:
             return 0.0
-        if layout.engine == "fsdp" and layout.shard == "grads":
-            return self._units_head()
+        apart = self.fsdp and not workload.root_unit
+        if self._stays_gathered:
+            outer = self._table if apart else workload.outer_bytes
+            return (self.layers - index) * workload.unit_bytes + outer
+        if apart and not workload.shape.tied and index and index == self.layers - 1:
+            return workload.unit_bytes + self._table
         outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
-        if self.fsdp and workload.shape.tied and not workload.root_unit:
+        if apart and workload.shape.tied:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self.layers) * workload.unit_bytes
         return outer + (ahead if layout.engine == "fsdp" else min(ahead, 2.0 * LIVE_PARAMETERS))
 
-    def _units_first(self) -> float:
-        """Weights gathered while the first layer runs backwards: the embedding comes in advance."""
-        workload = self.workload
-        apart = self.fsdp and not (workload.root_unit or workload.shape.tied)
-        if not apart or workload.layout.shard == "grads":
-            return self._units_backward()
-        return workload.unit_bytes + self._table
-
     def _units_embedding(self) -> float:
         """Weights gathered while the embedding runs backwards."""
         workload = self.workload
-        if self.fsdp and not workload.root_unit and workload.layout.shard == "params":
+        if self.fsdp and not workload.root_unit:
             return self._table if workload.shape.tied else 2 * self._table
         return self._units_head() if not workload.root_unit else self._units_loss()
