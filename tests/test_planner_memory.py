@@ -83,7 +83,7 @@ def test_a_moment_is_the_sum_of_its_parts_and_the_peak_the_largest_moment() -> N
     timeline = memory.timeline(large())
     assert all(m.total == sum(m.parts.values()) for m in timeline.moments)
     assert timeline.peak.total == max(m.total for m in timeline.moments)
-    assert len({m.name for m in timeline.moments}) == len(timeline.moments) == 8
+    assert len({m.name for m in timeline.moments}) == len(timeline.moments) == 9
 
 
 def test_more_tokens_never_take_less() -> None:

@@ -74,6 +74,10 @@ class Architecture:
     norms: int = 2
     """Normalisations of the hidden state in one layer."""
     qk_norm: bool = False
+    capped_scores: bool = False
+    """Whether attention's scores go through a tanh."""
+    capped_logits: bool = False
+    """The same of the logits."""
     positions: int = 0
     """Rows of a learned table of positions."""
     context: int = 0

@@ -36,6 +36,9 @@ class Numerics:
     """Rank of adapters on experts: their product is added to the whole weights first."""
     dropout: bool = False
     """Adapters drop inputs: each keeps its own mask and what is left."""
+    widened: bool = True
+    """Under autocast PEFT casts an adapter's input to the adapter's fp32 first. Its layers over
+    bitsandbytes leave that to CUDA's autocast (0.21)."""
     wide_masks: bool = False
     """Masks have the input's own type, as on a CPU; else a byte an element."""
     inputs_kept: bool = False
@@ -148,14 +151,15 @@ class Layer:
         a = _parameter(rank * matrix.inputs * n.adapters, True)
         b = _parameter(rank * matrix.outputs * n.adapters, True)
         # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
-        if n.autocast and value.size / inner != 4:
+        if n.autocast and n.widened and value.size / inner != 4:
             given = tape.run(4 * inner, (value,))
             held.append(given)
         if n.dropout:
             mask = Value(given.size if n.wide_masks else inner, grad=False)
             given = tape.run(given.size, (given,), (mask,), backward=given.size)
-        if n.autocast:
+        if n.autocast and given.size / inner == 4:
             given = tape.run(2 * inner, (given,))
+        if n.autocast:
             a = tape.run(a.size / 2, (a,))
             b = tape.run(b.size / 2, (b,))
         low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
@@ -215,12 +219,21 @@ class Layer:
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
         product = tape.run(2 * scores, (query, key), (query, key), forward=2 * scores)
+        if self.shape.capped_scores:
+            product = self.capped(product)
         masked = tape.run(2 * scores, (product,), passes=True)
         weights = tape.run(4 * scores, (masked,))
         soft = tape.run(4 * scores, (weights,), ())
         kept = Value(4 * scores, grad=False)
         cast = tape.run(2 * scores, (soft,), (kept,))
         return tape.run(q, (cast, values), (cast, values))
+
+    def capped(self, value: Value) -> Value:
+        """cap x tanh(value / cap): the tanh is kept."""
+        size, tape = value.size, self.tape
+        tanh = tape.run(size, (tape.run(size, (value,)),))
+        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
+        return tape.run(size, (tanh,))
 
     def _attend(self, size: float, inputs: tuple[Value, ...], keeps: list[Value]) -> Value:
         """Flash attention keeps its inputs, its output and one statistic per row and head."""
@@ -283,7 +296,8 @@ class Layer:
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
         chosen = self.tokens * shape.experts.active
-        h, f, c = shape.hidden, shape.experts.width, n.compute
+        # Autocast does not know products of groups: they run in the type of their weights.
+        h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
         count = shape.experts.count
         outer = self._expert_weight(count, 2 * f, h, 2)
         inner = self._expert_weight(count, h, f, 1)

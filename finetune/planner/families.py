@@ -32,6 +32,10 @@ class _Fields:
         value = self.values.get(name)
         return default if value is None else bool(value)
 
+    def capped(self, name: str) -> bool:
+        """Whether a cap is set: transformers has one where the config says nothing, as Gemma-2."""
+        return self.values.get(name, 1) is not None
+
     def activation(self, default: str) -> Activation:
         names: dict[str, Activation] = {
             "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
@@ -94,6 +98,8 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
         norm="gemma" if gemma else "rms",
         norms=4 if kind == "gemma2" else 2,
         qk_norm=qwen3,
+        capped_scores=kind == "gemma2" and fields.capped("attn_logit_softcapping"),
+        capped_logits=kind == "gemma2" and fields.capped("final_logit_softcapping"),
         context=fields.size("max_position_embeddings", 2048),
     )
 

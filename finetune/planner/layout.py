@@ -58,7 +58,12 @@ class Layout:
         return f"{name}_offload_optimizer" if optimizer_only else f"{name}_offload"
 
     def share(self, what: Shard) -> int:
-        """Processes over which `what` is divided: 1 where each process holds all of it."""
+        """Processes over which `what` is divided: 1 where each process holds all of it.
+
+        FSDP2's shards of parameters stay shards; what SHARD_GRAD_OP keeps gathered are copies.
+        """
+        if self.engine == "fsdp" and self.shard != "none":
+            return self.group
         order = ("optimizer", "grads", "params")
         sharded = self.shard != "none" and order.index(self.shard) >= order.index(what)
         return self.group if sharded else 1

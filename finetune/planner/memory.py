@@ -49,6 +49,8 @@ class Traces:
     first: float
     """The same for the first layer: without gradients of its input it keeps less."""
     head: Trace
+    projected: float
+    """Most that last norm and head hold before the loss, inside autocast."""
 
 
 def traces(workload: Workload) -> Traces:
@@ -67,7 +69,8 @@ def traces(workload: Workload) -> Traces:
         kept, least = kept + tables, least + tables
     if workload.activations_on_host:
         kept = least = 0.0
-    return Traces(layer, kept, least, _head(workload))
+    head, projected = _head(workload)
+    return Traces(layer, kept, least, head, projected)
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
@@ -86,8 +89,8 @@ def _layer(workload: Workload) -> Layer:
     )
 
 
-def _head(workload: Workload) -> Trace:
-    """Last norm, head and loss."""
+def _head(workload: Workload) -> tuple[Trace, float]:
+    """Last norm, head and loss, and the most that is held before the loss."""
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -106,7 +109,10 @@ def _head(workload: Workload) -> Trace:
     loss = workload.loss
     size = entries * numerics.compute if loss.logits else 0.0
     logits = tape.run(size, (given, weight), keeps)
-    return trace(tape, source, _loss(workload, tape, logits, entries))
+    if shape.capped_logits:
+        logits = builder.capped(logits)
+    projected = trace(tape, source, logits).forward
+    return trace(tape, source, _loss(workload, tape, logits, entries)), projected
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -115,7 +121,10 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
         return tape.run(0, (logits,))
     if loss.exact:
         wide = logits if logits.size == 4 * entries else tape.run(4 * entries, (logits,))
-        shares = tape.run(4 * entries, (wide,))
+        given, held = wide, tuple[Value, ...]()
+        if _sliced(workload):  # and the model's output holds the logits meanwhile
+            given, held = tape.run(4 * entries, (wide,)), (wide,)
+        shares = tape.run(4 * entries, (given,), holds=held)
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
         return tape.run(4, (shares,))
@@ -124,6 +133,15 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     return tape.run(
         4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
     )
+
+
+def _sliced(workload: Workload) -> bool:
+    """Whether leaving away each row's last logits copies them.
+
+    One row without its end lies in one piece; several are copied where no cast makes a copy anyway.
+    """
+    cast_before = workload.scheme in ("fp32", "autocast", "fsdp")
+    return not workload.loss.inside and workload.rows > 1 and cast_before
 
 
 def timeline(workload: Workload) -> Timeline:
@@ -180,20 +198,29 @@ class _Step:
         casts = self._weight_casts()
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.numerics.residual
+        inside = run.layer.passing if self.checkpointed else run.layer.forward
         moments = [
             self.moment(
                 "forward: last layer",
                 # The embedding's output is held by the model's own frame.
-                activations=self._kept(self.layers - 1) + run.layer.forward + self.incoming,
+                activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
-                units=self._units_backward(),
+                units=self._units_forward(),
+            ),
+            self.moment(
+                "forward: head",
+                activations=kept,
+                loss=run.projected,
+                casts=casts,
+                units=self._units_loss(),
             ),
             self.moment(
                 "forward: loss",
                 activations=kept,
                 loss=run.head.forward,
                 casts=casts if self.workload.loss.inside else 0.0,
-                units=self._units_loss(),
+                # The model's return frees what gathering left over.
+                units=self._units_loss() if self.workload.loss.inside else self._units_head(),
             ),
             self.moment(
                 "backward: loss and head",
@@ -226,17 +253,24 @@ class _Step:
         if workload.immediate:
             transient -= run.layer.gradients
         reduced = 0.0
-        if self.fsdp and index:
-            # The previous unit's gradients, in fp32, until their reduce-scatter has ended.
-            reduced = float(workload.reduce_width) * self.trained_layer
+        # The previous unit's gradients, until their reduce-scatter has ended; what earlier
+        # micro-batches left lies in that type already.
+        if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
+            reduced = float(workload.reduce_width)
+            reduced *= self.trained_layer if index else self._trained_head()
         return self.moment(
             name,
             gradients=self._head_gradient() + index * self.layer_gradient,
             activations=below + transient,
             loss=self.loss,
-            units=self._units_first() if index == self.layers - 1 else self._units_backward(),
+            units=self._units_backward(index),
             reduction=reduced,
         )
+
+    def _trained_head(self) -> float:
+        """Trained parameters of the head where it is a unit of its own."""
+        apart = not (self.workload.root_unit or self.workload.shape.tied)
+        return float(self.workload.shape.embedding) if apart and self.trained_outer else 0.0
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
@@ -298,10 +332,9 @@ class _Step:
     def _units_head(self) -> float:
         """Weights gathered while the loss runs backwards."""
         workload = self.workload
-        layout = workload.layout
-        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
+        if not self._gathers:
             return 0.0
-        if layout.engine == "fsdp" and layout.shard == "grads":
+        if self._stays_gathered:
             return self.layers * workload.unit_bytes + workload.outer_bytes
         if self.fsdp and workload.root_unit:  # the root's unit, and the last layer's ahead
             return workload.outer_bytes + workload.unit_bytes
@@ -320,31 +353,47 @@ class _Step:
             return workload.outer_bytes if workload.layout.shard == "params" else units
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
-    def _units_backward(self) -> float:
-        """Weights gathered while a layer runs backwards: its own, and the next one's in advance."""
+    @property
+    def _gathers(self) -> bool:
+        """Whether weights come from elsewhere when they are needed."""
+        layout = self.workload.layout
+        return self.streams and (layout.engine == "fsdp" or layout.shard == "params")
+
+    @property
+    def _stays_gathered(self) -> bool:
+        """Whether FSDP keeps units from the forward to the backward pass."""
+        return self.workload.layout.engine == "fsdp" and self.workload.layout.shard == "grads"
+
+    def _units_forward(self) -> float:
+        """Weights gathered while the last layer runs forwards: its own in two copies."""
+        if not (self._gathers and self._stays_gathered):
+            return self._units_backward(0)
+        return (self.layers + 1) * self.workload.unit_bytes + self._table
+
+    def _units_backward(self, index: int) -> float:
+        """Weights gathered while a layer runs backwards: its own, and the next one's in advance.
+
+        Before the first layer the embedding comes next. What stayed gathered goes layer by layer.
+        """
         workload = self.workload
         layout = workload.layout
-        if not self.streams or (layout.engine != "fsdp" and layout.shard != "params"):
+        if not self._gathers:
             return 0.0
-        if layout.engine == "fsdp" and layout.shard == "grads":
-            return self._units_head()
+        apart = self.fsdp and not workload.root_unit
+        if self._stays_gathered:
+            outer = self._table if apart else workload.outer_bytes
+            return (self.layers - index) * workload.unit_bytes + outer
+        if apart and not workload.shape.tied and index and index == self.layers - 1:
+            return workload.unit_bytes + self._table
         outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
-        if self.fsdp and workload.shape.tied and not workload.root_unit:
+        if apart and workload.shape.tied:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self.layers) * workload.unit_bytes
-        return outer + min(ahead, 2.0 * LIVE_PARAMETERS)
-
-    def _units_first(self) -> float:
-        """Weights gathered while the first layer runs backwards: the embedding comes in advance."""
-        workload = self.workload
-        apart = self.fsdp and not (workload.root_unit or workload.shape.tied)
-        if not apart or workload.layout.shard == "grads":
-            return self._units_backward()
-        return workload.unit_bytes + self._table
+        return outer + (ahead if layout.engine == "fsdp" else min(ahead, 2.0 * LIVE_PARAMETERS))
 
     def _units_embedding(self) -> float:
         """Weights gathered while the embedding runs backwards."""
         workload = self.workload
-        if self.fsdp and not workload.root_unit and workload.layout.shard == "params":
+        if self.fsdp and not workload.root_unit:
             return self._table if workload.shape.tied else 2 * self._table
         return self._units_head() if not workload.root_unit else self._units_loss()

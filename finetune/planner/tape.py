@@ -76,6 +76,8 @@ class Trace:
     """Held after the forward pass for the backward pass, the result not counted."""
     forward: float
     """Most that the forward pass holds at once."""
+    passing: float
+    """The same where nothing is saved: a checkpoint's first run."""
     backward: float
     """Most that the backward pass holds at once, saved values and new gradients counted."""
     gradients: float
@@ -115,27 +117,36 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
     Args:
         source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
     """
+    needed = {node for node in tape.nodes if node.output.grad}
+    passing = _forward(tape, source, result, source_held, set()).peak
+    memory = _forward(tape, source, result, source_held, needed)
+    forward, memory.peak = memory.peak, 0.0
+    memory.release(result)
+    saved = memory.live
+    gradients = _backward(tape, memory, needed, result)
+    return Trace(saved, forward, passing, memory.peak, gradients)
+
+
+def _forward(
+    tape: Tape, source: Value, result: Value, source_held: bool, saving: set[Node]
+) -> _Memory:
+    """Memory once a tape has run forwards; the nodes of `saving` keep what they keep."""
     memory = _Memory()
     last = {value: node for node in tape.nodes for value in node.inputs + node.holds}
-    needed = {node for node in tape.nodes if node.output.grad}
     memory.hold(source)
     if source_held:
         memory.live -= source.size
         memory.hold(source)
     for node in tape.nodes:
         memory.hold(node.output)
-        if node in needed:
+        if node in saving:
             for value in node.keeps:
                 memory.hold(value)
         memory.note(node.forward)
         for value in dict.fromkeys(node.inputs + node.holds):
             if value is not result and last[value] is node:
                 memory.release(value)
-    forward, memory.peak = memory.peak, 0.0
-    memory.release(result)
-    saved = memory.live
-    gradients = _backward(tape, memory, needed, result)
-    return Trace(saved, forward, memory.peak, gradients)
+    return memory
 
 
 def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> float:

@@ -180,6 +180,7 @@ class Workload:
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
             dropout=self.adapter is not None and self.adapter.dropout,
+            widened=self.cpu or self.quantization == "none",
             wide_masks=self.cpu,
             inputs_kept=self.inputs_kept,
             compiled=self.compiled,
@@ -195,7 +196,12 @@ class Workload:
             return 0.0  # rows and columns of second moments: under a thousandth of the weights
         width = 4 if self.scheme in ("fsdp", "deepspeed") else self.trained_width
         masters = 4 if self.scheme == "deepspeed" else 0
-        return masters + (width if self.update == "muon" else adam_moments(width, False))
+        if self.update != "muon":
+            return masters + adam_moments(width, False)
+        # One moment for matrices inside layers, AdamW's two for all else.
+        full = self.adapter is None
+        single = self.shape.layers * self.shape.linear_weights if full else self.trained
+        return masters + width * (2 - single / self.trained)
 
     @property
     def frozen_bytes(self) -> float:

@@ -23,6 +23,7 @@ LAYERS = (2, 4, 6)
 
 FORWARD_LAST, LOSS, HEAD = "forward: last layer", "forward: loss", "backward: loss and head"
 RESIDENT = ("weights", "adapters", "optimizer")
+UNITS = "units"
 RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 Step = Mapping[str, Any]
@@ -345,29 +346,35 @@ def _elements(name: str, predicted: int | None, traced: int) -> Row:
 
 def _predicted(timeline: memory.Timeline) -> dict[str, float]:
     moments = {moment.name: moment for moment in timeline.moments}
-    head, forward = moments[HEAD], moments[FORWARD_LAST].parts
-    parts = head.parts
-    resident = sum(parts.get(name, 0.0) for name in (*RESIDENT, "inputs", "units", "buckets"))
+    parts, forward = moments[HEAD].parts, moments[FORWARD_LAST].parts
+    apart = (*RESIDENT, "inputs", "units", "buckets")
     saved = moments[LOSS].parts["activations"]
+    loss = max(
+        moments[name].total - sum(moments[name].parts.get(label, 0.0) for label in apart)
+        for name in (LOSS, HEAD)
+    )
     return {
         **{name: parts.get(name, 0.0) for name in RESIDENT},
         "gradients": moments["optimizer step"].parts["gradients"],
         "gathered units": max(moment.parts.get("units", 0.0) for moment in timeline.moments),
         "saved activations": saved,
-        "loss and logits": head.total - resident - saved - forward["gradients"],
+        "loss and logits": loss - saved - forward["gradients"],
         "peak": timeline.peak.total,
     }
 
 
 def _components(traced: Traced) -> dict[str, float]:
-    parts = traced.moments[HEAD]
-    resident = sum(parts.get(name, 0.0) for name in (*RESIDENT, "units"))
+    loss = max(
+        traced.total(name)
+        - sum(traced.moments[name].get(label, 0.0) for label in (*RESIDENT, UNITS))
+        for name in (LOSS, HEAD)
+    )
     earlier = traced.moments[FORWARD_LAST].get("gradients", 0.0)
     return {
         **traced.held,
         "gradients": traced.gradients,
         "gathered units": max(m.get("units", 0.0) for m in traced.moments.values()),
         "saved activations": traced.saved,
-        "loss and logits": traced.total(HEAD) - resident - traced.saved - earlier,
+        "loss and logits": loss - traced.saved - earlier,
         "peak": traced.peak[1],
     }

@@ -7,7 +7,6 @@ answers every collective at once.
 import contextlib
 import dataclasses
 import datetime
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,26 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from bitsandbytes import functional as bnb
-from bitsandbytes import matmul_4bit
-from bitsandbytes.nn import Linear4bit
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
-from transformers.quantizers.base import get_keys_to_not_convert
 
-from finetune import model as models
 from finetune import optim
 from finetune.data.batch import MicroBatch
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
-from finetune.quantization import quantization_config
+from finetune.verifier.network import Packed, build, counts, layers_of, register
 from finetune.verifier.tracker import (
     ADAPTERS,
     CASTS,
@@ -45,10 +34,6 @@ from finetune.verifier.tracker import (
     WEIGHTS,
     Tracker,
 )
-
-UNPADDED = "sdpa_without_mask"
-"""SDPA as a batch without padding runs it. transformers 5.23 leaves the mask away there, but not
-when it sees fake tensors, whose values it cannot look at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +68,7 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
     Raises:
         FinetuneError: transformers does not know the model, or it cannot be traced.
     """
-    AttentionInterface.register(UNPADDED, sdpa_attention_forward)
-    AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
+    register()
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         engine = Engine(plan, Path(scratch), datetime.timedelta(minutes=5))
         steps: list[Rehearsed] = []
@@ -92,160 +76,19 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
             # A tensor of another mode's would be copied, and its bytes counted twice.
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             network = build(plan, config, layers, fake)
-            steps.append(_Step(engine, network, layers, fake).run())
+            try:
+                steps.append(_Step(engine, network, layers, fake).run())
+            except DataDependentOutputException as error:
+                raise FinetuneError(
+                    f"--verify: the step reads a number out of a tensor ({error.func}), and fake "
+                    f"tensors hold none: {_reader(plan)} cannot be traced"
+                ) from None
         return steps
 
 
-def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode) -> nn.Module:
-    """The recipe's model with its adapter, on fake tensors."""
-    recipe = plan.recipe
-    attention = recipe.model.attention
-    implementation = attention if attention == "eager" else UNPADDED
-    dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
-    with torch.device("meta"):
-        try:
-            network = AutoModelForCausalLM.from_config(
-                shortened(config, layers), attn_implementation=implementation, dtype=dtype
-            )
-        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-            raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
-        if recipe.model.quantization != "none":
-            _quantise(network, plan)
-        network = models.as_trained(network, recipe)
-        for module in network.modules():
-            _drop_out_as_on_a_gpu(module)
-    with fake:
-        _materialise(network)
-    network.train()
-    return network
-
-
-def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
-    """The model's configuration with so many layers.
-
-    Raises:
-        FinetuneError: transformers does not know the architecture, or where its layers are counted.
-    """
-    fields = {key: value for key, value in config.items() if key != "layer_types"}
-    kind = fields.pop("model_type", None)
-    try:
-        found = AutoConfig.for_model(kind, **fields)
-        types = config.get("layer_types")
-        # Fields that hold one entry for each layer are cut with them.
-        lists = {
-            name: value[:layers]
-            for name, value in (fields | ({"layer_types": types} if types else {})).items()
-            if isinstance(value, list) and len(value) == found.num_hidden_layers
-        }
-        attribute = found.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        return AutoConfig.for_model(kind, **(fields | lists | {attribute: layers}))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FinetuneError(
-            f"--verify: model_type {kind!r}: transformers cannot read this config: {error}"
-        ) from None
-
-
-def _quantise(network: PreTrainedModel, plan: Plan) -> None:
-    model = plan.recipe.model
-    if model.quantization != "nf4":
-        raise FinetuneError(
-            f"--verify: model.quantization={model.quantization} cannot be traced; plan without it"
-        )
-    storage = getattr(torch, plan.quant_storage)
-    wanted = quantization_config(model.quantization, models.compute_dtype(plan), storage)
-    replace_with_bnb_linear(network, get_keys_to_not_convert(network), wanted)
-    network.is_loaded_in_4bit = True  # PEFT and Accelerate ask for it
-    for module in network.modules():
-        if isinstance(module, Linear4bit):
-            module.__class__ = _Packed
-
-
-class _Packed(Linear4bit):
-    """A 4-bit layer whose storage is laid out by hand: bitsandbytes packs real numbers only.
-
-    The product and its gradient are bitsandbytes' own.
-    """
-
-    def pack(self) -> None:
-        elements = self.in_features * self.out_features
-        blocks = math.ceil(elements / 64)
-        packed = elements // 2 // self.quant_storage.itemsize
-        self.weight = nn.Parameter(torch.empty((packed, 1), dtype=self.quant_storage), False)
-        inner = bnb.QuantState(
-            absmax=torch.empty(math.ceil(blocks / 256)),
-            code=torch.empty(256),
-            blocksize=256,
-            dtype=torch.float32,
-        )
-        self.quant_state = bnb.QuantState(
-            absmax=torch.empty(blocks, dtype=torch.uint8),
-            shape=torch.Size((self.out_features, self.in_features)),
-            code=torch.empty(16),
-            blocksize=64,
-            quant_type="nf4",
-            dtype=self.compute_dtype,
-            offset=torch.empty(()),
-            state2=inner,
-        )
-
-    def scales(self) -> Iterator[torch.Tensor]:
-        state = self.quant_state
-        yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = x.to(self.compute_dtype)
-        product = matmul_4bit(inside, self.weight, bias=self.bias, quant_state=self.quant_state)
-        return product.to(x.dtype)
-
-
-class _Dropout(nn.Dropout):
-    """Dropout as CUDA runs it, with a mask of one byte an element; a CPU's is as wide as inputs."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.native_dropout(input, self.p, self.training)[0]
-
-
-def _drop_out_as_on_a_gpu(module: nn.Module) -> None:
-    if type(module) is nn.Dropout and module.p > 0:
-        module.__class__ = _Dropout
-
-
-def _materialise(network: nn.Module) -> None:
-    """Give every parameter and buffer a fake tensor on the CPU in place of one on `meta`."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in network.modules():
-        if isinstance(module, _Packed):
-            module.pack()
-            continue
-        for name, old in module.named_parameters(recurse=False):
-            if old not in made:  # tied weights are one
-                new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                made[old] = nn.Parameter(new, old.requires_grad)
-            module.register_parameter(name, made[old])
-        for name, buffer in module.named_buffers(recurse=False):
-            persistent = name not in module._non_persistent_buffers_set
-            new = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-            module.register_buffer(name, new, persistent)
-
-
-def _counts(network: nn.Module) -> tuple[int, int]:
-    """Trained and all elements; packed weights count as what they hold."""
-    packed = [module for module in network.modules() if isinstance(module, _Packed)]
-    held = {module.weight: module.in_features * module.out_features for module in packed}
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    return trained, sum(held.get(p, p.numel()) for p in network.parameters())
-
-
-def layers_of(network: nn.Module, count: int) -> list[nn.Module]:
-    """The transformer's layers.
-
-    Raises:
-        FinetuneError: no list of modules has so many.
-    """
-    for module in network.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise FinetuneError(f"--verify: no list of {count} layers in {type(network).__name__}")
+def _reader(plan: Plan) -> str:
+    """What reads numbers: torch 2.13's Adafactor does, and models that route by value."""
+    return "optim.name=adafactor" if plan.recipe.optim.name == "adafactor" else "the model"
 
 
 class _Step:
@@ -256,16 +99,20 @@ class _Step:
     ) -> None:
         self.engine, self.plan, self.count = engine, engine.plan, layers
         self.layers = layers_of(network, layers)
-        self.trained, whole = _counts(network)
+        self.trained, whole = counts(network)
         self.parameters = whole - (self.trained if engine.plan.recipe.adapter else 0)
-        self.packed = [module for module in network.modules() if isinstance(module, _Packed)]
+        self.packed = [module for module in network.modules() if isinstance(module, Packed)]
         self.fake, self.tracker = fake, Tracker()
         self.forwards = False
         self.saved: int | None = None
         self.before = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
+        head = network.get_output_embeddings()
+        if head is not None:  # what follows is autocast's end, which belongs to no moment
+            head.register_forward_hook(lambda *_: self.tracker.begin(""))
         self._prepare(network)
+        engine.model.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         recipe = self.plan.recipe
         self.shape = (recipe.batch.micro_rows, recipe.batch.max_length)
 
@@ -315,7 +162,7 @@ class _Step:
     def _leave_last(self, output: torch.Tensor) -> None:
         if self.saved is None:
             self.saved = self._kept() - output.untyped_storage().nbytes() - self.before
-        self.tracker.begin("forward: loss")
+        self.tracker.begin("forward: head")
 
     def _kept(self) -> int:
         """Live bytes that products keep: casts of weights too where no checkpoint drops them."""
