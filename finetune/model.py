@@ -18,7 +18,9 @@ from transformers import (
 
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
+from finetune.kernels.head import give_loss
 from finetune.planner import Plan
+from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
 
@@ -61,14 +63,25 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    if recipe.adapter is None:
-        return model
+    adapted = model if recipe.adapter is None else _adapt(model, recipe.adapter, seed)
+    _install_kernels(model, plan)
+    return adapted
+
+
+def _adapt(model: PreTrainedModel, adapter: LoRA, seed: int) -> PeftModel:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    adapted = _with_adapter(model, recipe.adapter)
-    if recipe.adapter.init_lora_weights in (True, "gaussian"):
-        draw_adapter(adapted, recipe.adapter, seed)
+    adapted = _with_adapter(model, adapter)
+    if adapter.init_lora_weights in (True, "gaussian"):
+        draw_adapter(adapted, adapter, seed)
     return adapted
+
+
+def _install_kernels(model: PreTrainedModel, plan: Plan) -> None:
+    """Let a model, whose adapter is in it, compute as the plan says."""
+    kind = model.config.model_type
+    chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
+    give_loss(model, chunked=chosen["head"] == "chunked")
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

@@ -145,6 +145,14 @@ class Optim:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Kernels:
+    """How the same mathematics is computed: nothing here changes what is learned."""
+
+    head: Literal["chunked", "whole"] = "chunked"
+    """Head and loss: on labelled rows in chunks that never hold all logits, or on every row."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Evaluation:
     """What is measured on `eval_data` while training."""
 
@@ -182,6 +190,7 @@ class Recipe:
     """Low-rank adapter; null trains all weights."""
     batch: Batch = Field(default_factory=Batch)
     optim: Optim = Field(default_factory=Optim)
+    kernels: Kernels = Field(default_factory=Kernels)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     saving: Saving = Field(default_factory=Saving)
     epochs: Annotated[float, Field(gt=0)] = 1.0
@@ -219,6 +228,9 @@ class Recipe:
 
     def with_optim(self, **fields: Any) -> Self:
         return dataclasses.replace(self, optim=dataclasses.replace(self.optim, **fields))
+
+    def with_kernels(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, kernels=dataclasses.replace(self.kernels, **fields))
 
     def with_evaluation(self, **fields: Any) -> Self:
         return dataclasses.replace(self, evaluation=dataclasses.replace(self.evaluation, **fields))

@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
-        "fragments", "checkpoint", "memory", "ops",
+        "fragments", "checkpoint", "memory", "ops", "kernels",
     },
     {"loop", "record", "result", "preflight"},
     {"worker", "quickstart"},
@@ -27,7 +27,7 @@ INNER_ORDER = {
     ("planner", "backend"), ("planner", "recipe"),
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
-    ("engine", "ops"), ("model", "engine"), ("model", "quantization"),
+    ("engine", "ops"), ("model", "engine"), ("model", "quantization"), ("model", "kernels"),
     ("quickstart", "worker"),
     ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

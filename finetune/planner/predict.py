@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.backend import hub_cache
 from finetune.errors import FinetuneError
 from finetune.planner import advice, communication, hardware, layout, memory, published, totals
 from finetune.planner.architecture import Architecture
 from finetune.planner.block import AttentionKind
+from finetune.planner.configs import config_paths
 from finetune.planner.families import read
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
@@ -36,7 +36,7 @@ def model_source(recipe: Recipe) -> Source:
         return Source(read(model.config, "model.config"), "model.config")
     if model.name is None:
         raise FinetuneError("model: give model.name or model.config: its shape is not known")
-    for path in _config_paths(model.name, model.revision):
+    for path in config_paths(model.name, model.revision):
         if path.is_file():
             try:
                 config = json.loads(path.read_text(encoding="utf-8"))
@@ -51,15 +51,6 @@ def model_source(recipe: Recipe) -> Source:
         "cache, and it is in no table of ours; download it once (`hf download "
         f"{model.name} config.json`), or give model.config"
     )
-
-
-def _config_paths(name: str, revision: str | None) -> list[Path]:
-    """Where a model's config may lie on this machine."""
-    folder = hub_cache() / f"models--{name.replace('/', '--')}"
-    wanted = revision or "main"
-    reference = folder / "refs" / wanted
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
-    return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
 
 
 def workload_of(plan: Plan, shape: Architecture) -> Workload:
