@@ -19,6 +19,7 @@ from transformers import (
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels.head import give_loss
+from finetune.kernels.lora import group_adapters, left_alone
 from finetune.planner import Plan
 from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
@@ -82,6 +83,18 @@ def _install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
     give_loss(model, chunked=chosen["head"] == "chunked")
+    if chosen.get("lora") == "grouped":
+        group_adapters(model)
+
+
+def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
+    """What a loaded model shows of levers that could not be used everywhere."""
+    grouped = any(each.value == "grouped" for each in plan.kernels)
+    left = left_alone(model) if grouped else {}
+    return [
+        f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
+        for reason, count in left.items()
+    ]
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

@@ -150,6 +150,9 @@ class Kernels:
 
     head: Literal["chunked", "whole"] = "chunked"
     """Head and loss: on labelled rows in chunks that never hold all logits, or on every row."""
+    lora: Literal["grouped", "separate"] = "grouped"
+    """Adapters: those of one input (q|k|v, gate|up) together with one backward pass, or each as
+    PEFT computes it."""
 
 
 @dataclass(frozen=True, config=STRICT)

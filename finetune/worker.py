@@ -148,6 +148,7 @@ class Training:
         engine = self.engine
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
+        self.notes = [*self.plan.notes(), *model.kernel_notes(network, self.plan)]
         self._on_one(self._write_record)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
@@ -164,7 +165,7 @@ class Training:
 
     def _open_metrics(self) -> None:
         engine, recipe, counts = self.engine, self.recipe, self.data.counts
-        self.display = Display(self.run, speaks=engine.speaks, warnings=self.plan.notes())
+        self.display = Display(self.run, speaks=engine.speaks, warnings=self.notes)
         listeners = [self.display.show]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))

@@ -38,8 +38,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> PreTr
 def adapt(model: PreTrainedModel, **fields: Any) -> PeftModel:
     """LoRA with a B that is not zero, so that every gradient is there."""
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | fields
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -61,10 +61,20 @@ def inputs(rows: int = 3, length: int = 23) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """Largest difference of a tensor, relative to that tensor's norm."""
     assert first.keys() == second.keys() != set()
     return max(float((first[n] - second[n]).norm() / second[n].norm()) for n in second)
+
+
+def whole_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Difference of all gradients together, relative to the norm of all."""
+    assert first.keys() == second.keys() != set()
+    apart, size = (
+        sum(float(tensor.square().sum()) for tensor in tensors)
+        for tensors in ([first[n] - second[n] for n in second], second.values())
+    )
+    return (apart / size) ** 0.5

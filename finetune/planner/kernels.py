@@ -50,7 +50,8 @@ class Choice:
 
 def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice, ...]:
     """The levers of a recipe on a backend; `kind` is the model's type, None where not known yet."""
-    return (_head(recipe, kind),)
+    adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
+    return _head(recipe, kind), *adapted
 
 
 def _head(recipe: Recipe, kind: str | None) -> Choice:
@@ -62,6 +63,21 @@ def _head(recipe: Recipe, kind: str | None) -> Choice:
     if kind is not None and kind not in LOGITS:
         return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
     return Choice("head", "chunked")
+
+
+def _lora(recipe: Recipe, backend: Backend) -> Choice:
+    adapter = recipe.adapter
+    if adapter is None or recipe.kernels.lora == "separate":
+        return Choice("lora", "separate")
+    reasons = {
+        "adapter.dropout thins each input by itself": adapter.dropout > 0,
+        "adapter.use_dora needs the norm of whole weights": adapter.use_dora,
+        "model.quantization=int8 has products of its own": recipe.model.quantization == "int8",
+        f"{backend.name} gathers each layer for itself": backend.engine == "deepspeed"
+        and backend.shard == "params",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return Choice("lora", "separate", " and ".join(found)) if found else Choice("lora", "grouped")
 
 
 def model_type(recipe: Recipe) -> str | None:
