@@ -29,6 +29,8 @@ class StepResult:
     slots: int
     """Token slots that were computed, padding included."""
     seconds: float
+    data_seconds: float
+    """Of those, waited for rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
     plan = engine.plan
     recipe = plan.recipe
     batches = list(_micro_batches(engine, rows, step, pad_id))
+    waited = time.perf_counter() - begun
     counted = [
         sum(recipe.count(batch) for _, batch in batches),
         sum(batch.real_tokens for _, batch in batches),
@@ -80,7 +83,7 @@ def train_step(engine: Engine, rows: Rows, step: int, steps: int, pad_id: int) -
             f"rows of this step with seed {recipe.seed}"
         )
     seconds = time.perf_counter() - begun
-    return StepResult(mean, norm, lr, terms, real_tokens, slots, seconds)
+    return StepResult(mean, norm, lr, terms, real_tokens, slots, seconds, waited)
 
 
 def _micro_batches(

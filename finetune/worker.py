@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import os
 import shutil
 import time
@@ -21,10 +22,13 @@ from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
-from finetune.loop import evaluate, train_step
+from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import peak_bytes
 from finetune.planner import Plan
+from finetune.planner.families import shape_of
+from finetune.planner.timing import step_flops
 from finetune.preflight import check_here
+from finetune.profile import Profile
 from finetune.recipe import Recipe
 from finetune.record.card import write_card
 from finetune.record.display import Display
@@ -33,6 +37,7 @@ from finetune.record.metrics import Ended, Evaluated, Metrics, Saved, Start, Tra
 from finetune.record.plot import plot_loss
 from finetune.record.trackers import open_trackers, track
 from finetune.result.exporter import export
+from finetune.roofline import matmul_rate
 from finetune.run import Run, write_json
 
 T = TypeVar("T")
@@ -48,6 +53,8 @@ class Options:
     """Folder on a local disk for a backend that offloads to NVMe; by default inside the run."""
     timeout_minutes: float = 30.0
     """How long a rank waits for the others before it gives up."""
+    profile: bool = False
+    """Trace one step with torch's profiler, and say where its time went."""
 
 
 def train(
@@ -156,6 +163,9 @@ class Training:
             network.save_pretrained(self.run.initial_adapter)
         if folder is not None:
             checkpoint.load_weights(network, folder)
+        self.shape = shape_of(network.config.to_dict())
+        rate = matmul_rate(engine.device, model.compute_dtype(self.plan))
+        (self.matmul_rate,) = engine.sum([rate])
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
         engine.prepare(network, rules)
         if folder is None:
@@ -196,8 +206,10 @@ class Training:
         begun = time.perf_counter()
         reason, tokens, spent = "finished", 0, 0.0
         first = self.progress.step
+        profile = self._profile()
         for step in range(first, self.steps):
-            result = train_step(self.engine, self.data.train, step, self.steps, self.pad_id)
+            with profile.of_step(step - first):
+                result = train_step(self.engine, self.data.train, step, self.steps, self.pad_id)
             tokens, spent = tokens + result.real_tokens, spent + result.seconds
             self.progress = dataclasses.replace(self.progress, step=step + 1)
             self.metrics.write(
@@ -212,6 +224,8 @@ class Training:
                     seconds=result.seconds,
                     tokens_per_second=result.real_tokens / result.seconds,
                     memory=self._peak_memory(),
+                    data_seconds=result.data_seconds,
+                    mfu=self._mfu(result),
                     epoch=(step + 1) * self.recipe.batch.rows / len(self.data.train),
                 )
             )
@@ -243,6 +257,30 @@ class Training:
             if self.run.final.exists():
                 write_card(self.run, self.run.final)
         self.engine.accelerator.wait_for_everyone()
+
+    def _profile(self) -> Profile:
+        adapter, shape = self.recipe.adapter, self.shape
+        ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
+        return Profile(
+            self.run.profile if self.options.profile else None,
+            self.engine.rank,
+            print if self.engine.speaks else None,
+            vocabulary=shape.vocab if shape is not None else 0,
+            ranks=frozenset(ranks),
+        )
+
+    def _mfu(self, result: StepResult) -> float:
+        """FLOPs that the step needed over those of matrix products alone in the same time."""
+        if self.shape is None:
+            return math.nan
+        flops = step_flops(
+            self.shape,
+            result.real_tokens,
+            result.trained_tokens,
+            result.real_tokens / self.recipe.batch.rows,
+            self.parameters[0] if self.recipe.adapter is not None else 0,
+        )
+        return flops / (result.seconds * self.matmul_rate)
 
     def _peak_memory(self) -> int:
         """Largest peak of any rank, in bytes."""

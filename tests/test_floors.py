@@ -16,8 +16,9 @@ FLOORS: list[set[str]] = [
     {
         "methods", "catalog", "data", "model", "quantization", "losses", "optim", "engine",
         "fragments", "checkpoint", "memory", "ops", "kernels",
+        "roofline",
     },
-    {"loop", "record", "result", "preflight"},
+    {"loop", "record", "result", "preflight", "profile"},
     {"worker", "quickstart"},
     {"cli", "launcher", "__init__", "__main__"},
 ]  # fmt: skip

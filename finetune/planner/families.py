@@ -244,3 +244,13 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
     if fields.problems:
         raise FinetuneError(*(f"{where}: {problem}" for problem in fields.problems))
     return shape
+
+
+def shape_of(config: Mapping[str, Any]) -> Architecture | None:
+    """The shapes of a model that was loaded, however its weights are stored; None if not known."""
+    try:
+        return read(
+            {name: value for name, value in config.items() if name != "quantization_config"}
+        )
+    except FinetuneError:
+        return None

@@ -39,6 +39,23 @@ def flops_per_token(
     return (passes + extra) * weights + (3 + extra) * scores
 
 
+def step_flops(
+    shape: Architecture, tokens: int, trained_tokens: int, length: float, adapter: int = 0
+) -> float:
+    """FLOPs that a step cannot do without: no padding, no logits of tokens without a label.
+
+    Args:
+        tokens: real ones.
+        length: of a document, on average.
+        adapter: parameters of a low-rank adapter on frozen weights; 0 where all are trained.
+    """
+    passes = 2 if adapter else 3
+    inside = shape.multiplied - shape.embedding
+    scores = 3 * 2.0 * shape.layers * shape.query * length
+    per_token = passes * 2.0 * inside + 6.0 * adapter + scores
+    return tokens * per_token + trained_tokens * passes * 2.0 * shape.embedding
+
+
 def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
     """Tokens per micro-step from which offloaded weights no longer bound the step.
 
