@@ -1,6 +1,7 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
 import contextlib
+import functools
 import re
 import zlib
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +26,9 @@ from finetune.planner import Plan
 from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
+
+ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
+"""Parts of the names of torch's operations that are a whole attention."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -62,8 +67,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     model.config.use_cache = False
     keep_unpacked(model)
     if recipe.model.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        recompute(model, keep_attention=recipe.model.activation_checkpointing == "attention")
     adapted = model if recipe.adapter is None else _adapt(model, recipe.adapter, seed)
     _install_kernels(model, plan)
     return adapted
@@ -95,6 +99,21 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
+
+
+def recompute(model: PreTrainedModel, keep_attention: bool) -> None:
+    """Checkpoint every block: keep its input, and with `keep_attention` what attention gave."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if keep_attention:
+        policy = functools.partial(create_selective_checkpoint_contexts, _attention_is_kept)
+        settings["context_fn"] = policy
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    model.enable_input_require_grads()
+
+
+def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    kept = any(part in str(operation) for part in ATTENTION_OPERATIONS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

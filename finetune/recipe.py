@@ -40,8 +40,8 @@ class Model:
     """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     """Attention implementation, by its name in transformers."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more compute for far less memory."""
+    activation_checkpointing: bool | Literal["attention"] = False
+    """Recompute activations in the backward pass: all (true), or all but those of `attention`."""
     chat_template: str | None = None
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False
@@ -50,6 +50,13 @@ class Model:
     def __post_init__(self) -> None:
         if self.name is not None and self.config is not None:
             raise ValueError("give `name` (pretrained) or `config` (from scratch), not both")
+
+    @property
+    def checkpointing(self) -> Literal["none", "full", "attention"]:
+        """What `activation_checkpointing` says, in one word."""
+        if self.activation_checkpointing == "attention":
+            return "attention"
+        return "full" if self.activation_checkpointing else "none"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -151,8 +158,7 @@ class Kernels:
     head: Literal["chunked", "whole"] = "chunked"
     """Head and loss: on labelled rows in chunks that never hold all logits, or on every row."""
     lora: Literal["grouped", "separate"] = "grouped"
-    """Adapters: those of one input (q|k|v, gate|up) together with one backward pass, or each as
-    PEFT computes it."""
+    """Adapters: those of one input (q, k, v; gate, up) as one operation, or each as PEFT does."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -66,7 +66,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         layout=place,
         adapter=_adapter(recipe, shape),
         quantization=recipe.model.quantization,
-        checkpointing="full" if recipe.model.activation_checkpointing else "none",
+        checkpointing=recipe.model.checkpointing,
         attention=kinds.get(recipe.model.attention, "flash"),
         loss=OURS,
         update=recipe.optim.name,

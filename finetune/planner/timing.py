@@ -134,7 +134,7 @@ def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
     """The step as a roofline: the longer of computing and moving, and what they do not share."""
     per_token = flops_per_token(
         workload.shape, workload.length, True, workload.adapter is not None,
-        workload.checkpointing == "full",
+        workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
     tokens = workload.tokens * workload.accumulation
     work = per_token * tokens
