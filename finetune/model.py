@@ -22,6 +22,7 @@ from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone
+from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.planner import Plan
 from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
@@ -89,16 +90,21 @@ def _install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     give_loss(model, chunked=chosen["head"] == "chunked")
     if chosen.get("lora") == "grouped":
         group_adapters(model)
+    if chosen["norm"] == "fused":
+        fuse_norms(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
     """What a loaded model shows of levers that could not be used everywhere."""
-    grouped = any(each.value == "grouped" for each in plan.kernels)
-    left = left_alone(model) if grouped else {}
-    return [
+    chosen = {each.lever: each.value for each in plan.kernels}
+    left = left_alone(model) if chosen.get("lora") == "grouped" else {}
+    notes = [
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
+    if chosen["norm"] == "fused" and not any(isinstance(m, FusedNorm) for m in model.modules()):
+        notes.append("kernels.norm: plain, because the norms of this model are not known here")
+    return notes
 
 
 def recompute(model: PreTrainedModel, keep_attention: bool) -> None:

@@ -159,6 +159,8 @@ class Kernels:
     """Head and loss: on labelled rows in chunks that never hold all logits, or on every row."""
     lora: Literal["grouped", "separate"] = "grouped"
     """Adapters: those of one input (q, k, v; gate, up) as one operation, or each as PEFT does."""
+    norm: Literal["fused", "plain"] = "fused"
+    """RMSNorm: one operation that keeps its input only, or as transformers computes it."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -10,7 +10,7 @@ from test_backends import FP32, largest, launch, losses
 
 from finetune.run import Run
 
-PLAIN = {"kernels": {"head": "whole", "lora": "separate"}}
+PLAIN = {"kernels": {"head": "whole", "lora": "separate", "norm": "plain"}}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": {"r": 8}, "optim": {"lr": 5e-3}},
