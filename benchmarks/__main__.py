@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import startup, training
+from benchmarks import kernels, startup, training
 from benchmarks.record import Circumstances, write
 
 PARTS = ("startup", "training")
+"""What is measured when nothing is named."""
+CHOICES = (*PARTS, "kernels")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -19,10 +21,12 @@ def main(words: Sequence[str]) -> int:
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.only or PARTS:
+        for part in arguments.only or arguments.parts or PARTS:
             circumstances = Circumstances.now(command, arguments.note)
             if part == "startup":
                 result = startup.measure(Path(scratch), arguments.repeats)
+            elif part == "kernels":
+                result = kernels.measure(arguments.repeats)
             else:
                 chosen, steps = arguments.backends or training.BACKENDS, arguments.steps
                 result = training.measure(Path(scratch), chosen, steps, arguments.gpu)
@@ -33,8 +37,11 @@ def main(words: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "parts", nargs="*", type=part, metavar="PART", help=f"of {', '.join(CHOICES)}"
+    )
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
+    parser.add_argument("--only", action="append", choices=CHOICES, help="this part; repeatable")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(
@@ -43,6 +50,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--note", help="a sentence for the record, such as what else was running")
     return parser
+
+
+def part(word: str) -> str:
+    if word not in CHOICES:
+        raise ValueError(f"{word} is not one of {', '.join(CHOICES)}")
+    return word
 
 
 def positive(word: str) -> int:
