@@ -11,9 +11,10 @@ from finetune.planner.architecture import Architecture
 from finetune.planner.block import AttentionKind
 from finetune.planner.configs import config_paths
 from finetune.planner.families import read
+from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
-from finetune.planner.workload import OURS, Adapter, Workload, lora
+from finetune.planner.workload import LINEAR, OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
 
@@ -68,7 +69,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         quantization=recipe.model.quantization,
         checkpointing=recipe.model.checkpointing,
         attention=kinds.get(recipe.model.attention, "flash"),
-        loss=OURS,
+        loss=LINEAR if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
     )
