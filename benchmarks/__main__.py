@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import data, memory, saving, startup, training
+from benchmarks import data, kernels, memory, saving, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
-PARTS = (*EVERYDAY, "data", "memory", "saving")
+PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -43,6 +43,8 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
             return startup.measure(scratch, arguments.repeats)
         case "data":
             return data.measure(scratch, arguments.rows)
+        case "kernels":
+            return kernels.measure(arguments.repeats)
         case "memory":
             return memory.measure(scratch / "memory", chosen or training.BACKENDS)
         case "saving":

@@ -15,6 +15,7 @@ HOMES = {
     "Data": "finetune.recipe",
     "Batch": "finetune.recipe",
     "Optim": "finetune.recipe",
+    "Kernels": "finetune.recipe",
     "Evaluation": "finetune.recipe",
     "Saving": "finetune.recipe",
     "FinetuneError": "finetune.errors",

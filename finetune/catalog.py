@@ -18,14 +18,14 @@ from pydantic_core import to_jsonable_python
 
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import METHODS
-from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
+from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
 
 SECTIONS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (Model, LoRA, Data, Batch, Optim, Evaluation, Saving, *METHODS.values())
+    for kind in (Model, LoRA, Data, Batch, Optim, Kernels, Evaluation, Saving, *METHODS.values())
 }
 FREE_TO_CHANGE = {
-    "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers",
+    "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers", "kernels",
     "batch.micro_rows", "batch.micro_tokens", "model.activation_checkpointing", "model.attention",
     "model.pickle", "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip

@@ -196,6 +196,9 @@ def _run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=30.0, help="minutes a rank waits for others"
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="trace the third step, and say where it went"
+    )
 
 
 def _proof_words(parser: argparse.ArgumentParser) -> None:
@@ -294,7 +297,11 @@ def train_recipe(arguments: argparse.Namespace) -> int:
     from finetune.worker import Options, train
 
     options = Options(
-        _output(arguments), _resume(arguments), arguments.nvme_path, arguments.timeout
+        _output(arguments),
+        _resume(arguments),
+        arguments.nvme_path,
+        arguments.timeout,
+        arguments.profile,
     )
     train(recipe, arguments.backend, arguments.precision, options=options)
     return 0
@@ -307,6 +314,7 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     words = ["--timeout", str(arguments.timeout)]
     words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
+    words += ["--profile"] if arguments.profile else []
     launch(
         recipe,
         arguments.backend,

@@ -33,6 +33,8 @@ class StepResult:
     padded: bool
     """Whether some of them are padding."""
     seconds: float
+    data_seconds: float
+    """Of those, waited for rows."""
     suspects: list[int] | None = None
     """Rows of a step that was not taken, because its loss or gradient was not finite."""
 
@@ -68,6 +70,7 @@ def train_step(
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
     mine = _micro_batches(engine, rows, chosen)
     batches = [(number, collate(rows, indices, pad_id, engine.device)) for number, indices in mine]
+    waited = time.perf_counter() - begun
     counted = [
         sum(recipe.count(batch) for _, batch in batches),
         sum(batch.real_tokens for _, batch in batches),
@@ -96,8 +99,19 @@ def train_step(
     blamed = None if taken else suspects(engine, sums, [rows for _, rows in mine], chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1][1]
-    length, padded = final.ids.shape[1], final.attention_mask is not None
-    return StepResult(mean, norm, lr, terms, real_tokens, slots, length, padded, seconds, blamed)
+    return StepResult(
+        loss=mean,
+        grad_norm=norm,
+        lr=lr,
+        trained_tokens=terms,
+        real_tokens=real_tokens,
+        slots=slots,
+        length=final.ids.shape[1],
+        padded=final.attention_mask is not None,
+        seconds=seconds,
+        data_seconds=waited,
+        suspects=blamed,
+    )
 
 
 def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -1,6 +1,7 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
 import contextlib
+import functools
 import pickle
 import re
 import zlib
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,9 +22,16 @@ from transformers import (
 from finetune.attention import check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
+from finetune.kernels.head import give_loss
+from finetune.kernels.lora import group_adapters, left_alone
+from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.planner import Plan
+from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
+
+ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
+"""Parts of the names of torch's operations that are a whole attention."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -64,6 +73,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     trained = as_trained(model, recipe)
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
+    install_kernels(model, plan)
     return trained
 
 
@@ -75,13 +85,51 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     """
     model.config.use_cache = False
     if recipe.model.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        recompute(model, keep_attention=recipe.model.activation_checkpointing == "attention")
     if recipe.adapter is None:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return _with_adapter(model, recipe.adapter)
+
+
+def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
+    """Let a base, whose adapter is in it, compute as the plan says."""
+    kind = model.config.model_type
+    chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
+    give_loss(model, chunked=chosen["head"] == "chunked")
+    if chosen.get("lora") == "grouped":
+        group_adapters(model)
+    if chosen["norm"] == "fused":
+        fuse_norms(model)
+
+
+def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
+    """What a loaded model shows of levers that could not be used everywhere."""
+    chosen = {each.lever: each.value for each in plan.kernels}
+    left = left_alone(model) if chosen.get("lora") == "grouped" else {}
+    notes = [
+        f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
+        for reason, count in left.items()
+    ]
+    if chosen["norm"] == "fused" and not any(isinstance(m, FusedNorm) for m in model.modules()):
+        notes.append("kernels.norm: plain, because the norms of this model are not known here")
+    return notes
+
+
+def recompute(model: PreTrainedModel, keep_attention: bool) -> None:
+    """Checkpoint every block: keep its input, and with `keep_attention` what attention gave."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if keep_attention:
+        policy = functools.partial(create_selective_checkpoint_contexts, _attention_is_kept)
+        settings["context_fn"] = policy
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    model.enable_input_require_grads()
+
+
+def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    kept = any(part in str(operation) for part in ATTENTION_OPERATIONS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

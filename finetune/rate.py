@@ -1,19 +1,27 @@
-"""How fast this machine multiplies matrices: what a prediction of time on a CPU begins with."""
+"""How fast this machine multiplies matrices: what shares and predictions of time begin with."""
 
 import time
 
 import torch
 
-SIDE = 512
+SIDES = {"cpu": 512, "cuda": 8192}
 SECONDS = 0.1
 
 
-def matmul_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of square products on the CPU, the best of those that fit into `SECONDS`."""
-    left, right = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype)
-    torch.mm(left, right)  # kernels are chosen, memory is laid out
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of square products, the best of those that fit into `SECONDS`.
+
+    Every process of a job measures at once, as they will train.
+    """
+    side = SIDES.get(device.type, 4096)
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    _product(left, right)  # kernels are chosen, memory is laid out
     begun, best = time.perf_counter(), float("inf")
     while (now := time.perf_counter()) - begun < SECONDS or best == float("inf"):
-        torch.mm(left, right)
+        _product(left, right)
         best = min(best, time.perf_counter() - now)
-    return 2 * SIDE**3 / best
+    return 2 * side**3 / best
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left @ right)[0, 0].item()  # waits for the device

@@ -40,8 +40,8 @@ class Model:
     """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     """Attention implementation, by its name in transformers."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more compute for far less memory."""
+    activation_checkpointing: bool | Literal["attention"] = False
+    """Recompute activations in the backward pass: all (true), or all but those of `attention`."""
     chat_template: str | None = None
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False
@@ -52,6 +52,13 @@ class Model:
     def __post_init__(self) -> None:
         if self.name is not None and self.config is not None:
             raise ValueError("give `name` (pretrained) or `config` (from scratch), not both")
+
+    @property
+    def checkpointing(self) -> Literal["none", "full", "attention"]:
+        """What `activation_checkpointing` says, in one word."""
+        if self.activation_checkpointing == "attention":
+            return "attention"
+        return "full" if self.activation_checkpointing else "none"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -162,6 +169,18 @@ class Optim:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Kernels:
+    """How the same mathematics is computed: nothing here changes what is learned."""
+
+    head: Literal["chunked", "whole"] = "chunked"
+    """Head and loss: on labelled rows in chunks that never hold all logits, or on every row."""
+    lora: Literal["grouped", "separate"] = "grouped"
+    """Adapters: those of one input (q, k, v; gate, up) as one operation, or each as PEFT does."""
+    norm: Literal["fused", "plain"] = "fused"
+    """RMSNorm: one operation that keeps its input only, or as transformers computes it."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Evaluation:
     """What is measured on `eval_data` while training."""
 
@@ -205,6 +224,7 @@ class Recipe:
     """Low-rank adapter; null trains all weights."""
     batch: Batch = Field(default_factory=Batch)
     optim: Optim = Field(default_factory=Optim)
+    kernels: Kernels = Field(default_factory=Kernels)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     saving: Saving = Field(default_factory=Saving)
     epochs: Annotated[float, Field(gt=0)] = 1.0
@@ -242,6 +262,9 @@ class Recipe:
 
     def with_optim(self, **fields: Any) -> Self:
         return dataclasses.replace(self, optim=dataclasses.replace(self.optim, **fields))
+
+    def with_kernels(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, kernels=dataclasses.replace(self.kernels, **fields))
 
     def with_evaluation(self, **fields: Any) -> Self:
         return dataclasses.replace(self, evaluation=dataclasses.replace(self.evaluation, **fields))

@@ -1,6 +1,7 @@
 """What a training writes of itself: what was asked, what was expected, and what every step was."""
 
 import dataclasses
+import math
 import time
 from typing import Literal
 
@@ -16,6 +17,7 @@ from finetune.guard import places, verdict
 from finetune.loop import EvalResult, StepResult
 from finetune.planner import hardware
 from finetune.planner.forecast import Forecast, forecast
+from finetune.planner.timing import step_flops
 from finetune.rate import matmul_flops
 from finetune.record.display import Display
 from finetune.record.environment import environment
@@ -44,7 +46,10 @@ class Recorder:
         self.data = data
         self.plan = engine.plan
         self.steps = steps
-        self.forecast = expected(engine, data, steps)
+        mine = matmul_flops(engine.device, model.compute_dtype(engine.plan))
+        (self.flops,) = engine.sum([mine])
+        """FLOP/s of matrix products alone, of all processes together."""
+        self.forecast = expected(engine, data, steps, self.flops / engine.world)
         self.tokens, self.spent = 0, 0.0
 
     def write_request(self) -> None:
@@ -55,14 +60,22 @@ class Recorder:
         write_json(self.run.environment, environment(accelerators()))
         write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
 
-    def open(self, progress: Progress, resumed: int | None, parameters: tuple[int, int]) -> None:
+    def open(
+        self,
+        progress: Progress,
+        resumed: int | None,
+        parameters: tuple[int, int],
+        notes: list[str],
+    ) -> None:
         """Begin the metrics, the display and the trackers.
 
         Args:
             parameters: trainable, and all.
+            notes: what a person should know although nothing is wrong.
         """
         engine, recipe = self.engine, self.plan.recipe
-        self.display = Display(self.run, speaks=engine.speaks, warnings=self.plan.notes())
+        self.parameters = parameters
+        self.display = Display(self.run, speaks=engine.speaks, warnings=notes)
         listeners = [self.display.show]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
@@ -114,9 +127,25 @@ class Recorder:
                 seconds=result.seconds,
                 tokens_per_second=result.real_tokens / result.seconds,
                 memory=peak,
+                data_seconds=result.data_seconds,
+                mfu=self._mfu(result),
                 epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
             )
         )
+
+    def _mfu(self, result: StepResult) -> float:
+        """FLOPs that the step needed over those of matrix products alone in the same time."""
+        if self.forecast is None:
+            return math.nan
+        recipe = self.plan.recipe
+        needed = step_flops(
+            self.forecast.workload.shape,
+            tokens=result.real_tokens,
+            trained_tokens=result.trained_tokens,
+            length=float(self.data.train.documents.lengths.mean()),
+            adapter=self.parameters[0] if recipe.adapter is not None else 0,
+        )
+        return needed / (result.seconds * self.flops)
 
     def skipped(self, progress: Progress, result: StepResult, suspects: list[int]) -> None:
         """What became of a step that was not taken.
@@ -191,15 +220,18 @@ class Recorder:
             )
 
 
-def expected(engine: Engine, data: Prepared, steps: int) -> Forecast | None:
-    """What a run will take, for the rows that it has; None for a model without formulas."""
+def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Forecast | None:
+    """What a run will take, for the rows that it has; None for a model without formulas.
+
+    Args:
+        flops: FLOP/s that one process reaches with matrix products alone.
+    """
     recipe, lengths = engine.plan.recipe, data.train.lengths
     padded = recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
     cpu = engine.device.type == "cpu"
     machine = None
     if cpu:
-        rate = matmul_flops(model.compute_dtype(engine.plan))
-        machine = hardware.processor(rate, engine.world, psutil.virtual_memory().total)
+        machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
     elif installed := _installed():
         machine = hardware.machine(installed[0], engine.world)
     padded = padded and not recipe.batch.packing

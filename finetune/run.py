@@ -14,6 +14,7 @@ RUN/
   run.lock           held by the process that trains
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or whole model, tokenizer, model card (README.md)
+  profile/           torch profiler's trace of one step of each rank, and where its time went
   loss.png
   report.html
 """
@@ -89,6 +90,10 @@ class Run:
     @property
     def loss_plot(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
 
     @property
     def report(self) -> Path:

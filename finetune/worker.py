@@ -30,6 +30,7 @@ from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
+from finetune.profile import Profile
 from finetune.readiness import make_sure
 from finetune.recipe import Recipe
 from finetune.record import inspection
@@ -55,6 +56,8 @@ class Options:
     """Folder on a local disk for a backend that offloads to NVMe; by default inside the run."""
     timeout_minutes: float = 30.0
     """How long a rank waits for the others before it gives up."""
+    profile: bool = False
+    """Trace one step with torch's profiler, and say where its time went."""
 
 
 def train(
@@ -161,7 +164,7 @@ class Training:
         return claim(self.run, self.recipe, self.options.resume)
 
     def _train(self) -> None:
-        self.recorder.open(self.progress, self.resumed, self.parameters)
+        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes)
         try:
             self._loop()
         finally:
@@ -229,6 +232,7 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
+        self.notes = [*self.plan.notes(), *model.kernel_notes(network, self.plan)]
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
@@ -246,6 +250,7 @@ class Training:
     def _loop(self) -> None:
         first, stop = self.progress.step, self._patience_is_over()
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
+        profile = self._profile()
         self.interruption.defer()
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
@@ -253,9 +258,10 @@ class Training:
             # The second step of a start is the first that begins with the optimizer's moments.
             counted = step == min(first + 1, self.steps - 1)
             measuring = self.meter.measuring(self.engine.module) if counted else None
-            result = train_step(
-                self.engine, self.data.train, step, self.steps, self.pad_id, measuring
-            )
+            with profile.of_step(step - first):
+                result = train_step(
+                    self.engine, self.data.train, step, self.steps, self.pad_id, measuring
+                )
             self.progress = dataclasses.replace(self.progress, step=step + 1)
             mine = [peak_bytes(self.engine.device), int(self.interruption.asked)]
             self.peak, interrupted = self.engine.largest(mine)
@@ -274,6 +280,17 @@ class Training:
                 self._end_interrupted()
         self._finish_saving()
         self._end("early stop" if stop else "finished")
+
+    def _profile(self) -> Profile:
+        adapter, forecast = self.recipe.adapter, self.recorder.forecast
+        ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
+        return Profile(
+            self.run.profile if self.options.profile else None,
+            self.engine.rank,
+            print if self.engine.speaks else None,
+            vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
+            ranks=frozenset(ranks),
+        )
 
     def _finish_saving(self) -> None:
         self.saver.finish()

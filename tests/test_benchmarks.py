@@ -4,8 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from conftest import ROOT, run_command
 
+from benchmarks.kernels import Case, distance, timed
 from benchmarks.startup import COMMANDS
 from benchmarks.training import BACKENDS, add_ratios
 
@@ -65,3 +68,26 @@ def test_the_committed_results_cover_every_backend() -> None:
     for name in ("startup", "data", "training"):
         record = json.loads((RESULTS / f"{name}.json").read_text())
         assert record["commit"] in (RESULTS / f"{name}.md").read_text()
+
+
+def test_a_kernel_is_timed_in_turns_and_compared() -> None:
+    calls: list[str] = []
+
+    def work(name: str, values: list[float]) -> dict[str, torch.Tensor]:
+        calls.append(name)
+        return {"input": torch.tensor(values)}
+
+    case = Case("x", lambda: work("plain", [3.0, 4.0]), lambda: work("ours", [3.0, 4.5]))
+    found = timed(case, repeats=2)
+    assert calls == ["plain", "ours"] * 5  # two of warmup, two timed, one compared
+    assert found["difference"] == pytest.approx(0.1)
+    assert found["gain"] == found["plain_seconds"] / found["ours_seconds"]
+    assert distance({"a": torch.ones(2)}, {"a": torch.ones(2)}) == 0
+
+
+def test_the_committed_kernels_are_exact_and_not_slower() -> None:
+    record = json.loads((RESULTS / "kernels.json").read_text())
+    assert record["commit"] in (RESULTS / "kernels.md").read_text()
+    for name, case in record["results"]["cases"].items():
+        assert case["gain"] > 1, name
+        assert case["difference"] < 2e-2, name  # bf16 keeps 8 bits, through six layers

@@ -107,11 +107,11 @@ def test_the_lines_of_a_log_are_these(tmp_path: Path) -> None:
     begin = next(i for i, line in enumerate(lines) if line.startswith("step "))
     root = tmp_path / "run"
     assert lines[begin : begin + 6] == [
-        "step  1/10   10%  loss 4.0000  lr 1.8e-4  500 tokens/s  3.00 GiB",
-        "step  2/10   20%  loss 2.0000  lr 1.6e-4  500 tokens/s  3.00 GiB  16 s left",
-        "step  3/10   30%  loss 1.3333  lr 1.4e-4  500 tokens/s  3.00 GiB  14 s left",
-        "step  4/10   40%  loss 1.0000  lr 1.2e-4  500 tokens/s  3.00 GiB  12 s left",
-        "step  5/10   50%  loss 0.8000  lr 1e-4  500 tokens/s  3.00 GiB  10 s left",
+        "step  1/10   10%  loss 4.0000  lr 1.8e-4  500 tokens/s  80% real  3.00 GiB",
+        "step  2/10   20%  loss 2.0000  lr 1.6e-4  500 tokens/s  80% real  3.00 GiB  16 s left",
+        "step  3/10   30%  loss 1.3333  lr 1.4e-4  500 tokens/s  80% real  3.00 GiB  14 s left",
+        "step  4/10   40%  loss 1.0000  lr 1.2e-4  500 tokens/s  80% real  3.00 GiB  12 s left",
+        "step  5/10   50%  loss 0.8000  lr 1e-4  500 tokens/s  80% real  3.00 GiB  10 s left",
         "eval  step 5  loss 1.2500  * best  321 tokens in 0.5 s",
     ]
     assert "saved step-00000005  4.00 KiB in 0.25 s" in lines

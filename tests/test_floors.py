@@ -15,12 +15,12 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
-        "engine", "fragments", "checkpoint", "memory", "ops", "rate", "integrity",
+        "engine", "fragments", "checkpoint", "memory", "ops", "kernels", "rate", "integrity",
         "interruption", "heartbeat", "guard",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
-        "saver",
+        "saver", "profile",
     },
     {"worker", "quickstart"},
     {"cli", "launcher", "prover", "__init__", "__main__"},
@@ -34,6 +34,7 @@ INNER_ORDER = {
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
+    ("model", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

@@ -216,6 +216,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {
         *(f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_tokens", "real_tokens")),
         *(f"train/{name}" for name in ("slots", "seconds", "tokens_per_second", "memory", "epoch")),
+        "train/data_seconds",
+        "train/mfu",
         *(f"eval/{name}" for name in ("loss", "tokens", "seconds")),
     }
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]

@@ -19,6 +19,7 @@ from finetune.data.batch import MicroBatch, collate
 from finetune.data.packing import pack
 from finetune.data.rows import Rows, single_rows
 from finetune.errors import FinetuneError
+from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
 
@@ -94,7 +95,9 @@ TOLERANCE = 1e-6
 def tiny(kind: str, attention: str) -> PreTrainedModel:
     torch.manual_seed(5)
     config = AutoConfig.for_model(kind, **SIZES | SPECIAL.get(kind, {}))
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    give_loss(model, chunked=True)
+    return model
 
 
 def documents(seed: int = 0) -> Rows:

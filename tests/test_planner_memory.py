@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+import finetune as ft
 from finetune.planner import communication, memory, resident, states, totals
 from finetune.planner.families import read
 from finetune.planner.layout import Layout
+from finetune.planner.predict import workload_of
 from finetune.planner.tape import Tape, Value, trace
 from finetune.planner.workload import HF, LINEAR, Workload, lora
 
@@ -202,3 +204,14 @@ def test_a_tape_keeps_gradients_of_parameters_and_adds_those_of_shared_values() 
     assert result.saved == 4
     # gradient that came in, that of the source through the product, their sum, the weight's
     assert result.backward == 4 + 4 + 4 + 10
+
+
+@pytest.mark.parametrize(("kernel", "logits"), [("chunked", False), ("whole", True)])
+def test_logits_are_planned_where_the_head_makes_them(kernel: str, logits: bool) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 32_000, "max_position_embeddings": 128,
+    }  # fmt: skip
+    recipe = ft.SFT(ft.Model(config=config, tokenizer="t"), data=(ft.Data("d", "text"),))
+    settled = ft.plan(recipe.with_kernels(head=kernel), "single")
+    assert workload_of(settled, read(config)).loss.logits is logits

@@ -53,7 +53,7 @@ def _levers(
         setting = "model.activation_checkpointing=true"
         yield "recompute activations", setting, with_(checkpointing="full")
     if workload.loss.logits:
-        yield "a loss that never holds all logits", "(a fused loss)", with_(loss=LINEAR)
+        yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=LINEAR)
     for layout in (*advice.layouts(machine), *advice.offloads(machine)):
         if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
             "optimizer"

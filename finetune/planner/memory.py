@@ -54,13 +54,18 @@ class Traces:
 
 
 def traces(workload: Workload) -> Traces:
-    held = workload.checkpointing == "full"
+    held = workload.checkpointing in ("full", "attention")
     layer = _layer_trace(workload, held, enters=True)
     # Frozen embeddings have no gradient; checkpoints need one all the same, and so ask for it.
     enters = workload.adapter is None or held
     first = layer if enters else _layer_trace(workload, held, enters=False)
     stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
     kept, least = (stream, stream) if held else (layer.saved, first.saved)
+    if workload.checkpointing == "attention":
+        # Its output in the type of the products, and one fp32 statistic per head.
+        shape = workload.shape
+        of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
+        kept, least = (each + workload.tokens * of_token for each in (kept, least))
     if workload.checkpointing == "selective":
         kept = least = _layer(workload).kept_selectively()
     if workload.scheme == "fsdp":
@@ -172,7 +177,7 @@ class _Step:
         self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
         self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
         # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
-        self.checkpointed = workload.checkpointing == "full"
+        self.checkpointed = workload.checkpointing in ("full", "attention")
 
     def _adapter_layer(self) -> float:
         adapter = self.workload.adapter

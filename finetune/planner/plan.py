@@ -6,6 +6,7 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
+from finetune.planner.kernels import Choice, choices, model_type
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
 
@@ -35,17 +36,10 @@ class Plan:
         """Data type that packs NF4 weights: FSDP shards only floating point tensors."""
         return "bfloat16" if self.backend.engine == "fsdp" else "uint8"
 
-    def _batch(self) -> str:
-        batch = self.recipe.batch
-        unit = "packs" if batch.packing else "rows"
-        filled = "of whole documents, filled to" if batch.packing else "up to"
-        shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
-        if batch.micro_tokens is not None:
-            shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
-        return (
-            f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
-            f"{batch.max_length} tokens a {unit[:-1]}"
-        )
+    @property
+    def kernels(self) -> tuple[Choice, ...]:
+        """What each lever does, as far as the model is known before it is loaded."""
+        return choices(self.recipe, self.backend, model_type(self.recipe))
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over a training set of so many rows."""
@@ -62,7 +56,7 @@ class Plan:
                 f"optim.lr_scaling={optim.lr_scaling}: the learning rate is {self.lr:.3g} on "
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
-        return notes
+        return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
         """The record of the plan: plain values for `plan.json`."""
@@ -81,6 +75,7 @@ class Plan:
             "packing": self.recipe.batch.packing,
             "accumulation": self.accumulation,
             "lr": self.lr,
+            "kernels": {choice.lever: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
 
@@ -104,8 +99,21 @@ class Plan:
             f"batch        {self._batch()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
+            f"kernels      {', '.join(f'{each.lever} {each.value}' for each in self.kernels)}",
         ]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
+
+    def _batch(self) -> str:
+        batch = self.recipe.batch
+        unit = "packs" if batch.packing else "rows"
+        filled = "of whole documents, filled to" if batch.packing else "up to"
+        shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
+        if batch.micro_tokens is not None:
+            shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
+        return (
+            f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
+            f"{batch.max_length} tokens a {unit[:-1]}"
+        )
 
 
 def plan(

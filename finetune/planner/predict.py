@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.backend import hub_cache
 from finetune.errors import FinetuneError
 from finetune.planner import advice, communication, hardware, layout, memory, published, totals
 from finetune.planner.architecture import Architecture
 from finetune.planner.block import AttentionKind
+from finetune.planner.configs import config_paths
 from finetune.planner.families import read
+from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
-from finetune.planner.workload import OURS, Adapter, Workload, lora
+from finetune.planner.workload import LINEAR, OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
 HUB_SECONDS = 5
@@ -51,7 +52,7 @@ def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
         return model.config, "model.config"
     if model.name is None:
         raise FinetuneError("model: give model.name or model.config: its shape is not known")
-    for path in _config_paths(model.name, model.revision):
+    for path in config_paths(model.name, model.revision):
         if path.is_file():
             return _config(path), str(path)
     known = published.find(model.name)
@@ -96,15 +97,6 @@ def _config(path: Path) -> Any:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
 
 
-def _config_paths(name: str, revision: str | None) -> list[Path]:
-    """Where a model's config may lie on this machine."""
-    folder = hub_cache() / f"models--{name.replace('/', '--')}"
-    wanted = revision or "main"
-    reference = folder / "refs" / wanted
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
-    return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
-
-
 def workload_of(plan: Plan, shape: Architecture) -> Workload:
     """What one process of a plan trains."""
     recipe, backend = plan.recipe, plan.backend
@@ -118,9 +110,9 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         layout=place,
         adapter=_adapter(recipe, shape),
         quantization=recipe.model.quantization,
-        checkpointing="full" if recipe.model.activation_checkpointing else "none",
+        checkpointing=recipe.model.checkpointing,
         attention=kinds.get(recipe.model.attention, "flash"),
-        loss=OURS,
+        loss=LINEAR if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
     )

@@ -16,6 +16,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _batch,
         _quantization,
         _adapter,
+        _checkpointing,
         _disk,
         _optimizer,
         _evaluation,
@@ -92,6 +93,15 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
             f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
+        )
+
+
+def _checkpointing(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    attention = recipe.model.attention
+    if recipe.model.checkpointing == "attention" and attention in ("eager", "flex_attention"):
+        yield (
+            f"model.activation_checkpointing: `attention` keeps the output of one operation, which "
+            f"{attention} is not; use model.attention=sdpa, or model.activation_checkpointing=true"
         )
 
 

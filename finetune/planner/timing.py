@@ -39,6 +39,23 @@ def flops_per_token(
     return (passes + extra) * weights + (3 + extra) * scores
 
 
+def step_flops(
+    shape: Architecture, tokens: int, trained_tokens: int, length: float, adapter: int = 0
+) -> float:
+    """FLOPs that a step cannot do without: no padding, no logits of tokens without a label.
+
+    Args:
+        tokens: real ones.
+        length: of a document, on average.
+        adapter: parameters of a low-rank adapter on frozen weights; 0 where all are trained.
+    """
+    passes = 2 if adapter else 3
+    inside = shape.multiplied - shape.embedding
+    scores = 3 * 2.0 * shape.layers * shape.query * length
+    per_token = passes * 2.0 * inside + 6.0 * adapter + scores
+    return tokens * per_token + trained_tokens * passes * 2.0 * shape.embedding
+
+
 def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
     """Tokens per micro-step from which offloaded weights no longer bound the step.
 
@@ -117,7 +134,7 @@ def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
     """The step as a roofline: the longer of computing and moving, and what they do not share."""
     per_token = flops_per_token(
         workload.shape, workload.length, True, workload.adapter is not None,
-        workload.checkpointing == "full",
+        workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
     tokens = workload.tokens * workload.accumulation
     work = per_token * tokens

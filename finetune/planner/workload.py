@@ -10,7 +10,8 @@ from finetune.planner.block import AttentionKind, Numerics
 from finetune.planner.layout import Layout
 from finetune.planner.states import adam_moments, nf4_bytes
 
-Checkpointing = Literal["none", "full", "selective"]
+Checkpointing = Literal["none", "full", "attention", "selective"]
+"""What layers recompute: nothing, all, all but attention, or every second matrix product."""
 Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
 """How weights are held and computed with: all fp32; all bf16; fp32 weights under autocast; fp32
 shards gathered in bf16; bf16 weights with fp32 masters in the optimizer."""

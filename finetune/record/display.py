@@ -38,6 +38,8 @@ PLAIN_WIDTH = 100
 """Columns of a plain log."""
 NARROW = 76
 """Columns of a terminal below which the bar shows loss and time left only."""
+WIDE = 110
+"""Columns from which the bar shows shares of the slots and of the machine's rate too."""
 REDRAW_SECONDS = 0.1
 """The bar is drawn at most this often: steps of a tiny model take a millisecond."""
 
@@ -147,8 +149,9 @@ class Display:
             return
         self._drawn = now
         bar, task = self._bar
-        loss, lr, speed, memory, left = step_facts(record, self._seconds_left(record))
-        middle = f"  {lr}  {speed}  {memory}" if self._console.width >= NARROW else ""
+        loss, lr, speed, *shares, memory, left = step_facts(record, self._seconds_left(record))
+        shown = [lr, speed, *(shares if self._console.width >= WIDE else ()), memory]
+        middle = "  " + "  ".join(shown) if self._console.width >= NARROW else ""
         facts = f"[bold]{loss}[/]{middle}  [cyan]{left}[/]"
         bar.update(task, completed=record.step, facts=facts, refresh=True)
 
@@ -212,13 +215,15 @@ def open_bar(console: Console, start: Start) -> tuple[Progress, TaskID]:
     return bar, bar.add_task("", total=start.steps, completed=start.step, facts="")
 
 
-def step_facts(record: Trained, seconds_left: float) -> tuple[str, str, str, str, str]:
-    """Loss, learning rate, speed, memory and time left."""
+def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
+    """Loss, learning rate, speed, real share of the slots, MFU, memory and time left."""
     left = f"{units.duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
     return (
         f"loss {units.loss(record.loss)}",
         f"lr {units.learning_rate(record.lr)}",
         f"{units.count(record.tokens_per_second)} tokens/s",
+        f"{record.real_tokens / record.slots:.0%} real",
+        *([] if math.isnan(record.mfu) else [f"{record.mfu:.0%} MFU"]),
         units.size(record.memory),
         left,
     )

@@ -96,6 +96,10 @@ class Trained(Record):
     """Peak so far in bytes, of the process that holds most."""
     epoch: float
     """Passes over the training rows so far."""
+    data_seconds: float = 0.0
+    """Of `seconds`: waited for rows, on the process that speaks."""
+    mfu: float = math.nan
+    """Share of what matrix products alone reach here; nan where the model's shape is not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,8 +327,9 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
         )
     known = {field.name: field for field in dataclasses.fields(kind)}
     got = {name: value for name, value in fields.items() if name != "kind"}
-    if got.keys() != known.keys():
-        wrong = ", ".join(sorted(got.keys() ^ known.keys()))
+    needed = {name for name, field in known.items() if field.default is dataclasses.MISSING}
+    wrong = ", ".join(sorted((got.keys() - known.keys()) | (needed - {"time"} - got.keys())))
+    if wrong:
         raise FinetuneError(
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} that lacks or "
             f"should not have: {wrong}"

@@ -93,7 +93,8 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
             )
         if recipe.model.quantization != "none":
             _quantise(network, plan)
-        network = models.as_trained(network, recipe)
+        base, network = network, models.as_trained(network, recipe)
+        models.install_kernels(base, plan)
         for module in network.modules():
             _drop_out_as_on_a_gpu(module)
     with fake:

@@ -1,0 +1,233 @@
+"""The loss of a causal language model: on labelled rows only, in chunks, without stored logits.
+
+A model that was given its loss is called with the places of the labelled rows and what each should
+predict, and returns a sum. Called without them it is the model that transformers made. The loss is
+made inside the model's own forward pass, and its weights are used inside the head's: there every
+engine has gathered them (FSDP2, ZeRO-3) and sees what takes part (DDP).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from finetune.errors import FinetuneError
+from finetune.kernels.precision import compute_dtype
+from finetune.planner.kernels import LOGITS
+
+CHUNK_ENTRIES = 2**23
+"""Logits of one chunk, 16 MiB in bf16: enough rows for a matrix product to be fast."""
+TILE_ENTRIES = 2**21
+"""Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
+
+
+def give_loss(model: PreTrainedModel, chunked: bool) -> None:
+    """Let a model compute its loss where its forward pass is told the labelled rows.
+
+    The classes of the model and of its head are replaced by subclasses of the same name, as
+    `torch.distributed.fsdp.fully_shard` does: names of parameters and saved files stay.
+
+    Args:
+        model: the plain model, which may hold PEFT's modules already.
+        chunked: false computes the loss from all logits.
+
+    Raises:
+        FinetuneError: `chunked`, and the head is no plain linear layer.
+    """
+    if chunked:
+        head = _plain_head(model)
+        head.__class__ = LabelledHead
+        head.scale, head.cap = logit_function(model.config)
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (WithLoss, kind), {"loss_in_chunks": chunked})
+
+
+def _plain_head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    if isinstance(head, ModulesToSaveWrapper):  # trained whole beside an adapter
+        head = head.modules_to_save[head.active_adapters[0]]
+    if type(head) is not nn.Linear:
+        raise FinetuneError(
+            f"kernels.head: the head is a {type(head).__name__}, expected a plain linear layer; "
+            "use kernels.head=whole"
+        )
+    return head
+
+
+def logit_function(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Scale and soft cap c of logits: x becomes c * tanh(scale * x / c), or scale * x."""
+    match LOGITS[config.model_type]:
+        case "softcapped":
+            return 1.0, config.final_logit_softcapping
+        case "divided":
+            return 1.0 / config.logits_scaling, None
+        case "multiplied":
+            return config.logit_scale, None
+        case "plain":
+            return 1.0, None
+
+
+class WithLoss:
+    """Mixed into a causal language model: a forward pass that ends in the sum of the loss."""
+
+    loss_in_chunks: bool
+
+    def forward(
+        self,
+        *args: Any,
+        places: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """As the model's own, or with `places` the summed cross-entropy, a scalar in fp32.
+
+        Args:
+            places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
+            targets: (labelled,) int64, the token that follows each.
+        """
+        if places is None:
+            return super().forward(*args, **inputs)
+        if not self.loss_in_chunks:
+            logits = super().forward(*args, **inputs).logits
+            labelled = logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
+            return F.cross_entropy(labelled, targets, reduction="sum")
+        given = {name: value for name, value in inputs.items() if value is not None}
+        hidden = self.base_model(*args, **given).last_hidden_state  # (rows, length, hidden)
+        return self.get_output_embeddings()(hidden.flatten(0, 1)[places], targets)
+
+
+class LabelledHead(nn.Linear):
+    """A head that gives the summed loss of hidden states where it is told their targets."""
+
+    scale: float
+    cap: float | None
+
+    def forward(self, input: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if targets is None:
+            return super().forward(input)
+        return ChunkedLoss.apply(input, self.weight, self.bias, targets, self.scale, self.cap)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Summed cross-entropy of a head, with its gradient made in the forward pass.
+
+    The gradient of the logits is softmax(logits) - onehot(target) (times what scaling and capping
+    add): each chunk of logits becomes gradients of hidden states and head, and is forgotten.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        weight: torch.Tensor,  # (vocabulary, hidden)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (labelled,)
+        scale: float,
+        cap: float | None,
+    ) -> torch.Tensor:
+        dtype = compute_dtype(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            given, matrix = hidden.to(dtype), weight.to(dtype)
+            loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            wanted = ctx.needs_input_grad[:3]
+            grads = _Gradients(given, matrix, bias, wanted)
+            rows = max(1, CHUNK_ENTRIES // weight.shape[0])
+            for start in range(0, len(given), rows):
+                part = slice(start, start + rows)
+                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+                loss += grads.count(part, logits, targets[part], scale, cap)
+        ctx.grads = grads.of(hidden, weight, bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients times `grad`, in place: they are used once."""
+        grads, ctx.grads = ctx.grads, None
+        return *(each if each is None else each.mul_(grad) for each in grads), None, None, None
+
+
+class _Gradients:
+    """Gradients of the summed loss with respect to hidden states, matrix and bias, so far."""
+
+    def __init__(
+        self,
+        given: torch.Tensor,
+        matrix: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        self.given, self.matrix, self.added = given, matrix, bias
+        self.any = any(wanted)
+        self.hidden = torch.empty_like(given) if wanted[0] else None
+        self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+
+    def count(
+        self,
+        part: slice,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        cap: float | None,
+    ) -> torch.Tensor:
+        """Summed loss of a chunk, counted in; `logits` (chunk, vocabulary) are overwritten."""
+        loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+        rows = len(logits)
+        if logits.device.type == "cpu":
+            rows = max(1, TILE_ENTRIES // logits.shape[1])
+        for start in range(0, len(logits), rows):
+            tile = slice(start, start + rows)
+            wide = logits[tile].float()  # (tile, vocabulary)
+            if self.added is not None:
+                wide = wide + self.added
+            total, by_logits = tile_loss(wide, targets[tile], scale, cap, self.any)
+            loss += total
+            if by_logits is not None:
+                logits[tile] = by_logits
+                if self.bias is not None:
+                    self.bias += by_logits.sum(0)
+        if self.hidden is not None:
+            torch.mm(logits, self.matrix, out=self.hidden[part])
+        if self.weight is not None:
+            self.weight += logits.T @ self.given[part]
+        return loss
+
+    def of(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Each in the type of what it is the gradient of."""
+        return (
+            None if self.hidden is None else self.hidden.to(hidden.dtype),
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+def tile_loss(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None, wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed loss of some rows, and its gradient with respect to their logits where it is wanted.
+
+    `logits` (tile, vocabulary) are in fp32, and so are both results.
+    """
+    if scale != 1.0:
+        logits = logits * scale
+    slope = None
+    if cap is not None:
+        logits = (logits / cap).tanh()
+        slope = 1 - logits.square() if wanted else None
+        logits = logits * cap
+    rows = targets[:, None]
+    shares = F.log_softmax(logits, -1)
+    loss = -shares.gather(1, rows).sum()
+    if not wanted:
+        return loss, None
+    by_logits = shares.exp_().scatter_add_(1, rows, torch.full_like(rows, -1, dtype=shares.dtype))
+    if slope is not None:
+        by_logits *= slope
+    if scale != 1.0:
+        by_logits *= scale
+    return loss, by_logits

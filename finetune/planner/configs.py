@@ -1,0 +1,14 @@
+"""Where a model's `config.json` may lie on this machine."""
+
+from pathlib import Path
+
+from finetune.backend import hub_cache
+
+
+def config_paths(name: str, revision: str | None) -> list[Path]:
+    """A local folder's, and the hub cache's."""
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    wanted = revision or "main"
+    reference = folder / "refs" / wanted
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+    return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]

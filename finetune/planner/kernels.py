@@ -1,0 +1,96 @@
+"""Which levers of `recipe.kernels` a run uses, and why it falls back where it does not."""
+
+import dataclasses
+import json
+from typing import Literal
+
+from finetune.backend import Backend
+from finetune.planner.configs import config_paths
+from finetune.recipe import Recipe
+
+Logits = Literal["plain", "softcapped", "divided", "multiplied"]
+
+LOGITS: dict[str, Logits] = {
+    "llama": "plain",
+    "mistral": "plain",
+    "mixtral": "plain",
+    "qwen2": "plain",
+    "qwen2_moe": "plain",
+    "qwen3": "plain",
+    "qwen3_moe": "plain",
+    "gemma": "plain",
+    "gemma2": "softcapped",
+    "gemma3_text": "softcapped",
+    "granite": "divided",
+    "cohere": "multiplied",
+    "cohere2": "multiplied",
+    "phi3": "plain",
+    "olmo2": "plain",
+    "smollm3": "plain",
+}
+"""What a model does between its backbone and its loss, by `model_type` in transformers 5.23: the
+head alone, or the head and then cap * tanh(x / cap) (`final_logit_softcapping`), a division
+(`logits_scaling`), a product (`logit_scale`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one lever does in a run."""
+
+    lever: str
+    """Field of `recipe.kernels`."""
+    value: str
+    """How it is computed."""
+    fallback: str = ""
+    """Why this is not what the recipe asks for; empty where it is."""
+
+    def line(self) -> str:
+        return f"kernels.{self.lever}: {self.value}, because {self.fallback}"
+
+
+def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice, ...]:
+    """The levers of a recipe on a backend; `kind` is the model's type, None where not known yet."""
+    adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
+    return _head(recipe, kind), *adapted, Choice("norm", recipe.kernels.norm)
+
+
+def _head(recipe: Recipe, kind: str | None) -> Choice:
+    if recipe.kernels.head == "whole":
+        return Choice("head", "whole")
+    targets = recipe.adapter.targets if recipe.adapter is not None else ()
+    if not isinstance(targets, str) and any(t.split(".")[-1] == "lm_head" for t in targets):
+        return Choice("head", "whole", "the head has an adapter (adapter.targets)")
+    if kind is not None and kind not in LOGITS:
+        return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
+    return Choice("head", "chunked")
+
+
+def _lora(recipe: Recipe, backend: Backend) -> Choice:
+    adapter = recipe.adapter
+    if adapter is None or recipe.kernels.lora == "separate":
+        return Choice("lora", "separate")
+    reasons = {
+        "adapter.dropout thins each input by itself": adapter.dropout > 0,
+        "adapter.use_dora needs the norm of whole weights": adapter.use_dora,
+        "model.quantization=int8 has products of its own": recipe.model.quantization == "int8",
+        f"{backend.name} gathers each layer for itself": backend.engine == "deepspeed"
+        and backend.shard == "params",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return Choice("lora", "separate", " and ".join(found)) if found else Choice("lora", "grouped")
+
+
+def model_type(recipe: Recipe) -> str | None:
+    """The type of a recipe's model, where its config is on this machine."""
+    model = recipe.model
+    if model.config is not None:
+        return model.config.get("model_type")
+    if model.name is None:
+        return None
+    for path in config_paths(model.name, model.revision):
+        if path.is_file():
+            try:
+                return json.loads(path.read_text(encoding="utf-8")).get("model_type")
+            except (OSError, ValueError):
+                return None  # loading the model tells what is wrong with it
+    return None

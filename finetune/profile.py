@@ -1,0 +1,142 @@
+"""Where the time of one optimizer step went: torch's trace, and a table of it by kind of work."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+STEP = 2
+"""Steps before the one that is traced: memory is laid out and kernels are chosen."""
+
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer"
+HEAD = "lm-head matmul"
+LOSS = "loss elementwise"
+ATTENTION = "attention"
+ADAPTERS = "LoRA small matmul"
+MATMUL = "layer matmul"
+QUANTISED = "dequantisation"
+COPIES = "copies and casts"
+ELEMENTWISE = "norm, rope, activation, residual"
+REST = "python and waiting"
+ROWS = (
+    ELEMENTWISE, ATTENTION, MATMUL, COPIES, LOSS, ADAPTERS, HEAD, QUANTISED, OPTIMIZER, REST,
+    COMMUNICATION,
+)  # fmt: skip
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul")
+COPYING = (
+    "aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::cat",
+    "aten::fill_", "aten::zero_", "aten::index", "aten::index_select", "aten::_index_put_impl_",
+    "Memcpy", "Memset",
+)  # fmt: skip
+LOSSES = ("log_softmax", "nll_loss", "ChunkedLoss")
+EXCHANGES = (
+    "c10d", "gloo", "nccl", "record_param_comms", "all_gather", "all_reduce", "reduce_scatter",
+    "allreduce", "allgather",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Traces one step of a run where a folder is given."""
+
+    folder: Path | None
+    rank: int
+    say: Callable[[str], object] | None
+    """Prints a line, on the process that speaks."""
+    vocabulary: int
+    ranks: frozenset[int]
+    """Of the adapter's matrices."""
+
+    @contextlib.contextmanager
+    def of_step(self, number: int) -> Iterator[None]:
+        """Around step `number` of this process: the third is traced."""
+        if self.folder is None or number != STEP:
+            yield
+            return
+        cuda = torch.cuda.is_available()
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+        with profile(activities=kinds, record_shapes=True) as traced:
+            yield
+        self.folder.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(str(self.folder / f"trace-rank-{self.rank:05d}.json"))
+        found = spent(traced.events(), self.vocabulary, self.ranks, cuda)
+        path = self.folder / f"where-rank-{self.rank:05d}.json"
+        path.write_text(json.dumps(found, indent=2) + "\n")
+        if self.say is not None:
+            for line in table(found):
+                self.say(line)
+            self.say(f"trace: {self.folder}")
+
+
+def spent(
+    events: list[FunctionEvent], vocabulary: int, ranks: frozenset[int], cuda: bool
+) -> dict[str, float]:
+    """Seconds of a step by kind of work; what no operation accounts for is waiting."""
+    found = dict.fromkeys(ROWS, 0.0)
+    first = min(event.time_range.start for event in events)
+    last = max(event.time_range.end for event in events)
+    for event in events:
+        seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
+        kind = kind_of(event, vocabulary, ranks)
+        if kind is not None and (kind == COMMUNICATION or not event.is_async):
+            found[kind] += seconds
+    counted = sum(seconds for kind, seconds in found.items() if kind != COMMUNICATION)
+    found[REST] = max(0.0, (last - first) / 1e6 - counted)
+    return found
+
+
+def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str | None:
+    """The row of an event; None for one that only wraps others, whose own time is Python's."""
+    name = event.name
+    if any(word in name for word in EXCHANGES):
+        return COMMUNICATION
+    above = list(_above(event))
+    if any(word.startswith(("Optimizer.step", "clip_grad")) for word in (name, *above)):
+        return OPTIMIZER
+    if name.startswith(PRODUCTS):
+        sizes = {size for shape in event.input_shapes or () for size in shape if shape}
+        if any(size == vocabulary for size in sizes):
+            return HEAD
+        # The narrow side of an adapter is a rank, or the ranks of a group side by side.
+        narrow = {rank * joined for rank in ranks for joined in (1, 2, 3)}
+        return ADAPTERS if sizes & narrow else MATMUL
+    if "attention" in name or "flash" in name:
+        return ATTENTION
+    if "dequantize" in name or "gemm_4bit" in name:
+        return QUANTISED
+    if any(word in each for word in LOSSES for each in (name, *above)):
+        return LOSS
+    if name in COPYING or name.startswith(("Memcpy", "Memset")):
+        return COPIES
+    return ELEMENTWISE if name.startswith(("aten::", "void ")) else None
+
+
+def _above(event: FunctionEvent) -> Iterator[str]:
+    parent: Any = event.cpu_parent
+    while parent is not None:
+        yield parent.name
+        parent = parent.cpu_parent
+
+
+def table(found: dict[str, float]) -> list[str]:
+    """One line a kind, the largest first; communication runs beside the rest, and stands apart."""
+    inside = {kind: seconds for kind, seconds in found.items() if kind != COMMUNICATION}
+    whole = sum(inside.values()) or 1.0
+    lines = [f"where a step of {whole:.3g} s went"]
+    for kind, seconds in sorted(inside.items(), key=lambda pair: -pair[1]):
+        if seconds:
+            lines.append(f"  {kind:34} {seconds / whole:6.1%}  {seconds:.4f} s")
+    if found[COMMUNICATION]:
+        share = found[COMMUNICATION] / whole
+        lines.append(
+            f"  {COMMUNICATION + ' (beside it)':34} {share:6.1%}  {found[COMMUNICATION]:.4f} s"
+        )
+    return lines

@@ -1,0 +1,81 @@
+"""The kernels compute what plain transformers and PEFT do, on one process and on several."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finetune, Tiny, write_recipe
+from test_backends import FP32, largest, launch, losses
+
+from finetune.run import Run
+
+PLAIN = {"kernels": {"head": "whole", "lora": "separate", "norm": "plain"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": {"r": 8}, "optim": {"lr": 5e-3}},
+    "nf4": {"adapter": {"r": 8}, "model": {"quantization": "nf4"}, "optim": {"lr": 5e-3}},
+}
+BACKENDS = ["single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op_offload", "zero2", "zero3"]
+
+Trained = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    root = tmp_path_factory.mktemp("kernels")
+
+    def run(kind: str, backend: str, **sections: Any) -> Run:
+        place = root / kind / (backend + "-".join(sections))
+        if not place.exists():
+            model = {"name": str(tiny.model)} | KINDS[kind].get("model", {})
+            fields = tiny.fields(**(KINDS[kind] | sections | {"model": model}))
+            recipe = write_recipe(root / f"{kind}-{'-'.join(sections)}.json", fields)
+            launch(finetune, recipe, backend, place)
+        return Run(place)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_plain_transformers_and_peft(
+    trained: Trained, kind: str, backend: str
+) -> None:
+    plain, ours = trained(kind, "single", **PLAIN), trained(kind, backend)
+    assert largest(losses(plain), losses(ours)) < FP32
+    assert largest(losses(plain, "eval"), losses(ours, "eval")) < FP32
+    norms = [[r["grad_norm"] for r in run.read_metrics("train")] for run in (plain, ours)]
+    assert largest(*norms) < 1e-4  # norms of about 3
+
+
+def test_a_run_continues_with_other_kernels(
+    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    ours = trained("lora", "single")
+    fields = tiny.fields(**KINDS["lora"], **PLAIN, max_steps=8)
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    done = finetune("train", recipe, "--precision", "fp32", "--output", ours.root, "--resume")
+    assert done.status == 0, done.output
+    assert len(losses(ours)) == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"adapter": {"r": 4, "dropout": 0.1}}, "kernels.lora: separate, because adapter.dropout"),
+        (
+            {"adapter": {"r": 4, "targets": ["q_proj", "lm_head"]}},
+            "kernels.head: whole, because the head has an adapter",
+        ),
+    ],
+)
+def test_the_plan_and_the_run_say_what_falls_back(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, sections: dict[str, Any], told: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1, **sections))
+    planned = finetune("plan", recipe)
+    assert told in planned.stdout
+    done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    assert told in " ".join(done.output.split())

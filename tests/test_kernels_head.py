@@ -1,0 +1,151 @@
+"""The loss in chunks is that of transformers, with all gradients, for every kind of head."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, VOCABULARY, adapt, build, distance, gradients, inputs
+from torch import nn
+
+from finetune.data.batch import MicroBatch
+from finetune.errors import FinetuneError
+from finetune.kernels import head
+from finetune.losses import token_loss_sum
+from finetune.planner.kernels import LOGITS
+
+FP32 = 1e-6
+"""Relative: a sum in another order moves the seventh digit."""
+BF16 = 4e-3
+"""Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
+AS_EXACT = 1.2
+"""Most that gradients in bf16 may be farther from fp32 than those of transformers in bf16 are."""
+OTHERS = {
+    "granite": {"logits_scaling": 2.5},
+    "cohere": {"logit_scale": 0.3},
+    "gemma3_text": {"head_dim": 16, "final_logit_softcapping": 4.0},
+}
+SCALE = 0.37
+"""The loop multiplies every sum before the backward pass."""
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ENTRIES", 7 * VOCABULARY)
+    monkeypatch.setattr(head, "TILE_ENTRIES", 3 * VOCABULARY)
+
+
+def batch() -> MicroBatch:
+    given = inputs()
+    return MicroBatch(
+        given["input_ids"], given["labels"], given["attention_mask"], 3,
+        int((given["labels"] != -100).sum()), int(given["attention_mask"].sum()),
+    )  # fmt: skip
+
+
+def reference(model: nn.Module, autocast: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """Plain transformers: logits of every row, one cross-entropy in fp32."""
+    given = batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=given.ids, attention_mask=given.attention_mask).logits
+    flat = logits[:, :-1].float().flatten(0, 1)
+    loss = F.cross_entropy(flat, given.labels[:, 1:].flatten(), reduction="sum")
+    (loss * SCALE).backward()
+    return loss.item(), gradients(model)
+
+
+def ours(model: nn.Module, autocast: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = token_loss_sum(model, batch())
+    (loss * SCALE).backward()
+    return loss.item(), gradients(model)
+
+
+def compare(plain: nn.Module, given: nn.Module, autocast: bool) -> None:
+    """In fp32 both are equal; in bf16 they are equally far from fp32."""
+    exact, by_exact = reference(copy.deepcopy(plain).float(), False)
+    loss, by_ours = ours(given, autocast)
+    if not autocast:
+        assert loss == pytest.approx(exact, rel=FP32)
+        assert distance(by_ours, by_exact) < FP32
+        return
+    _, by_plain = reference(plain, autocast)
+    assert loss == pytest.approx(exact, rel=BF16)
+    assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
+def test_all_weights_get_the_gradient_of_transformers(
+    kind: str, chunked: bool, autocast: bool
+) -> None:
+    plain = build(kind, **OTHERS.get(kind, {}))
+    given = copy.deepcopy(plain)
+    head.give_loss(given, chunked)
+    compare(plain, given, autocast)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_adapter_gets_the_gradient_of_peft(kind: str, autocast: bool) -> None:
+    plain = adapt(build(kind, torch.bfloat16 if autocast else torch.float32))
+    given = copy.deepcopy(plain)
+    head.give_loss(given.get_base_model(), chunked=True)
+    compare(plain, given, autocast)
+
+
+def test_a_head_that_is_trained_whole_beside_an_adapter_gets_its_gradient() -> None:
+    plain = adapt(build("llama"), modules_to_save=["lm_head"])
+    given = copy.deepcopy(plain)
+    head.give_loss(given.get_base_model(), chunked=True)
+    compare(plain, given, False)
+    assert any("lm_head" in name for name in gradients(given))
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_each_known_type_scales_and_caps_its_logits_as_transformers_does(kind: str) -> None:
+    fields: dict[str, Any] = {}
+    if "moe" in kind:
+        fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    plain = build(kind, **(fields | OTHERS.get(kind, {})))
+    given = copy.deepcopy(plain)
+    head.give_loss(given, chunked=True)
+    with torch.no_grad():
+        loss = token_loss_sum(given, batch()).item()
+        logits = plain(input_ids=batch().ids, attention_mask=batch().attention_mask).logits
+    labels = batch().labels[:, 1:].flatten()
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum").item()
+    assert loss == pytest.approx(expected, rel=FP32)
+
+
+def test_a_model_with_its_loss_still_gives_logits_and_text() -> None:
+    plain = build("qwen3").eval()
+    given = copy.deepcopy(plain)
+    head.give_loss(given, chunked=True)
+    ids = batch().ids
+    assert torch.equal(given(input_ids=ids).logits, plain(input_ids=ids).logits)
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(given.generate(ids[:1], **settings), plain.generate(ids[:1], **settings))
+    assert given.state_dict().keys() == plain.state_dict().keys()
+    assert type(given).__name__ == "Qwen3ForCausalLM"
+
+
+def test_a_micro_batch_without_labels_gives_zero_and_every_gradient() -> None:
+    model = build("llama")
+    head.give_loss(model, chunked=True)
+    nothing = MicroBatch(batch().ids, torch.full_like(batch().ids, -100), None, 0, 0, 0)
+    loss = token_loss_sum(model, nothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_head_with_an_adapter_is_refused_in_chunks() -> None:
+    model = adapt(build("llama"), target_modules=["q_proj", "lm_head"])
+    with pytest.raises(FinetuneError, match=r"kernels\.head=whole"):
+        head.give_loss(model.get_base_model(), chunked=True)
+    head.give_loss(model.get_base_model(), chunked=False)
+    plain = adapt(build("llama"), target_modules=["q_proj", "lm_head"])
+    compare(plain, model, False)

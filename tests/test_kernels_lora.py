@@ -1,0 +1,177 @@
+"""Adapters in groups give the losses and gradients of PEFT, and leave its modules what they are."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from finetune.kernels import lora
+from finetune.quantization import keep_unpacked, quantization_config
+
+FP32 = 2e-6
+"""Relative, of a loss and of the whole gradient: sums in another order move the seventh digit."""
+FP64 = 1e-12
+"""Relative, of every single tensor."""
+BF16 = 4e-3
+"""Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
+AS_EXACT = 1.2
+"""Most that gradients in bf16 may be farther from fp32 than those of PEFT in bf16 are."""
+
+
+def step(model: nn.Module, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**inputs()).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def grouped(plain: PeftModel) -> PeftModel:
+    given = copy.deepcopy(plain)
+    lora.group_adapters(given)
+    return given
+
+
+def compare(plain: PeftModel, given: PeftModel, tolerance: float = FP32) -> None:
+    expected, by_plain = step(plain)
+    loss, by_ours = step(given)
+    assert loss == pytest.approx(expected, rel=tolerance)
+    assert whole_distance(by_ours, by_plain) < tolerance
+
+
+def groups_of(model: nn.Module) -> list[int]:
+    """Sizes of the groups of the first block."""
+    found = [m.group for n, m in model.named_modules() if isinstance(m, lora.Grouped)]
+    first = {id(g): len(g.layers) for g in found}
+    return sorted(first.values())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_groups_give_the_loss_and_the_gradients_of_peft(kind: str) -> None:
+    plain = adapt(build(kind))
+    compare(plain, grouped(plain))
+    if kind == "mixtral":
+        return  # torch has no product of groups in fp64
+    plain = plain.double()
+    _, by_plain = step(copy.deepcopy(plain))
+    _, by_ours = step(grouped(plain))
+    assert distance(by_ours, by_plain) < FP64
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_groups_in_bf16_are_as_near_to_fp32_as_peft(kind: str) -> None:
+    # Every expert: a rounded score would choose others.
+    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
+    plain = adapt(build(kind, torch.bfloat16, **every))
+    given = grouped(plain)
+    exact, by_exact = step(copy.deepcopy(plain).float())
+    _, by_plain = step(plain, autocast=True)
+    loss, by_ours = step(given, autocast=True)
+    assert loss == pytest.approx(exact, rel=BF16)
+    assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+
+
+def test_the_projections_of_one_input_are_one_group() -> None:
+    given = grouped(adapt(build("llama")))
+    assert groups_of(given) == sorted([3, 1, 2, 1] * 2)  # q|k|v, o, gate|up, down of two blocks
+    assert lora.left_alone(given) == {}
+
+
+def test_a_base_with_biases_and_other_ranks_gives_the_gradients_of_peft() -> None:
+    plain = adapt(build("qwen2"), rank_pattern={"k_proj": 2}, alpha_pattern={"v_proj": 3})
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    compare(plain, grouped(plain))
+
+
+def test_checkpoints_of_blocks_give_the_same_gradients() -> None:
+    plain = adapt(build("llama"))
+    given = grouped(plain)
+    given.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    given.enable_input_require_grads()
+    given.train()
+    compare(plain, given)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+def test_a_base_in_nf4_gives_the_gradients_of_peft(tmp_path: Path, storage: torch.dtype) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = quantization_config("nf4", torch.float32, storage)
+    loaded = [
+        adapt(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+        for _ in range(2)
+    ]
+    for model in loaded:
+        keep_unpacked(model)
+    lora.group_adapters(loaded[1])
+    assert groups_of(loaded[1]) == sorted([3, 1, 2, 1] * 2)
+    compare(*loaded)
+
+
+def test_a_base_in_nf4_is_dequantised_once_in_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = quantization_config("nf4", torch.float32)
+    model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    lora.group_adapters(model)
+    seen: list[int] = []
+    original = lora.dequantize_4bit
+
+    def counting(packed: torch.Tensor, state: lora.QuantState) -> torch.Tensor:
+        seen.append(packed.data_ptr())
+        return original(packed, state)
+
+    monkeypatch.setattr(lora, "dequantize_4bit", counting)
+    step(model)
+    of_layer = {pointer: seen.count(pointer) for pointer in seen}
+    assert len(of_layer) == 14
+    # The first block's q, k and v read the frozen embedding, which needs no gradient.
+    assert sorted(of_layer.values()) == [1] * 3 + [2] * 11
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lora_dropout": 0.1}, "dropout"),
+        ({"use_dora": True}, "a variant of LoRA"),
+        ({"lora_bias": True}, "a variant of LoRA"),
+    ],
+)
+def test_what_peft_computes_otherwise_is_left_to_it(fields: dict[str, object], reason: str) -> None:
+    given = adapt(build("llama"), **fields)
+    lora.group_adapters(given)
+    assert lora.left_alone(given) == {reason: 14}
+
+
+def test_hooks_and_second_adapters_are_left_to_peft() -> None:
+    given = adapt(build("llama"))
+    attention = given.get_base_model().model.layers[0].self_attn
+    attention.q_proj.base_layer.register_forward_hook(lambda *_: None)
+    lora.group_adapters(given)
+    assert lora.left_alone(given) == {"hooks": 1}
+    twice = adapt(build("llama"))
+    twice.add_adapter("other", twice.peft_config["default"])
+    lora.group_adapters(twice)
+    assert lora.left_alone(twice) == {"several adapters": 14}
+
+
+def test_saved_files_and_disabled_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    plain = adapt(build("llama")).eval()
+    given = grouped(plain)
+    assert given.state_dict().keys() == plain.state_dict().keys()
+    given.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(build("llama"), tmp_path).eval()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, plain(ids).logits)
+        with given.disable_adapter(), plain.disable_adapter():
+            assert torch.equal(given(ids).logits, plain(ids).logits)
+    merged = given.merge_and_unload()(ids).logits
+    assert torch.allclose(merged, plain(ids).logits, atol=1e-4)

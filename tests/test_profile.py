@@ -1,0 +1,92 @@
+"""Where a step goes is told by kind of work, and its rate against what the machine can multiply."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, write_recipe
+
+from finetune.planner.families import read
+from finetune.planner.timing import step_flops
+from finetune.profile import ADAPTERS, COMMUNICATION, HEAD, MATMUL, ROWS, Profile
+from finetune.rate import matmul_flops
+from finetune.run import Run
+
+SMOLLM2_135M = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_a_step_needs_no_padding_and_no_logits_of_unlabelled_tokens() -> None:
+    shape = read(SMOLLM2_135M)
+    inside = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    head, scores = 49152 * 576, 30 * 576
+    whole = step_flops(shape, tokens=100, trained_tokens=62, length=50)
+    assert whole == 100 * (6 * inside + 6 * scores * 50) + 62 * 6 * head
+    adapted = step_flops(shape, tokens=100, trained_tokens=62, length=50, adapter=1000)
+    assert adapted == 100 * (4 * inside + 6 * 1000 + 6 * scores * 50) + 62 * 4 * head
+
+
+def test_products_are_measured_in_flops_per_second() -> None:
+    rate = matmul_flops(torch.device("cpu"), torch.float32)
+    assert 1e8 < rate < 1e13  # from a phone's core to a large server
+
+
+def test_products_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
+    told: list[str] = []
+    traced = Profile(tmp_path, 0, told.append, vocabulary=320, ranks=frozenset({8}))
+    hidden, weight, down, head = (torch.randn(100, 64), torch.randn(64, 96), torch.randn(64, 8),
+                                  torch.randn(64, 320))  # fmt: skip
+    with traced.of_step(0):
+        hidden @ weight
+    assert not told
+    with traced.of_step(2):
+        for _ in range(50):
+            hidden @ weight, hidden @ down, hidden @ head
+    found = json.loads((tmp_path / "where-rank-00000.json").read_text())
+    assert found.keys() == set(ROWS)
+    assert {kind for kind in (MATMUL, ADAPTERS, HEAD) if found[kind] > 0} == {
+        MATMUL,
+        ADAPTERS,
+        HEAD,
+    }
+    assert found[COMMUNICATION] == 0
+    assert told[0].startswith("where a step of ")
+
+
+def test_a_run_tells_its_rates_and_traces_one_step(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4, adapter={"r": 4}))
+    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    run = Run(tmp_path / "run")
+    trace = json.loads((run.profile / "trace-rank-00000.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "GroupedLoRA", "ChunkedLoss"} <= names
+    assert "where a step of" in done.output
+    steps = list(run.read_metrics("train"))
+    assert all(0 < step["mfu"] < 1 for step in steps)
+    assert all(0 < step["data_seconds"] < step["seconds"] for step in steps)
+    shown = f"{steps[0]['real_tokens'] / steps[0]['slots']:.0%} real"
+    assert shown in done.output
+
+
+@pytest.mark.parametrize("missing", ["data_seconds", "mfu"])
+def test_a_record_of_an_earlier_release_is_read(tmp_path: Path, missing: str) -> None:
+    from records import START, trained, write_run
+
+    from finetune.record.metrics import read_history
+
+    run = Run(tmp_path)
+    write_run(tmp_path, [START, trained(1)])
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != missing} for line in lines]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    (step,) = read_history(run).trained
+    assert step.data_seconds == 0
+    assert math.isnan(step.mfu)
