@@ -1,8 +1,11 @@
 """Keeps the libraries' routine warnings from between a person and what we have to say."""
 
 import logging
+import os
 import warnings
 
+CPP_LEVELS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
+"""PyTorch's own variables, read when it is loaded: what its C++ says about profilers' stages."""
 LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")
 
 
@@ -12,6 +15,8 @@ def quiet() -> None:
     Their inner loggers inherit the level; the filter stays where a library, when it is imported,
     sets the level of its own logger anew.
     """
+    for variable, level in CPP_LEVELS.items():
+        os.environ.setdefault(variable, level)
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(name).addFilter(_is_error)

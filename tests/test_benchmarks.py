@@ -18,8 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
-    words = ["--rows", "300", "--repeats", "1", "--steps", "2", "--backends", "single"]
-    words += ["--note", "Only a test."]
+    words = ["startup", "training", "data", "--rows", "300", "--repeats", "1", "--steps", "2"]
+    words += ["--backends", "single", "--note", "Only a test."]
     command = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
     done = run_command(command, tmp_path / "cache", cwd=ROOT)
     assert done.status == 0, done.output
@@ -28,7 +28,7 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "data.json").read_text())
     for record in (startup, data, training):
         assert record.keys() == MACHINE | MADE_BY | {"results"}
-        assert record["command"].startswith("python -m benchmarks --rows 300 --repeats 1 ")
+        assert record["command"].startswith("python -m benchmarks startup training data ")
     assert startup["results"].keys() == {*COMMANDS, "first step"}
     for value in startup["results"].values():
         assert value["starts"] == 1

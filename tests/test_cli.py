@@ -386,7 +386,8 @@ def test_targets_that_match_nothing_leave_nothing_to_train(
     (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
     assert told.startswith("adapter.targets: ")
     assert told.endswith(
-        "linear modules here: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        "linear modules here: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, "
+        "v_proj"
     )
 
 

@@ -58,7 +58,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
     step = len(losses(Run(tmp_path / "run"))) + 1
     assert done.stderr == (
         f"error: step {step}: loss nan, gradient norm nan: the step was not taken; it trained on "
-        f"row {BAD} ({poisoned.data}, sample {BAD + 1}). Lower optim.lr, mend these rows, or set "
+        f"{poisoned.data} row {BAD + 1}. Lower optim.lr, mend these rows, or set "
         "optim.on_nonfinite=skip to leave out up to optim.max_skipped=10 such steps, and resume\n"
     )
 
@@ -86,7 +86,7 @@ def test_every_backend_leaves_the_same_step_out(
         )
         assert finetune(*words).status == 0
     skipped = [list(run.read_metrics("skip")) for run in (alone, together)]
-    named = [f"row {BAD} ({poisoned.data}, sample {BAD + 1})"]
+    named = [f"{poisoned.data} row {BAD + 1}"]
     assert [[(r["step"], r["rows"]) for r in of_run] for of_run in skipped] == [
         [(skipped[0][0]["step"], named)]
     ] * 2

@@ -112,5 +112,5 @@ def test_adapters_are_chosen_by_name_expression_layer_and_pattern() -> None:
     assert lora(shape, 4, ("q_proj",), only_layers=(1,)).parameters == 4 * 128
     assert lora(shape, 4, ("q_proj",), rank_pattern={"q_proj": 8}).parameters == 2 * 8 * 128
     assert lora(shape, 4, ("q_proj",), dora=True).parameters == 2 * (4 * 128 + 64)
-    with pytest.raises(FinetuneError, match="here are q_proj"):
+    with pytest.raises(FinetuneError, match="linear modules here: down_proj"):
         lora(shape, 4, ("query",))

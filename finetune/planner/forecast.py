@@ -49,17 +49,17 @@ class Forecast:
 def forecast(
     plan: Plan, steps: int, length: int, padded: bool, machine: Machine | None, cpu: bool
 ) -> Forecast | None:
-    """What a plan will take, or None where the formulas do not know the model.
+    """What a plan will take, or None where the formulas do not know the model or its adapter.
 
     Args:
         length: tokens of the longest row.
         padded: whether rows of a micro-batch differ in length.
     """
     try:
-        shape = model_source(plan.recipe).shape
+        workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    workload = dataclasses.replace(workload_of(plan, shape), cpu=cpu)
+    workload = dataclasses.replace(workload, cpu=cpu)
     return Forecast(_of_length(workload, length, padded), machine, steps)
 
 

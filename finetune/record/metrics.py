@@ -328,11 +328,11 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
     known = {field.name: field for field in dataclasses.fields(kind)}
     got = {name: value for name, value in fields.items() if name != "kind"}
     needed = {name for name, field in known.items() if field.default is dataclasses.MISSING}
-    wrong = ", ".join(sorted((got.keys() - known.keys()) | (needed - {"time"} - got.keys())))
-    if wrong:
+    unequal = (got.keys() - known.keys()) | (needed - {"time"} - got.keys())
+    if unequal:
         raise FinetuneError(
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} that lacks or "
-            f"should not have: {wrong}"
+            f"should not have: {', '.join(sorted(unequal))}"
         )
     wrong = [name for name, value in got.items() if not _fits(known[name].type, value)]
     if wrong:
