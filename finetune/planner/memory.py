@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner.block import Layer
+from finetune.planner.head import chunked_head
 from finetune.planner.resident import state
 from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
@@ -96,6 +97,8 @@ def _layer(workload: Workload) -> Layer:
 
 def _head(workload: Workload) -> tuple[Trace, float]:
     """Last norm, head and loss, and the most that is held before the loss."""
+    if workload.loss.chunked:
+        return chunked_head(workload)
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -125,11 +128,11 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     if not loss.logits:
         return tape.run(0, (logits,))
     if loss.exact:
-        wide = logits if logits.size == 4 * entries else tape.run(4 * entries, (logits,))
-        given, held = wide, tuple[Value, ...]()
-        if _sliced(workload):  # and the model's output holds the logits meanwhile
-            given, held = tape.run(4 * entries, (wide,)), (wide,)
-        shares = tape.run(4 * entries, (given,), holds=held)
+        held = (logits,) if loss.picked else ()
+        given = tape.run(logits.size, (logits,)) if loss.picked else logits
+        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
+        held = (logits, wide) if loss.picked else ()
+        shares = tape.run(4 * entries, (wide,), holds=held)
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
         return tape.run(4, (shares,))
@@ -138,15 +141,6 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     return tape.run(
         4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
     )
-
-
-def _sliced(workload: Workload) -> bool:
-    """Whether leaving away each row's last logits copies them.
-
-    One row without its end lies in one piece; several are copied where no cast makes a copy anyway.
-    """
-    cast_before = workload.scheme in ("fp32", "autocast", "fsdp")
-    return not workload.loss.inside and workload.rows > 1 and cast_before
 
 
 def timeline(workload: Workload) -> Timeline:
@@ -195,7 +189,7 @@ class _Step:
 
     def moment(self, name: str, **parts: float) -> Moment:
         base = state(self.workload)
-        grown = max(self.earlier(), parts.pop("gradients", 0.0))
+        grown = max(self.earlier() + parts.pop("waiting", 0.0), parts.pop("gradients", 0.0))
         return Moment(name, {**base, "gradients": grown, **parts})
 
     def timeline(self) -> Timeline:
@@ -223,9 +217,8 @@ class _Step:
                 "forward: loss",
                 activations=kept,
                 loss=run.head.forward,
-                casts=casts if self.workload.loss.inside else 0.0,
-                # The model's return frees what gathering left over.
-                units=self._units_loss() if self.workload.loss.inside else self._units_head(),
+                casts=casts,
+                units=self._units_loss(),
             ),
             self.moment(
                 "backward: loss and head",
@@ -266,6 +259,7 @@ class _Step:
         return self.moment(
             name,
             gradients=self._head_gradient() + index * self.layer_gradient,
+            waiting=self._waiting(),
             activations=below + transient,
             loss=self.loss,
             units=self._units_backward(index),
@@ -287,6 +281,11 @@ class _Step:
         width = self.workload.gradient_width / self.workload.layout.share("grads")
         return embedding * width
 
+    def _waiting(self) -> float:
+        """The head's gradient until the embedding's comes, where they are added to earlier ones."""
+        tied = self.workload.shape.tied and not self.fsdp and self.earlier()
+        return self._head_gradient() if tied else 0.0
+
     def _embedding(self) -> Moment:
         """Gradient of the embedding: one whole table, added to the head's where they are tied."""
         workload, shape = self.workload, self.workload.shape
@@ -302,6 +301,7 @@ class _Step:
         return self.moment(
             "backward: embedding",
             gradients=self.whole,
+            waiting=self._waiting(),
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
             units=self._units_embedding(),
