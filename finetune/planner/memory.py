@@ -7,6 +7,7 @@ layers are never alive together.
 import dataclasses
 from collections.abc import Mapping
 
+from finetune.planner import deepspeed
 from finetune.planner.block import Layer
 from finetune.planner.head import chunked_head
 from finetune.planner.resident import state
@@ -162,10 +163,18 @@ class _Step:
         # Offloaded gradients leave for the host as soon as they are reduced.
         leaves = workload.layout.offload != "none" and not workload.cpu
         immediate = workload.immediate or leaves
+        # DeepSpeed with fp32 accumulation: gradients lie in its buckets.
+        self.deepspeed = deepspeed.accumulates(workload) and not leaves
+        if self.deepspeed and workload.layout.shard != "optimizer":
+            immediate = True
         self.immediate = immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
+        self.standing = 0.0
+        if self.deepspeed:
+            self.whole = deepspeed.reduced(workload)
+            self.standing = deepspeed.standing(workload)
         # Weights come from other processes, or from the host.
         self.streams = workload.layout.group > 1 or workload.layout.offload == "all"
         self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
@@ -190,7 +199,7 @@ class _Step:
     def moment(self, name: str, **parts: float) -> Moment:
         base = state(self.workload)
         grown = max(self.earlier() + parts.pop("waiting", 0.0), parts.pop("gradients", 0.0))
-        return Moment(name, {**base, "gradients": grown, **parts})
+        return Moment(name, {**base, "gradients": self.standing + grown, **parts})
 
     def timeline(self) -> Timeline:
         run, kept = self.run, self._kept(self.layers)
@@ -225,6 +234,7 @@ class _Step:
                 activations=kept,
                 loss=run.head.backward + self.loss,
                 units=self._units_head(),
+                **self._buckets(bool(self.trained_outer)),
             ),
         ]
         names = {0: "backward: last layer", 1: "backward: last layer but one"}
@@ -232,9 +242,12 @@ class _Step:
             first = index == self.layers - 1
             moments.append(self._layer("backward: first layer" if first else names[index], index))
         moments.append(self._embedding())
+        if self.deepspeed:
+            moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
         # By now what earlier micro-batches left has been reduced.
-        moments.append(dataclasses.replace(step, parts={**step.parts, "gradients": self.whole}))
+        whole = {**step.parts, "gradients": self.standing + self.whole}
+        moments.append(dataclasses.replace(step, parts=whole))
         return Timeline(tuple(moments))
 
     def _kept(self, layers: int) -> float:
@@ -258,18 +271,39 @@ class _Step:
             reduced *= self.trained_layer if index else self._trained_head()
         return self.moment(
             name,
-            gradients=self._head_gradient() + index * self.layer_gradient,
+            gradients=self._early() + index * self.layer_gradient,
             waiting=self._waiting(),
             activations=below + transient,
             loss=self.loss,
             units=self._units_backward(index),
             reduction=reduced,
+            **self._buckets(),
         )
+
+    def _buckets(self, filling: bool = True) -> dict[str, float]:
+        """DeepSpeed's buckets while gradients come, and its copies where one is full already."""
+        if not (self.deepspeed and filling):
+            return {}
+        full = deepspeed.overflows(self.workload)
+        copies = deepspeed.reducing(self.workload) if full else 0.0
+        return {"buckets": deepspeed.filling(self.workload) + copies}
+
+    def _reduction(self) -> Moment:
+        """DeepSpeed's end of a backward pass."""
+        copies = deepspeed.reducing(self.workload)
+        buckets = deepspeed.filling(self.workload) + copies
+        return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
 
     def _trained_head(self) -> float:
         """Trained parameters of the head where it is a unit of its own."""
         apart = not (self.workload.root_unit or self.workload.shape.tied)
         return float(self.workload.shape.embedding) if apart and self.trained_outer else 0.0
+
+    def _early(self) -> float:
+        """Gradients while layers run backwards, besides those of layers that were reached."""
+        if self.deepspeed and deepspeed.overflows(self.workload):
+            return self.whole
+        return self._head_gradient()
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
@@ -300,16 +334,19 @@ class _Step:
         )
         return self.moment(
             "backward: embedding",
-            gradients=self.whole,
+            gradients=self._early() if self.deepspeed and self.immediate else self.whole,
             waiting=self._waiting(),
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
             units=self._units_embedding(),
             reduction=extra + reduced,
+            **self._buckets(),
         )
 
     def _update(self) -> float:
         workload = self.workload
+        if self.deepspeed:
+            return deepspeed.updating(workload)
         if workload.layout.engine == "deepspeed" and workload.layout.offload == "none":
             partition = workload.trained / workload.layout.share("optimizer")
             return 4.0 * partition if workload.gradient_width == 2 else 0.0

@@ -115,6 +115,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
+        wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
     )

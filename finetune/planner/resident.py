@@ -1,10 +1,8 @@
 """What stays in memory from step to step: on the device, and on the host under offload."""
 
+from finetune.planner import deepspeed
+from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
-
-# DeepSpeed 0.19's default: elements of a bucket of gradients; there are two, as communication runs
-# beside computation.
-REDUCE_BUCKET = 500_000_000
 
 # What Python and the libraries allocate between the loading of a model and its second step, on a
 # CPU, where it is counted with the tensors. Measured with a Llama of 0.4 million parameters and one
@@ -44,6 +42,8 @@ def _buckets(workload: Workload) -> float:
     layout, trained = workload.layout, workload.trained
     if layout.engine == "ddp" and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
+    if deepspeed.accumulates(workload):
+        return deepspeed.standing_bucket(workload)
     if layout.engine == "deepspeed" and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0

@@ -130,6 +130,8 @@ class Workload:
     """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
     synchronise_each: bool = False
     """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
+    wide_gradients: bool = False
+    """DeepSpeed adds gradients up in fp32, as the engine here tells it to."""
     fused_norms: bool = False
     """`kernels.norm`: RMSNorm in one operation."""
     grouped_adapters: bool = False
