@@ -59,7 +59,10 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     # A tile in fp32 and its shares; with a cap also the capped logits and the slope. Where several
     # follow one another, the last one's fp32 logits or shares are alive while the next are made.
     copies = (4 if shape.capped_logits else 2) + (least < rows)
-    working = max(copies * tile, 2 * tile + table * trained)
+    product = table * trained
+    if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
+        product += 4.0 * shape.embedding * trained
+    working = max(copies * tile, 2 * tile + product)
     following = chunk if workload.tokens > rows else 0.0
     # In the end each gradient is put into the type of what it is the gradient of.
     returned = hidden if hidden != stream else 0.0

@@ -5,11 +5,12 @@ from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
 
 # What Python and the libraries allocate between the loading of a model and its second step, on a
-# CPU, where it is counted with the tensors. Measured with a Llama of 0.4 million parameters and one
-# row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21): the count less
-# the tensors' bytes was 7.1 MB, and 12.2 MB with an adapter (12.4 MB on NF4).
-LIBRARIES = 7.1e6
-LIBRARIES_ADAPTER = 12.2e6
+# CPU, where it is counted with the tensors. Measured with a Llama of 0.46 million parameters in two
+# layers and one row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21):
+# the count before the second step less the tensors' bytes was 9.2 MB, and 18.9 MB with an adapter
+# (19.1 MB on NF4).
+LIBRARIES = 9.2e6
+LIBRARIES_ADAPTER = 18.9e6
 
 
 def state(workload: Workload) -> dict[str, float]:
