@@ -147,7 +147,13 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients times `grad`, in place: they are used once."""
         grads, ctx.grads = ctx.grads, None
-        return *(each if each is None else each.mul_(grad) for each in grads), None, None, None, None
+        return (
+            *(each if each is None else each.mul_(grad) for each in grads),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Gradients:

@@ -15,7 +15,8 @@ from finetune.planner.workload import Workload
 def chunked_head(workload: Workload) -> tuple[Trace, float]:
     """The trace from the last layer's output to the loss, and the most that its forward holds.
 
-    The trace's own `forward` is what lives when the loss is there. Every token counts as labelled: of a row, all but the first may be.
+    The trace's own `forward` is what lives when the loss is there. Every token counts as labelled:
+    of a row, all but the first may be.
     """
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})

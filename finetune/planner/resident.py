@@ -11,6 +11,9 @@ from finetune.planner.workload import Workload
 # (19.1 MB on NF4).
 LIBRARIES = 9.2e6
 LIBRARIES_ADAPTER = 18.9e6
+# The same model on two processes under `fsdp_full_shard`: rank 0 counted 8.4 MB more, 8.7 MB with
+# an adapter. DDP and ZeRO-1 and 2 counted what their tensors take, to 1 MB.
+LIBRARIES_FSDP = 8.4e6
 
 
 def state(workload: Workload) -> dict[str, float]:
@@ -35,6 +38,8 @@ def state(workload: Workload) -> dict[str, float]:
     parts["inputs"] = _inputs(workload)
     if workload.cpu:
         parts["libraries"] = LIBRARIES if workload.adapter is None else LIBRARIES_ADAPTER
+        if layout.engine == "fsdp":
+            parts["libraries"] += LIBRARIES_FSDP
     return parts
 
 

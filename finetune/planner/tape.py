@@ -80,7 +80,7 @@ class Tape:
         forward: float,
         backward: float,
     ) -> tuple[Value, ...]:
-        """Record an operation with several outputs, whose backward waits for all their gradients."""
+        """Record an operation with several outputs; its backward waits for all their gradients."""
         taken = tuple(inputs)
         grad = any(value.grad for value in taken)
         outputs = tuple(Value(size, grad) for size in sizes)
