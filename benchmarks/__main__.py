@@ -46,7 +46,8 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
         case "kernels":
             return kernels.measure(arguments.repeats)
         case "memory":
-            return memory.measure(scratch / "memory", chosen or training.BACKENDS)
+            backends = chosen or training.BACKENDS
+            return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)

@@ -19,6 +19,7 @@ from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Recipe
 from finetune.record import units
+from finetune.record.environment import environment
 from finetune.run import Run, write_json
 
 BOUND = 0.10
@@ -27,11 +28,16 @@ STEPS = 3
 LENGTH, MICRO_ROWS, ROWS = 512, 2, 32
 
 
-def measure(folder: Path, backends: Sequence[str]) -> Result:
-    """Train `STEPS` steps of each case that the planner allows, and read what the run says."""
+def measure(folder: Path, backends: Sequence[str], earlier: Path) -> Result:
+    """Train `STEPS` steps of each case that the planner allows, and read what the run says.
+
+    Args:
+        earlier: results that cases of other backends are taken from, where the file is there.
+    """
     write_base(folder)
-    values: dict[str, dict[str, Any]] = {}
-    remarks: list[str] = []
+    values = others(earlier, backends)
+    remarks = ["A case that an earlier call measured keeps its commit, in the JSON beside this."]
+    commit = environment()["commit"]
     for backend, method, checkpointing in cases(backends):
         name = f"{backend}, {method}{', checkpointing' if checkpointing else ''}"
         processes = 1 if backend == "single" else 2
@@ -41,13 +47,14 @@ def measure(folder: Path, backends: Sequence[str]) -> Result:
         except FinetuneError as error:
             remarks.append(f"{name}: not allowed: {'; '.join(error.problems)}")
             continue
-        path, run = folder / "recipe.json", Run(folder / f"run-{len(values)}")
+        path, run = folder / "recipe.json", Run(folder / name.replace(", ", "-"))
         write_json(path, catalog.to_fields(recipe))
         finetune(
             "launch", path, "--backend", backend, "--processes", str(processes),
             "--output", run.root, cache=folder / "cache",
         )  # fmt: skip
-        values[name] = {"backend": backend, "method": method, "processes": processes, **read(run)}
+        found = {"backend": backend, "method": method, "processes": processes, "commit": commit}
+        values[name] = found | read(run)
         found = values[name]
         print(f"{name}: {found['predicted']:,} of {found['peak']:,}", flush=True)
     errors = [abs(each["error"]) for each in values.values()]
@@ -60,6 +67,14 @@ def measure(folder: Path, backends: Sequence[str]) -> Result:
         "Predicted seconds have no bound: they rest on an assumed share of the measured rate."
     )
     return Result("Predicted and measured memory", how, values, tabulate(values), remarks)
+
+
+def others(earlier: Path, backends: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Cases of backends that are not measured now."""
+    if not earlier.is_file():
+        return {}
+    known = json.loads(earlier.read_text())["results"]
+    return {name: found for name, found in known.items() if found["backend"] not in backends}
 
 
 def cases(backends: Sequence[str]) -> Iterator[tuple[str, str, bool]]:

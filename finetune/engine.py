@@ -179,16 +179,24 @@ class Engine:
             # DeepSpeed 0.19 drops such a gradient by itself, in every stage and precision.
             self.model.step()
             return float(self.model.get_global_grad_norm()), not self.model.optimizer.overflow
+        norm = float(self.clip())
+        taken = math.isfinite(norm)
+        self.update(taken)
+        return norm, taken
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradients of an engine that does not by itself; their norm before, a scalar."""
         limit = self.plan.recipe.optim.max_grad_norm
         bound = float("inf") if limit is None else limit
-        clipped = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-        taken = math.isfinite(norm)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def update(self, taken: bool) -> None:
+        """Let the optimizers use the gradients, or not, and clear them."""
         for optimizer in self.optimizers:
             if taken:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return norm, taken
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in fp64."""

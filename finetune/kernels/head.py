@@ -16,12 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
 from finetune.kernels.precision import compute_dtype
-from finetune.planner.kernels import LOGITS
-
-CHUNK_ENTRIES = 2**23
-"""Logits of one chunk, 16 MiB in bf16: enough rows for a matrix product to be fast."""
-TILE_ENTRIES = 2**21
-"""Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
+from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 
 
 def give_loss(model: PreTrainedModel, chunked: bool) -> None:
@@ -41,6 +36,7 @@ def give_loss(model: PreTrainedModel, chunked: bool) -> None:
         head = _plain_head(model)
         head.__class__ = LabelledHead
         head.scale, head.cap = logit_function(model.config)
+        head.tiled = not torch.accelerator.is_available()
     kind = type(model)
     model.__class__ = type(kind.__name__, (WithLoss, kind), {"loss_in_chunks": chunked})
 
@@ -104,11 +100,15 @@ class LabelledHead(nn.Linear):
 
     scale: float
     cap: float | None
+    tiled: bool
+    """Whether a chunk becomes its gradient in tiles, as a CPU's caches like it."""
 
     def forward(self, input: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         if targets is None:
             return super().forward(input)
-        return ChunkedLoss.apply(input, self.weight, self.bias, targets, self.scale, self.cap)
+        tile = TILE_ENTRIES if self.tiled else CHUNK_ENTRIES
+        given = (input, self.weight, self.bias, targets)
+        return ChunkedLoss.apply(*given, self.scale, self.cap, tile)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -127,13 +127,14 @@ class ChunkedLoss(torch.autograd.Function):
         targets: torch.Tensor,  # (labelled,)
         scale: float,
         cap: float | None,
+        tile: int,  # logits
     ) -> torch.Tensor:
         dtype = compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(dtype), weight.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             wanted = ctx.needs_input_grad[:3]
-            grads = _Gradients(given, matrix, bias, wanted)
+            grads = _Gradients(given, matrix, bias, wanted, max(1, tile // weight.shape[0]))
             rows = max(1, CHUNK_ENTRIES // weight.shape[0])
             for start in range(0, len(given), rows):
                 part = slice(start, start + rows)
@@ -146,7 +147,13 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients times `grad`, in place: they are used once."""
         grads, ctx.grads = ctx.grads, None
-        return *(each if each is None else each.mul_(grad) for each in grads), None, None, None
+        return (
+            *(each if each is None else each.mul_(grad) for each in grads),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Gradients:
@@ -158,8 +165,10 @@ class _Gradients:
         matrix: torch.Tensor,
         bias: torch.Tensor | None,
         wanted: tuple[bool, ...],
+        rows: int,
     ) -> None:
-        self.given, self.matrix, self.added = given, matrix, bias
+        """`rows` of logits become gradients at once."""
+        self.given, self.matrix, self.added, self.rows = given, matrix, bias, rows
         self.any = any(wanted)
         self.hidden = torch.empty_like(given) if wanted[0] else None
         self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
@@ -175,11 +184,8 @@ class _Gradients:
     ) -> torch.Tensor:
         """Summed loss of a chunk, counted in; `logits` (chunk, vocabulary) are overwritten."""
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
-        rows = len(logits)
-        if logits.device.type == "cpu":
-            rows = max(1, TILE_ENTRIES // logits.shape[1])
-        for start in range(0, len(logits), rows):
-            tile = slice(start, start + rows)
+        for start in range(0, len(logits), self.rows):
+            tile = slice(start, start + self.rows)
             wide = logits[tile].float()  # (tile, vocabulary)
             if self.added is not None:
                 wide = wide + self.added

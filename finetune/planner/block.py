@@ -48,6 +48,14 @@ class Numerics:
     multiplies: torch 2.13's partitioner recomputes nothing that the backward pass must hold."""
     dequantised: bool = False
     """Weights are stored in 4 bits and expanded for each product."""
+    fused_norms: bool = False
+    """RMSNorm as `kernels.norm` computes it."""
+    grouped_adapters: bool = False
+    """Adapted matrices as `kernels.lora` computes them."""
+
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Adapted matrices that `kernels.lora` computes together."""
 
 
 class Layer:
@@ -67,6 +75,8 @@ class Layer:
         self.attention, self.ranks = attention, ranks
         self.tape = Tape()
         self.matrices = {matrix.leaf: matrix for matrix in shape.matrices}
+        self.waiting: dict[str, Value] = {}
+        """Products of a group that are made and not yet asked for."""
 
     def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
         """The tape, the hidden state that enters and the one that leaves.
@@ -108,6 +118,8 @@ class Layer:
         if self.numerics.compiled:
             width = self.numerics.compute if self.numerics.autocast else int(width)
             return self.tape.run(width * size, (value, _parameter(0, trained)), (value,))
+        if self.numerics.fused_norms:
+            return self._fused_norm(value, size, elements)
         # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
         exact = value if width == 4 else self.tape.run(4 * size, (value,))
         rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
@@ -125,9 +137,74 @@ class Layer:
         scratch = width * size if trained else 0
         return self.tape.run(width * size, (cast, weight), keeps, backward=scratch)
 
-    def linear(self, matrix: Matrix, value: Value, parts: int = 1) -> Value:
+    def _fused_norm(self, value: Value, size: float, elements: int) -> Value:
+        """One operation that keeps its input and a number a row: `kernels/norm.py`.
+
+        Forwards the wide copy lies beside the result, and beside its rounding. Backwards there are
+        wide copies of input and gradient, their product while it is summed, and for the gradient
+        of the weight another product; where the stream is wide, the result is one of the copies.
+        """
+        trained = self.numerics.trained
+        narrow = value.size != 4 * size
+        heads = elements if elements == self.shape.hidden else self.shape.head_dim
+        inverse = Value(4.0 * size / heads, grad=False)
+        forward = 4 * size if narrow or self.shape.norm == "rms" else 0.0
+        if narrow and self.shape.norm == "rms":
+            forward += value.size
+        backward = (10 if narrow else 8) * size + 4 * size * trained
+        given = (value, _parameter(0, trained))
+        return self.tape.run(value.size, given, (value, inverse), forward, backward)
+
+    def _of_group(self, matrix: Matrix, value: Value) -> Value:
+        """The product of an adapted matrix; the first of a group makes those of all."""
+        if matrix.leaf not in self.waiting:
+            names = next(
+                (g for g in GROUPS if g[0] == matrix.leaf and all(n in self.ranks for n in g)),
+                (matrix.leaf,),
+            )
+            made = self._grouped([self.matrices[name] for name in names], value)
+            self.waiting.update(zip(names, made, strict=True))
+        return self.waiting.pop(matrix.leaf)
+
+    def _grouped(self, matrices: list[Matrix], value: Value) -> tuple[Value, ...]:
+        """Adapted products of one input as one operation: `kernels/lora.py`.
+
+        It keeps its input as it is multiplied and the product with all A. Weights in 4 bits are
+        expanded one by one, the next before the last is forgotten; backwards one at a time.
+        """
+        n, tape, tokens = self.numerics, self.tape, self.tokens
+        inputs, c = matrices[0].inputs, n.compute
+        ranks = sum(self.ranks[matrix.leaf] for matrix in matrices)
+        sizes = [float(tokens * matrix.outputs * c) for matrix in matrices]
+        rows = value
+        if value.size != tokens * inputs * c:
+            rows = tape.run(tokens * inputs * c, (value,))
+        narrow = Value(float(tokens * ranks * c), grad=False)
+        downs = float(ranks * inputs * c)
+        expanded = [2.0 * m.weights if n.dequantised else 0.0 for m in matrices]
+        forward = [
+            downs + sum(expanded[max(0, i - 1) : i + 1]) - sum(sizes[i:])
+            for i in range(len(matrices))
+        ]
+        forward += [downs + expanded[i] - sum(sizes[i + 1 :]) for i in range(len(matrices))]
+        parameters = [
+            _parameter(float(self.ranks[m.leaf] * side * n.adapters), True)
+            for m in matrices
+            for side in (m.inputs, m.outputs)
+        ]
+        return tape.run_many(
+            sizes,
+            (rows, *parameters),
+            (rows, narrow),
+            forward=max(forward),
+            backward=narrow.size + downs + max(expanded),
+        )
+
+    def linear(self, matrix: Matrix, value: Value) -> Value:
         """A matrix product with its adapter, where it has one."""
         n, tape = self.numerics, self.tape
+        if n.grouped_adapters and matrix.leaf in self.ranks:
+            return self._of_group(matrix, value)
         size = self.tokens * matrix.outputs * n.compute
         expanded = 2.0 * matrix.weights if n.dequantised else 0.0
         given, weight = value, _parameter(matrix.weights * n.weights, n.trained)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from finetune.planner import advice, memory
 from finetune.planner.hardware import Machine
-from finetune.planner.workload import LINEAR, Workload, lora
+from finetune.planner.workload import CHUNKED, Workload, lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _levers(
         setting = "model.activation_checkpointing=true"
         yield "recompute activations", setting, with_(checkpointing="full")
     if workload.loss.logits:
-        yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=LINEAR)
+        yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=CHUNKED)
     for layout in (*advice.layouts(machine), *advice.offloads(machine)):
         if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
             "optimizer"

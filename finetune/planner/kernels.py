@@ -32,6 +32,12 @@ LOGITS: dict[str, Logits] = {
 head alone, or the head and then cap * tanh(x / cap) (`final_logit_softcapping`), a division
 (`logits_scaling`), a product (`logit_scale`)."""
 
+CHUNK_ENTRIES = 2**23
+"""Logits of one chunk of `kernels.head=chunked`, 16 MiB in bf16: enough rows for a matrix product
+to be fast."""
+TILE_ENTRIES = 2**21
+"""Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:

@@ -7,7 +7,9 @@ layers are never alive together.
 import dataclasses
 from collections.abc import Mapping
 
+from finetune.planner import deepspeed
 from finetune.planner.block import Layer
+from finetune.planner.head import chunked_head
 from finetune.planner.resident import state
 from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
@@ -96,6 +98,8 @@ def _layer(workload: Workload) -> Layer:
 
 def _head(workload: Workload) -> tuple[Trace, float]:
     """Last norm, head and loss, and the most that is held before the loss."""
+    if workload.loss.chunked:
+        return chunked_head(workload)
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -125,11 +129,11 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     if not loss.logits:
         return tape.run(0, (logits,))
     if loss.exact:
-        wide = logits if logits.size == 4 * entries else tape.run(4 * entries, (logits,))
-        given, held = wide, tuple[Value, ...]()
-        if _sliced(workload):  # and the model's output holds the logits meanwhile
-            given, held = tape.run(4 * entries, (wide,)), (wide,)
-        shares = tape.run(4 * entries, (given,), holds=held)
+        held = (logits,) if loss.picked else ()
+        given = tape.run(logits.size, (logits,)) if loss.picked else logits
+        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
+        held = (logits, wide) if loss.picked else ()
+        shares = tape.run(4 * entries, (wide,), holds=held)
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
         return tape.run(4, (shares,))
@@ -138,15 +142,6 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     return tape.run(
         4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
     )
-
-
-def _sliced(workload: Workload) -> bool:
-    """Whether leaving away each row's last logits copies them.
-
-    One row without its end lies in one piece; several are copied where no cast makes a copy anyway.
-    """
-    cast_before = workload.scheme in ("fp32", "autocast", "fsdp")
-    return not workload.loss.inside and workload.rows > 1 and cast_before
 
 
 def timeline(workload: Workload) -> Timeline:
@@ -168,10 +163,18 @@ class _Step:
         # Offloaded gradients leave for the host as soon as they are reduced.
         leaves = workload.layout.offload != "none" and not workload.cpu
         immediate = workload.immediate or leaves
+        # DeepSpeed with fp32 accumulation: gradients lie in its buckets.
+        self.deepspeed = deepspeed.accumulates(workload) and not leaves
+        if self.deepspeed and workload.layout.shard != "optimizer":
+            immediate = True
         self.immediate = immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
+        self.standing = 0.0
+        if self.deepspeed:
+            self.whole = deepspeed.reduced(workload)
+            self.standing = deepspeed.standing(workload)
         # Weights come from other processes, or from the host.
         self.streams = workload.layout.group > 1 or workload.layout.offload == "all"
         self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
@@ -195,8 +198,8 @@ class _Step:
 
     def moment(self, name: str, **parts: float) -> Moment:
         base = state(self.workload)
-        grown = max(self.earlier(), parts.pop("gradients", 0.0))
-        return Moment(name, {**base, "gradients": grown, **parts})
+        grown = max(self.earlier() + parts.pop("waiting", 0.0), parts.pop("gradients", 0.0))
+        return Moment(name, {**base, "gradients": self.standing + grown, **parts})
 
     def timeline(self) -> Timeline:
         run, kept = self.run, self._kept(self.layers)
@@ -223,15 +226,15 @@ class _Step:
                 "forward: loss",
                 activations=kept,
                 loss=run.head.forward,
-                casts=casts if self.workload.loss.inside else 0.0,
-                # The model's return frees what gathering left over.
-                units=self._units_loss() if self.workload.loss.inside else self._units_head(),
+                casts=casts,
+                units=self._units_loss(),
             ),
             self.moment(
                 "backward: loss and head",
                 activations=kept,
                 loss=run.head.backward + self.loss,
                 units=self._units_head(),
+                **self._buckets(bool(self.trained_outer)),
             ),
         ]
         names = {0: "backward: last layer", 1: "backward: last layer but one"}
@@ -239,9 +242,12 @@ class _Step:
             first = index == self.layers - 1
             moments.append(self._layer("backward: first layer" if first else names[index], index))
         moments.append(self._embedding())
+        if self.deepspeed:
+            moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
         # By now what earlier micro-batches left has been reduced.
-        moments.append(dataclasses.replace(step, parts={**step.parts, "gradients": self.whole}))
+        whole = {**step.parts, "gradients": self.standing + self.whole}
+        moments.append(dataclasses.replace(step, parts=whole))
         return Timeline(tuple(moments))
 
     def _kept(self, layers: int) -> float:
@@ -265,17 +271,39 @@ class _Step:
             reduced *= self.trained_layer if index else self._trained_head()
         return self.moment(
             name,
-            gradients=self._head_gradient() + index * self.layer_gradient,
+            gradients=self._early() + index * self.layer_gradient,
+            waiting=self._waiting(),
             activations=below + transient,
             loss=self.loss,
             units=self._units_backward(index),
             reduction=reduced,
+            **self._buckets(),
         )
+
+    def _buckets(self, filling: bool = True) -> dict[str, float]:
+        """DeepSpeed's buckets while gradients come, and its copies where one is full already."""
+        if not (self.deepspeed and filling):
+            return {}
+        full = deepspeed.overflows(self.workload)
+        copies = deepspeed.reducing(self.workload) if full else 0.0
+        return {"buckets": deepspeed.filling(self.workload) + copies}
+
+    def _reduction(self) -> Moment:
+        """DeepSpeed's end of a backward pass."""
+        copies = deepspeed.reducing(self.workload)
+        buckets = deepspeed.filling(self.workload) + copies
+        return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
 
     def _trained_head(self) -> float:
         """Trained parameters of the head where it is a unit of its own."""
         apart = not (self.workload.root_unit or self.workload.shape.tied)
         return float(self.workload.shape.embedding) if apart and self.trained_outer else 0.0
+
+    def _early(self) -> float:
+        """Gradients while layers run backwards, besides those of layers that were reached."""
+        if self.deepspeed and deepspeed.overflows(self.workload):
+            return self.whole
+        return self._head_gradient()
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
@@ -286,6 +314,11 @@ class _Step:
             return embedding * self.workload.compute  # whole until the root unit has ended
         width = self.workload.gradient_width / self.workload.layout.share("grads")
         return embedding * width
+
+    def _waiting(self) -> float:
+        """The head's gradient until the embedding's comes, where they are added to earlier ones."""
+        tied = self.workload.shape.tied and not self.fsdp and self.earlier()
+        return self._head_gradient() if tied else 0.0
 
     def _embedding(self) -> Moment:
         """Gradient of the embedding: one whole table, added to the head's where they are tied."""
@@ -301,15 +334,19 @@ class _Step:
         )
         return self.moment(
             "backward: embedding",
-            gradients=self.whole,
+            gradients=self._early() if self.deepspeed and self.immediate else self.whole,
+            waiting=self._waiting(),
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
             units=self._units_embedding(),
             reduction=extra + reduced,
+            **self._buckets(),
         )
 
     def _update(self) -> float:
         workload = self.workload
+        if self.deepspeed:
+            return deepspeed.updating(workload)
         if workload.layout.engine == "deepspeed" and workload.layout.offload == "none":
             partition = workload.trained / workload.layout.share("optimizer")
             return 4.0 * partition if workload.gradient_width == 2 else 0.0

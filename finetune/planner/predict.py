@@ -16,7 +16,7 @@ from finetune.planner.families import read
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan
 from finetune.planner.timing import Times
-from finetune.planner.workload import LINEAR, OURS, Adapter, Workload, lora
+from finetune.planner.workload import CHUNKED, OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
 HUB_SECONDS = 5
@@ -112,9 +112,12 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         quantization=recipe.model.quantization,
         checkpointing=recipe.model.checkpointing,
         attention=kinds.get(recipe.model.attention, "flash"),
-        loss=LINEAR if Choice("head", "chunked") in plan.kernels else OURS,
+        loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
+        wide_gradients=True,
+        fused_norms=Choice("norm", "fused") in plan.kernels,
+        grouped_adapters=Choice("lora", "grouped") in plan.kernels,
     )
 
 

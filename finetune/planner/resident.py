@@ -1,17 +1,19 @@
 """What stays in memory from step to step: on the device, and on the host under offload."""
 
+from finetune.planner import deepspeed
+from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
 
-# DeepSpeed 0.19's default: elements of a bucket of gradients; there are two, as communication runs
-# beside computation.
-REDUCE_BUCKET = 500_000_000
-
 # What Python and the libraries allocate between the loading of a model and its second step, on a
-# CPU, where it is counted with the tensors. Measured with a Llama of 0.4 million parameters and one
-# row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21): the count less
-# the tensors' bytes was 7.1 MB, and 12.2 MB with an adapter (12.4 MB on NF4).
-LIBRARIES = 7.1e6
-LIBRARIES_ADAPTER = 12.2e6
+# CPU, where it is counted with the tensors. Measured with a Llama of 0.46 million parameters in two
+# layers and one row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21):
+# the count before the second step less the tensors' bytes was 9.2 MB, and 18.9 MB with an adapter
+# (19.1 MB on NF4).
+LIBRARIES = 9.2e6
+LIBRARIES_ADAPTER = 18.9e6
+# The same model on two processes under `fsdp_full_shard`: rank 0 counted 8.4 MB more, 8.7 MB with
+# an adapter. DDP and ZeRO-1 and 2 counted what their tensors take, to 1 MB.
+LIBRARIES_FSDP = 8.4e6
 
 
 def state(workload: Workload) -> dict[str, float]:
@@ -36,6 +38,8 @@ def state(workload: Workload) -> dict[str, float]:
     parts["inputs"] = _inputs(workload)
     if workload.cpu:
         parts["libraries"] = LIBRARIES if workload.adapter is None else LIBRARIES_ADAPTER
+        if layout.engine == "fsdp":
+            parts["libraries"] += LIBRARIES_FSDP
     return parts
 
 
@@ -44,6 +48,8 @@ def _buckets(workload: Workload) -> float:
     layout, trained = workload.layout, workload.trained
     if layout.engine == "ddp" and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
+    if deepspeed.accumulates(workload):
+        return deepspeed.standing_bucket(workload)
     if layout.engine == "deepspeed" and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0

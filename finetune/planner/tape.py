@@ -31,7 +31,7 @@ class Node:
     """One operation."""
 
     inputs: tuple[Value, ...]
-    output: Value
+    outputs: tuple[Value, ...]
     keeps: tuple[Value, ...] = ()
     """Values that are saved for the backward pass."""
     forward: float = 0.0
@@ -42,6 +42,11 @@ class Node:
     """Hands its gradient on without a copy, as an addition does."""
     holds: tuple[Value, ...] = ()
     """Values that a caller holds until this operation has run."""
+
+    @property
+    def grad(self) -> bool:
+        """Whether a gradient flows through it."""
+        return any(value.grad for value in self.outputs)
 
 
 class Tape:
@@ -63,9 +68,24 @@ class Tape:
         """Record an operation; returns its output, which has a gradient if an input has one."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
-        node = Node(taken, output, tuple(keeps), forward, backward, passes, tuple(holds))
+        node = Node(taken, (output,), tuple(keeps), forward, backward, passes, tuple(holds))
         self.nodes.append(node)
         return output
+
+    def run_many(
+        self,
+        sizes: Iterable[float],
+        inputs: Iterable[Value],
+        keeps: Iterable[Value],
+        forward: float,
+        backward: float,
+    ) -> tuple[Value, ...]:
+        """Record an operation with several outputs; its backward waits for all their gradients."""
+        taken = tuple(inputs)
+        grad = any(value.grad for value in taken)
+        outputs = tuple(Value(size, grad) for size in sizes)
+        self.nodes.append(Node(taken, outputs, tuple(keeps), forward, backward))
+        return outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +137,7 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
     Args:
         source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
     """
-    needed = {node for node in tape.nodes if node.output.grad}
+    needed = {node for node in tape.nodes if node.grad}
     passing = _forward(tape, source, result, source_held, set()).peak
     memory = _forward(tape, source, result, source_held, needed)
     forward, memory.peak = memory.peak, 0.0
@@ -138,7 +158,8 @@ def _forward(
         memory.live -= source.size
         memory.hold(source)
     for node in tape.nodes:
-        memory.hold(node.output)
+        for value in node.outputs:
+            memory.hold(value)
         if node in saving:
             for value in node.keeps:
                 memory.hold(value)
@@ -156,20 +177,21 @@ def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> 
     memory.note()
     gradients = 0.0
     for node in reversed(tape.nodes):
-        gradient = grads.pop(node.output, None)
-        if gradient is None or node not in needed:
+        given = [grads.pop(value) for value in node.outputs if value in grads]
+        if not given or node not in needed:
             continue
         made: list[tuple[Value, Value]] = []
         for value in node.inputs:
             if not value.grad:
                 continue
-            new = gradient if node.passes else Value(value.gradient_size)
+            new = given[0] if node.passes else Value(value.gradient_size)
             memory.hold(new)
             made.append((value, new))
         memory.note(node.backward)
         for value in node.keeps:
             memory.release(value)
-        memory.release(gradient)
+        for gradient in given:
+            memory.release(gradient)
         for value, new in made:
             if value.leaf:
                 gradients += value.gradient_size  # stays alive: never released

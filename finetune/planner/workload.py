@@ -33,16 +33,18 @@ class Loss:
     """Most that its backward pass holds, the gradient of the logits counted."""
     retained: float = 0.0
     """Held through the whole backward pass by whoever still refers to the output."""
-    inside: bool = True
-    """Computed inside the model's forward pass, and so inside autocast, whose casts still live."""
+    picked: bool = False
+    """Logits of labelled rows are copied before they are made wide, and whole ones stay."""
     logits: bool = True
     """Whether logits are ever whole in memory."""
+    chunked: bool = False
+    """As `kernels.head=chunked` computes it, whose memory is followed operation by operation."""
 
 
 # Logits in bf16 (2) become fp32 (4), log-probabilities (4), and two gradients of 4 each.
 HF = Loss("hf", exact=True)
-# This toolkit's: the same operations after the model has returned.
-OURS = Loss("finetune", exact=True, inside=False)
+# This toolkit's `kernels.head=whole`: the same operations on labelled rows.
+OURS = Loss("finetune", exact=True, picked=True)
 # The bf16 logits stay referenced by the model's output while the backward pass runs.
 HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
 # Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
@@ -56,11 +58,13 @@ CHUNKED_8_COMPILED = Loss("chunked8_compiled", forward=4 / 8, saved=2, backward=
 LITGPT = Loss("litgpt_chunked", forward=8, saved=6, backward=10)
 # Cut or Liger cross-entropy never holds the logits (arXiv:2411.09009).
 LINEAR = Loss("linear_cut", logits=False)
+# This toolkit's `kernels.head=chunked`.
+CHUNKED = Loss("finetune_chunked", logits=False, chunked=True)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         HF, OURS, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED,
-        LITGPT, LINEAR,
+        LITGPT, LINEAR, CHUNKED,
     )
 }  # fmt: skip
 
@@ -126,6 +130,12 @@ class Workload:
     """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
     synchronise_each: bool = False
     """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
+    wide_gradients: bool = False
+    """DeepSpeed adds gradients up in fp32, as the engine here tells it to."""
+    fused_norms: bool = False
+    """`kernels.norm`: RMSNorm in one operation."""
+    grouped_adapters: bool = False
+    """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
 
     @property
     def tokens(self) -> int:
@@ -186,7 +196,16 @@ class Workload:
             inputs_kept=self.inputs_kept,
             compiled=self.compiled,
             dequantised=self.quantization.startswith("nf4"),
+            fused_norms=self.fused_norms,
+            grouped_adapters=self.grouped_adapters and self._groups,
         )
+
+    @property
+    def _groups(self) -> bool:
+        """Whether adapters can be grouped here: ZeRO-3 gathers each layer for itself, and the
+        matrices of GPT-2 lie the other way round."""
+        gathered = self.layout.engine == "deepspeed" and self.layout.shard == "params"
+        return not gathered and self.shape.kind != "gpt2"
 
     @property
     def moments(self) -> float:

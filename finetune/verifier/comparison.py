@@ -21,7 +21,9 @@ NEGLIGIBLE = 0.01
 LAYERS = (2, 4, 6)
 """Sizes that are traced: two give the line, the third has every moment and shows that it is one."""
 
-FORWARD_LAST, LOSS, HEAD = "forward: last layer", "forward: loss", "backward: loss and head"
+FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
+HEAD = ("forward: head", LOSS, "backward: loss and head")
+"""Moments of head and loss."""
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
 RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
@@ -346,12 +348,12 @@ def _elements(name: str, predicted: int | None, traced: int) -> Row:
 
 def _predicted(timeline: memory.Timeline) -> dict[str, float]:
     moments = {moment.name: moment for moment in timeline.moments}
-    parts, forward = moments[HEAD].parts, moments[FORWARD_LAST].parts
+    parts, forward = moments[LOSS].parts, moments[FORWARD_LAST].parts
     apart = (*RESIDENT, "inputs", "units", "buckets")
-    saved = moments[LOSS].parts["activations"]
+    saved = parts["activations"]
     loss = max(
         moments[name].total - sum(moments[name].parts.get(label, 0.0) for label in apart)
-        for name in (LOSS, HEAD)
+        for name in HEAD
     )
     return {
         **{name: parts.get(name, 0.0) for name in RESIDENT},
@@ -367,7 +369,7 @@ def _components(traced: Traced) -> dict[str, float]:
     loss = max(
         traced.total(name)
         - sum(traced.moments[name].get(label, 0.0) for label in (*RESIDENT, UNITS))
-        for name in (LOSS, HEAD)
+        for name in HEAD
     )
     earlier = traced.moments[FORWARD_LAST].get("gradients", 0.0)
     return {

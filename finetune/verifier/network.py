@@ -19,6 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetune import model as models
 from finetune.errors import FinetuneError
+from finetune.kernels.head import LabelledHead
 from finetune.planner import Plan
 from finetune.quantization import quantization_config
 
@@ -96,7 +97,7 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
         base, network = network, models.as_trained(network, recipe)
         models.install_kernels(base, plan)
         for module in network.modules():
-            _drop_out_as_on_a_gpu(module)
+            _compute_as_on_a_gpu(module)
     with fake:
         _materialise(network)
     network.train()
@@ -138,9 +139,6 @@ def _quantise(network: PreTrainedModel, plan: Plan) -> None:
     wanted = quantization_config(model.quantization, models.compute_dtype(plan), storage)
     replace_with_bnb_linear(network, get_keys_to_not_convert(network), wanted)
     network.is_loaded_in_4bit = True  # PEFT and Accelerate ask for it
-    for module in network.modules():
-        if isinstance(module, Linear4bit):
-            module.__class__ = Packed
 
 
 class Packed(Linear4bit):
@@ -173,6 +171,7 @@ class Packed(Linear4bit):
             offset=torch.empty(()),
             state2=inner,
         )
+        self.weight.quant_state = self.quant_state  # where `kernels/lora.py` reads it
 
     def scales(self) -> Iterator[torch.Tensor]:
         state = self.quant_state
@@ -191,9 +190,13 @@ class _Dropout(nn.Dropout):
         return torch.native_dropout(input, self.p, self.training)[0]
 
 
-def _drop_out_as_on_a_gpu(module: nn.Module) -> None:
+def _compute_as_on_a_gpu(module: nn.Module) -> None:
     if type(module) is nn.Dropout and module.p > 0:
         module.__class__ = _Dropout
+    if isinstance(module, LabelledHead):
+        module.tiled = False
+    if type(module) is Linear4bit:  # after the kernels, which know the real class
+        module.__class__ = Packed
 
 
 def _materialise(network: nn.Module) -> None:

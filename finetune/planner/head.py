@@ -1,0 +1,71 @@
+"""Last norm, head and loss as `kernels.head=chunked` runs them, followed through `kernels/head.py`.
+
+The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
+states and, where it is trained, of the head.
+"""
+
+import dataclasses
+
+from finetune.planner.block import Layer
+from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
+from finetune.planner.tape import Trace, Value, trace
+from finetune.planner.workload import Workload
+
+
+def chunked_head(workload: Workload) -> tuple[Trace, float]:
+    """The trace from the last layer's output to the loss, and the most that its forward holds.
+
+    The trace's own `forward` is what lives when the loss is there. Every token counts as labelled:
+    of a row, all but the first may be.
+    """
+    shape, numerics = workload.shape, workload.numerics
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape, stream = builder.tape, float(workload.tokens * shape.hidden)
+    source = Value(stream * numerics.residual)
+    normed = builder.norm(source)
+    picked = tape.run(normed.size, (normed,))
+    width = 4 if workload.kbit_prepared else numerics.weights
+    weight = Value(float(shape.embedding * width), grad=numerics.trained, leaf=True)
+    kept = picked.size + (weight.size if numerics.trained else 0.0)
+    tape.run(
+        4,
+        (picked, weight),
+        (Value(kept, grad=False),),
+        forward=_most(workload, picked.size, weight.size) - kept,
+        backward=-kept,  # the gradients are handed on
+        holds=(normed,),  # by the caller
+    )
+    found = trace(tape, source, tape.nodes[-1].outputs[0])
+    return dataclasses.replace(found, forward=found.saved), found.forward
+
+
+def _most(workload: Workload, hidden: float, weight: float) -> float:
+    """Most bytes inside the function: its copies, its gradients, and a chunk.
+
+    Args:
+        hidden: bytes of the labelled hidden states.
+        weight: bytes of the head's weight.
+    """
+    shape, compute = workload.shape, float(workload.compute)
+    stream, table = workload.tokens * shape.hidden * compute, shape.embedding * compute
+    trained = workload.numerics.trained
+    # In the type of products: hidden states and weights where they are in another, and the
+    # gradient of the hidden states; the gradient of the weight is in fp32.
+    held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
+    held += 4.0 * shape.embedding * trained
+    rows = min(workload.tokens, max(1, CHUNK_ENTRIES // shape.vocab))
+    chunk = rows * shape.vocab * compute
+    least = min(rows, max(1, TILE_ENTRIES // shape.vocab)) if workload.cpu else rows
+    tile = 4.0 * least * shape.vocab
+    # A tile in fp32 and its shares; with a cap also the capped logits and the slope. Where several
+    # follow one another, the last one's fp32 logits or shares are alive while the next are made.
+    copies = (4 if shape.capped_logits else 2) + (least < rows)
+    product = table * trained
+    if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
+        product += 4.0 * shape.embedding * trained
+    working = max(copies * tile, 2 * tile + product)
+    following = chunk if workload.tokens > rows else 0.0
+    # In the end each gradient is put into the type of what it is the gradient of.
+    returned = hidden if hidden != stream else 0.0
+    returned += weight if trained and weight != 4.0 * shape.embedding else 0.0
+    return held + chunk + max(working, following, returned)
