@@ -36,6 +36,8 @@ def python_of(name: str, folder: Path) -> Path:
     _install_torch(python)
     more = ["-c", str(pins)] if pins.exists() else []
     _pip(python, f"torch=={torch.__version__}", "psutil", PACKAGES[name], *more)
+    if name == "llamafactory" and torch.__version__.endswith("+cpu"):
+        _leave_out_audio_and_vision(python)
     mark.write_text(wanted)
     return python
 
@@ -50,6 +52,20 @@ def _install_torch(python: Path) -> None:
         _pip(python, "--no-index", wanted)  # a folder that pip knows
     except CannotInstall:
         _pip(python, "--index-url", CPU_INDEX, "--timeout", "15", "--retries", "2", wanted)
+
+
+def _leave_out_audio_and_vision(python: Path) -> None:
+    """LLaMA-Factory 0.9.5 requires torchvision and torchaudio, whose builds need CUDA's libraries.
+
+    Text needs neither. transformers does without torchvision; `import torchaudio` finds a module
+    with nothing in it.
+    """
+    _run([str(python), "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio"])
+    find = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run(
+        [str(python), "-c", find], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    (Path(packages) / "torchaudio.py").write_text('"""Stands for torchaudio."""\n')
 
 
 def _pip(python: Path, *words: str) -> None:
