@@ -4,6 +4,7 @@ It runs in a peer's own environment: `python -m benchmarks.peers.trainers NAME P
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,12 +135,13 @@ def llamafactory(job: Job, place: Path, turn: InTurn) -> None:
     from llamafactory.train.tuner import run_exp
 
     tokenised = place / "tokenised"
-    if not tokenised.exists():
-        dataset(read_rows(place)).save_to_disk(tokenised)
+    shutil.rmtree(tokenised, ignore_errors=True)  # of another job
+    dataset(read_rows(place)).save_to_disk(tokenised)
     arguments = {
         "stage": "sft", "do_train": True, "model_name_or_path": str(place / "model"),
         "finetuning_type": "lora", "lora_rank": job.r, "lora_alpha": job.alpha,
-        "lora_dropout": 0.0, "lora_target": "all", "tokenized_path": str(tokenised),
+        "lora_dropout": 0.0, "lora_target": "all", "dataset": "named, not read",
+        "tokenized_path": str(tokenised),
         "template": "empty", "cutoff_len": 2048, "disable_shuffling": True,
         "disable_gradient_checkpointing": True, "plot_loss": False,
     }  # fmt: skip
