@@ -197,8 +197,12 @@ def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> N
         name: [sys.executable, "-c", code]
         for name, code in (("steady", steady), ("broken", broken), ("absent", absent))
     }
-    answers, lost = race(commands, tmp_path, threads=1, gpu=False, rounds=3)
+    answers, lost = race(commands, tmp_path, threads=1, gpu=False, rounds=range(2, 3))
     assert answers == {"steady": [{"seconds": 1, "cpu_seconds": 1}] * 3}
+    short, _ = race(
+        {"steady": commands["steady"]}, tmp_path, 1, gpu=False, rounds=range(2, 9), minutes=0
+    )
+    assert len(short["steady"]) == 2  # as few as are asked for, where the time is over
     assert lost == {"broken": "ValueError: no such layer", "absent": "ImportError: no module"}
 
 

@@ -26,6 +26,7 @@ def main(words: Sequence[str], results: Path) -> int:
     parser.add_argument("--rows", type=int, default=8, help="rows of an optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
+    parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
     parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas; else all")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, Unsloth included")
     parser.add_argument("--work", type=Path, default=ROOT / ".bench", help="environments, models")
@@ -44,7 +45,7 @@ def main(words: Sequence[str], results: Path) -> int:
     job = Job(arguments.rows, report.WARMUP + arguments.steps, arguments.gpu)
     place = arguments.work / "job"
     workload.write(place, job)
-    races, remarks = run(job, arguments.threads, chosen, arguments.work, known)
+    races, remarks = run(job, arguments, chosen, known)
     found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
     more = "_gpu" if arguments.gpu else f"_{arguments.threads}_threads" * (arguments.threads > 1)
     page = write(arguments.to, f"peers{more}", found, circumstances)
@@ -53,12 +54,13 @@ def main(words: Sequence[str], results: Path) -> int:
 
 
 def run(
-    job: Job, threads: int, chosen: Sequence[str], work: Path, known: dict[str, str]
+    job: Job, arguments: argparse.Namespace, chosen: Sequence[str], known: dict[str, str]
 ) -> tuple[list[report.Race], list[str]]:
     """A race of each peer against the three that are in all of them, so that memory holds them.
 
     One that is there from the same commit and job is kept: what was interrupted goes on.
     """
+    work: Path = arguments.work
     races: list[report.Race] = []
     remarks: list[str] = []
     base = {
@@ -76,16 +78,17 @@ def run(
                 continue
             trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
             commands[peer] = trainers
-        answers, lost = kept(work / f"race_{peer}.json", job, threads, commands, work)
+        answers, lost = kept(work / f"race_{peer}.json", job, arguments, commands)
         remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]
         races.append(answers)
     return races, remarks
 
 
 def kept(
-    path: Path, job: Job, threads: int, commands: dict[str, list[str]], work: Path
+    path: Path, job: Job, arguments: argparse.Namespace, commands: dict[str, list[str]]
 ) -> tuple[report.Race, dict[str, str]]:
     """A race, or what a file has of the same one."""
+    threads: int = arguments.threads
     key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit(ROOT)}
     if path.exists():
         found = json.loads(path.read_text())
@@ -93,6 +96,7 @@ def kept(
         if found["key"] == key and not found["lost"] and not changed:
             print(f"kept: {path}", flush=True)
             return found["answers"], {}
-    answers, lost = race(commands, work, threads, job.gpu, job.steps)
+    rounds = range(report.WARMUP + 1, job.steps)
+    answers, lost = race(commands, path.parent, threads, job.gpu, rounds, arguments.minutes)
     write_json(path, {"key": key, "answers": answers, "lost": lost})
     return answers, lost

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -73,12 +74,19 @@ class Contender:
 
 
 def race(
-    commands: dict[str, list[str]], folder: Path, threads: int, gpu: bool, rounds: int
+    commands: dict[str, list[str]],
+    folder: Path,
+    threads: int,
+    gpu: bool,
+    rounds: range,
+    minutes: float = float("inf"),
 ) -> tuple[dict[str, list[Answer]], dict[str, str]]:
     """Every contender's answer of every round, and why those that are missing were lost.
 
-    They load one after the other, then take turns: round 0 of each, round 1 of each, ...
+    They load one after the other, then take turns: round 0 of each, round 1 of each, ... There are
+    `rounds.stop` of them, or once `minutes` are over at least `rounds.start`.
     """
+    deadline = time.monotonic() + 60 * minutes
     answers: dict[str, list[Answer]] = {}
     lost: dict[str, str] = {}
     with contextlib.ExitStack() as held:
@@ -89,7 +97,9 @@ def race(
             with _noted(name, lost):
                 contender.hear()  # that it is ready
                 racing.append(contender)
-        for number in range(rounds):
+        for number in range(rounds.stop):
+            if number >= rounds.start and time.monotonic() > deadline:
+                break
             for contender in [each for each in racing if each.name not in lost]:
                 with _noted(contender.name, lost):
                     answers.setdefault(contender.name, []).append(contender.ask())

@@ -46,7 +46,7 @@ def first_loss_differs(loss: float, reference: float) -> bool:
 
 def speed(race: Race, name: str, tokens: Sequence[int], clock: str) -> float:
     """Median of real tokens per second over the timed rounds."""
-    timed = list(zip(race[name], tokens, strict=True))[WARMUP:]
+    timed = list(zip(race[name], tokens, strict=False))[WARMUP:]
     return statistics.median(count / answer[clock] for answer, count in timed)
 
 
@@ -140,20 +140,22 @@ def result(
     clock = "cpu_seconds" if threads == 1 and not job.gpu else "seconds"
     summary, failed = summarise(races, counts, clock), gate(races, rows, job)
     told = [f"{TITLES[name]}: {'; '.join(each)}" for name, each in failed.items() if each]
+    timed = sorted({len(answers) - WARMUP for race in races for answers in race.values()})
+    said = " to ".join(str(number) for number in dict.fromkeys((timed or [0])[:1] + timed[-1:]))
     labelled = sum(sum(label != -100 for label in labels) for _, labels in rows)
     how = (
         f"LoRA r={job.r} on every linear layer of a Llama of SmolLM2-135M's shape with random "
         f"weights, bf16, {job.rows} rows a step of {sum(counts) / len(rows):.0f} tokens in the "
         f"mean, {labelled / sum(counts):.0%} of them labelled; threads: {threads}. Each "
         "contender is a process of its own and takes one optimizer step in turn with Trainer + "
-        f"PEFT, **finetune** and the products alone; medians of {job.steps - WARMUP} steps after "
+        f"PEFT, **finetune** and the products alone; medians of {said} steps after "
         f"{WARMUP} others, ratios step by step on the same rows. CPU time counts processes that a "
         "contender starts, and `to the first step` everything from its start. Ids and labels are "
         f"read at each model's input; first losses agree to {LOSS_TOLERANCE}."
     )
     values = {
         "job": {"rows": job.rows, "steps": job.steps, "threads": threads, "gpu": job.gpu},
-        "timed_steps": job.steps - WARMUP,
+        "timed_steps": timed,
         "tokens_of_steps": counts,
         "contenders": summary,
         "differences": failed,
