@@ -47,11 +47,11 @@ check: $(READY) ## Check format, lint and types.
 
 bench: $(READY) ## Measure start-up and each backend here; then race the peers: PEERS= takes options.
 	$(BIN)/python -m benchmarks $(ARGS)
-	$(BIN)/python -m benchmarks peers $(PEERS)
+	$(BIN)/python -m benchmarks peers --rows 8 $(PEERS)
 
 bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
 	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS) && \
-		$(BIN)/python -m benchmarks peers --gpu $(PEERS); \
+		$(BIN)/python -m benchmarks peers --rows 8 --gpu $(PEERS); \
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
 clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.

@@ -23,7 +23,7 @@ GPU_PEERS = PEERS | {"unsloth": "unsloth"}
 
 def main(words: Sequence[str], results: Path) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
-    parser.add_argument("--rows", type=int, default=8, help="rows of an optimizer step")
+    parser.add_argument("--rows", type=int, default=4, help="rows of an optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
     parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
