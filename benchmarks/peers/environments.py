@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-PACKAGES = {"trl": "trl", "llamafactory": "llamafactory", "unsloth": "unsloth"}
+PACKAGES = {"trl": ["trl", "peft"], "llamafactory": ["llamafactory"], "unsloth": ["unsloth"]}
 """What each environment is for; versions are in `constraints_NAME.txt`, where it exists."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS = 1800
@@ -35,7 +35,7 @@ def python_of(name: str, folder: Path) -> Path:
     _run([sys.executable, "-m", "venv", "--clear", str(place)])
     _install_torch(python)
     more = ["-c", str(pins)] if pins.exists() else []
-    _pip(python, f"torch=={torch.__version__}", "psutil", PACKAGES[name], *more)
+    _pip(python, f"torch=={torch.__version__}", "psutil", *PACKAGES[name], *more)
     if name == "llamafactory" and torch.__version__.endswith("+cpu"):
         _leave_out_audio_and_vision(python)
     mark.write_text(wanted)
