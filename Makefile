@@ -45,15 +45,17 @@ check: $(READY) ## Check format, lint and types.
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(READY) ## Measure start-up, throughput and memory of each backend on this machine.
+bench: $(READY) ## Measure start-up and each backend here; then race the peers: PEERS= takes options.
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks peers --rows 8 $(PEERS)
 
 bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
-	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS); \
+	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS) && \
+		$(BIN)/python -m benchmarks peers --rows 8 --gpu $(PEERS); \
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
-clean: ## Remove .venv and what tools left behind; runs and models stay.
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
+	rm -rf .venv .bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'

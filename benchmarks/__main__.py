@@ -21,6 +21,10 @@ def main(words: Sequence[str]) -> int:
         from benchmarks import kills  # imports torch, which the other parts do in their own time
 
         return kills.main(words[1:])
+    if words and words[0] == "peers":
+        from benchmarks.peers import command
+
+        return command.main(words[1:], RESULTS)
     parser = build_parser()
     arguments = parser.parse_args(words)
     if unknown := set(arguments.parts) - set(PARTS):
@@ -58,7 +62,9 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    also = f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `kills` has options of its own"
+    also = (
+        f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `kills`, `peers` have own options"
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
     parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.record import Result
 from finetune.data.batch import MicroBatch
-from finetune.kernels import head, lora, norm
+from finetune.kernels import attention, head, lora, norm
 from finetune.losses import labelled, token_loss_sum
 
 ROWS, LENGTH, LABELLED = 4, 160, 0.62
@@ -110,6 +110,7 @@ def cases() -> list[Case]:
         inputs_case("adapters of gate, up", *(block.mlp for block in blocks), lora.GROUPS[1]),
         inputs_case("adapter of down", *(block.mlp for block in blocks), ("down_proj",)),
         norm_case(*(block.input_layernorm for block in other)),
+        *(attention_case(length) for length in (64, LENGTH, attention.LONGEST)),
         step_case("micro-batch, head", plain, chunked, batch),
         step_case("micro-batch, adapters", plain, grouped, batch),
         step_case("micro-batch, norm", plain, fused, batch),
@@ -186,6 +187,31 @@ def norm_case(plain: nn.Module, ours: nn.Module) -> Case:
         return {"input": torch.autograd.grad(output, given, torch.ones_like(output))[0]}
 
     return Case("norm", lambda: work(plain), lambda: work(ours))
+
+
+def attention_case(length: int) -> Case:
+    """One document through PyTorch's fused kernel, and as plain matrix products."""
+    heads, shared = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    size = SHAPE["hidden_size"] // heads
+    names = {"query": heads, "key": shared, "value": shared}
+    given = {
+        name: torch.randn(1, length, count, size).bfloat16().transpose(1, 2).requires_grad_()
+        for name, count in names.items()
+    }
+
+    def work(compute: Callable[..., torch.Tensor]) -> Gradients:
+        output = compute(*given.values())
+        grads = torch.autograd.grad(output, list(given.values()), torch.ones_like(output))
+        return dict(zip(given, grads, strict=True))
+
+    def fused(*inputs: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+    def products(*inputs: torch.Tensor) -> torch.Tensor:
+        return attention.ShortAttention.apply(*inputs, size**-0.5)
+
+    name = f"attention of {length} tokens"
+    return Case(name, lambda: work(fused), lambda: work(products))
 
 
 def step_case(name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
+from finetune.kernels.attention import ShortAttention, serves
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -121,7 +122,15 @@ def attend(
     parts = []
     for start, end in itertools.pairwise(ends):
         q, k, v = (each[:, :, start:end] for each in (query, key, value))
-        if softcap is None:
+        if (
+            softcap is None
+            and not dropout
+            and serves(q)
+            and (window is None or window >= end - start)
+        ):
+            scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+            part = ShortAttention.apply(q, k, v, scale)
+        elif softcap is None:
             part = _causal(q, k, v, dropout, scaling, window)
         else:
             part = _capped(q, k, v, dropout, scaling, window, softcap)

@@ -3,14 +3,20 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, run_command
 
 from benchmarks.kernels import Case, distance, timed
+from benchmarks.peers import report, workload
+from benchmarks.peers.ours import packs
+from benchmarks.peers.race import race
+from benchmarks.peers.turns import digest, documents
 from benchmarks.startup import COMMANDS
 from benchmarks.training import BACKENDS, add_ratios
+from finetune.data.order import rows_of_step
 
 MACHINE = {"devices", "processor", "cores", "memory_bytes", "load_average", "platform"}
 MADE_BY = {"command", "commit", "versions", "python", "started", "note"}
@@ -91,3 +97,117 @@ def test_the_committed_kernels_are_exact_and_not_slower() -> None:
     for name, case in record["results"]["cases"].items():
         assert case["gain"] > 1, name
         assert case["difference"] < 2e-2, name  # bf16 keeps 8 bits, through six layers
+
+
+# The peers: what is given, what is compared, what is told.
+
+
+def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k() -> None:
+    sizes = sorted(workload.lengths(1000))
+    assert (sizes[499], sizes[500], round(sum(sizes) / 1000)) == (154, 154, 163)
+    assert 325 < sizes[989] <= 331 <= sizes[990]
+    rows = workload.make_rows(64)
+    assert rows == workload.make_rows(64)
+    assert [len(ids) for ids, _ in rows] == workload.lengths(64)
+    labelled = sum(label != -100 for _, labels in rows for label in labels)
+    assert (labelled, sum(len(ids) for ids, _ in rows)) == (6442, 10389)  # 62 %
+    for ids, labels in rows:
+        assert labels[0] == -100
+        assert all(label in (-100, one) for one, label in zip(ids, labels, strict=True))
+        assert 3 <= min(ids) <= max(ids) < 49152
+
+
+def test_documents_are_read_back_from_padded_and_from_packed_inputs() -> None:
+    rows = [([5, 6, 7], [-100, 6, 7]), ([8, 9], [-100, 9])]
+    expected = sorted(digest(*row) for row in rows)
+    padded = documents(
+        torch.tensor([[5, 6, 7], [8, 9, 0]]),
+        torch.tensor([[-100, 6, 7], [-100, 9, -100]]),
+        mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    )
+    packed = documents(
+        torch.tensor([[8, 9, 5, 6, 7]]),
+        torch.tensor([[8, 9, -100, 6, 7]]),  # the first label of a document is never used
+        positions=torch.tensor([[0, 1, 0, 1, 2]]),
+    )
+    assert sorted(digest(*each) for each in padded) == expected
+    assert sorted(digest(*each) for each in packed) == expected
+
+
+def test_ours_takes_the_documents_of_each_step_in_one_pack() -> None:
+    rows = workload.make_rows(12)
+    made = packs(rows, size=3, seed=0)
+    for step in range(4):
+        (index,) = rows_of_step(step, 4, 1, seed=0)
+        taken = [made.documents.document(int(number)) for number in made.numbers(int(index))]
+        assert [ids.tolist() for ids, _ in taken] == [ids for ids, _ in rows[3 * step :][:3]]
+        for (_, trained), (_, labels) in zip(taken, rows[3 * step :][:3], strict=True):
+            assert trained.tolist() == [label != -100 for label in labels]
+
+
+def answer(seconds: float, loss: float | None, given: list[workload.Row]) -> dict[str, Any]:
+    named = sorted(digest(*row) for row in given)
+    return {
+        "seconds": seconds, "cpu_seconds": 2 * seconds, "cpu_seconds_since_start": 10 * seconds,
+        "peak_bytes": round(seconds * 2**20), "loss": loss, "documents": named,
+    }  # fmt: skip
+
+
+def test_a_race_compares_the_same_rows_step_by_step() -> None:
+    job = workload.Job(rows=2, steps=4)
+    rows = workload.make_rows(8)
+    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+    race = {
+        "trainer": [answer(s, 10.0, each) for s, each in zip((9, 9, 4, 8), taken, strict=True)],
+        "ours": [answer(s, 10.01, each) for s, each in zip((9, 9, 2, 2), taken, strict=True)],
+        "products": [answer(1, None, []) for _ in range(4)],
+        "trl": [answer(8, 10.03, rows[1:3]) for _ in range(4)],
+    }
+    found = report.result([race], rows, job, threads=1, remarks=["LLaMA-Factory was not there"])
+    ours, trl = (found.values["contenders"][name] for name in ("ours", "trl"))
+    assert (ours["of_trainer"], ours["of_products"]) == (3.0, 0.5)  # of 2 and 4; of 1/2 and 1/2
+    assert (trl["of_trainer"], trl["ours_of_it"]) == (0.75, 4.0)
+    counts = [sum(len(ids) for ids, _ in each) for each in taken]
+    assert ours["tokens_per_second"] == (counts[2] + counts[3]) / 8  # the mean of two rounds
+    assert found.values["differences"] == {
+        "trainer": [], "ours": [],
+        "trl": [
+            "step 1: 1 documents missing, 1 others instead",
+            "step 2: 1 documents missing, 1 others instead",
+            "step 3: 2 documents missing, 2 others instead",
+            "step 4: 2 documents missing, 2 others instead",
+            "first loss 10.0300, not 10.0000",
+        ],
+    }  # fmt: skip
+    last = {row[0]: row[1:] for row in found.table}
+    assert last["**finetune**, packed"][1:4] == ["3.00x", "", "0.50"]
+    assert last["**finetune**, packed"][-3:] == ["90.0", "10.0100", "yes"]
+    assert last["TRL SFTTrainer, defaults"][-1] == "no"
+    assert found.remarks[0] == "LLaMA-Factory was not there"
+
+
+def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    steady = (
+        "import sys; print('{\"ready\": true}', flush=True)\n"
+        'for _ in sys.stdin: print(\'{"seconds": 1, "cpu_seconds": 1}\', flush=True)'
+    )
+    broken = "print('{\"ready\": true}', flush=True); input(); raise ValueError('no such layer')"
+    absent = "raise ImportError('no module')"
+    commands = {
+        name: [sys.executable, "-c", code]
+        for name, code in (("steady", steady), ("broken", broken), ("absent", absent))
+    }
+    answers, lost = race(commands, tmp_path, threads=1, gpu=False, rounds=range(2, 3))
+    assert answers == {"steady": [{"seconds": 1, "cpu_seconds": 1}] * 3}
+    short, _ = race(
+        {"steady": commands["steady"]}, tmp_path, 1, gpu=False, rounds=range(2, 9), minutes=0
+    )
+    assert len(short["steady"]) == 2  # as few as are asked for, where the time is over
+    assert lost == {"broken": "ValueError: no such layer", "absent": "ImportError: no module"}
+
+
+def test_a_peer_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "peers", "--peers", "axolotl"]
+    done = run_command(command, tmp_path / "cache", cwd=ROOT)
+    assert done.status == 2
+    assert "no peer is called axolotl; known: trl, trl_packing, llamafactory" in done.stderr

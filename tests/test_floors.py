@@ -34,7 +34,7 @@ INNER_ORDER = {
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
-    ("model", "kernels"),
+    ("model", "kernels"), ("attention", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from documents import documents_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from finetune.data.batch import MicroBatch, collate
 from finetune.data.packing import pack
 from finetune.data.rows import Rows, single_rows
 from finetune.errors import FinetuneError
+from finetune.kernels.attention import ShortAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
@@ -90,6 +92,8 @@ LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
 TOLERANCE = 1e-6
 """Products of another shape are summed in another order: some units in the last place of fp32."""
+NEAR = 2**-7
+"""Two roundings to bf16, which keeps 8 bits."""
 
 
 def tiny(kind: str, attention: str) -> PreTrainedModel:
@@ -220,6 +224,75 @@ def written_out(
                 weights = scores.softmax(0)
                 result[0, token, head] = weights @ value[0, head // 2, first : token + 1]
     return result
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 160, 384])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_short_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
+    length: int, groups: int
+):
+    """Weights and their gradients are rounded to bf16, as the model's own products are."""
+    torch.manual_seed(length)
+    shapes = ((1, 3 * groups, length, 16), (1, 3, length, 16), (1, 3, length, 16))
+    given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    wide = [each.detach().float().requires_grad_() for each in given]
+    assert serves(given[0])
+    assert not serves(wide[0])
+    ours = ShortAttention.apply(*given, 0.3)
+    exact = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
+    grad = torch.randn_like(exact).bfloat16()
+    pairs = [(ours, exact)]
+    pairs += zip(
+        torch.autograd.grad(ours, given, grad),
+        torch.autograd.grad(exact, wide, grad.float()),
+        strict=True,
+    )
+    for found, wanted in pairs:
+        assert (found.float() - wanted).norm() <= NEAR * wanted.norm().clamp(min=1e-3)
+
+
+def test_short_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 500, 8).bfloat16()
+    key, value = torch.randn(2, 1, 2, 500, 8).bfloat16()
+    ends = [0, 1, 40, 500]  # the last one is too long for the products
+    mixed, _ = attend(
+        torch.nn.Module(), query, key, value, None,
+        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32), max_length_q=460,
+    )  # fmt: skip
+    for start, end in itertools.pairwise(ends):
+        alone = [each[:, :, start:end].float() for each in (query, key, value)]
+        wanted = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True)
+        found = mixed[:, start:end].transpose(1, 2).float()
+        assert (found - wanted).norm() <= NEAR * wanted.norm()
+
+
+def test_a_window_that_is_shorter_than_a_document_holds_in_16_bits():
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 15, 8).bfloat16()
+    key, value = torch.randn(2, 1, 2, 15, 8).bfloat16()
+    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
+    for window in (4, 3):
+        mixed, _ = attend(
+            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
+            cu_seq_lens_q=ends, max_length_q=11,
+        )  # fmt: skip
+        wide = [each.float() for each in (query, key, value)]
+        wanted = written_out(*wide, ends.tolist(), window, None)
+        assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
+
+
+def test_no_more_is_kept_of_a_short_document_than_its_inputs():
+    given = [torch.randn(1, 4, 32, 8).bfloat16().requires_grad_() for _ in range(3)]
+    kept: list[int] = []
+
+    def pack_one(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_one, lambda tensor: tensor):
+        ShortAttention.apply(*given, 1.0)
+    assert kept == [4 * 32 * 8] * 3
 
 
 # What is refused.

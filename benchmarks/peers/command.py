@@ -1,0 +1,102 @@
+"""`python -m benchmarks peers`: install the peers, race them, write the record."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import environments, report, workload
+from benchmarks.peers.race import race
+from benchmarks.peers.workload import Job
+from benchmarks.record import ROOT, Circumstances, write
+from finetune.record.environment import commit
+from finetune.run import write_json
+
+PEERS = {"trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory"}
+"""Peers beside Trainer + PEFT, and the environment of each."""
+GPU_PEERS = PEERS | {"unsloth": "unsloth"}
+
+
+def main(words: Sequence[str], results: Path) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
+    parser.add_argument("--rows", type=int, default=4, help="rows of an optimizer step")
+    parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
+    parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
+    parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
+    parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas; else all")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, Unsloth included")
+    parser.add_argument("--work", type=Path, default=ROOT / ".bench", help="environments, models")
+    parser.add_argument("--to", type=Path, default=results, help="folder of the results")
+    parser.add_argument("--note", help="a sentence for the record, such as what else was running")
+    arguments = parser.parse_args(words)
+    known = GPU_PEERS if arguments.gpu else PEERS
+    chosen = arguments.peers.split(",") if arguments.peers is not None else list(known)
+    if unknown := set(chosen) - set(known):
+        parser.error(f"no peer is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if min(arguments.rows, arguments.steps, arguments.threads) < 1:
+        parser.error("rows, steps and threads are at least 1")
+    circumstances = Circumstances.now(
+        shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
+    )
+    job = Job(arguments.rows, report.WARMUP + arguments.steps, arguments.gpu)
+    place = arguments.work / "job"
+    workload.write(place, job)
+    races, remarks = run(job, arguments, chosen, known)
+    found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
+    more = "_gpu" if arguments.gpu else f"_{arguments.threads}_threads" * (arguments.threads > 1)
+    page = write(arguments.to, f"peers{more}", found, circumstances)
+    print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
+    return int(any(found.values["differences"].values()))
+
+
+def run(
+    job: Job, arguments: argparse.Namespace, chosen: Sequence[str], known: dict[str, str]
+) -> tuple[list[report.Race], list[str]]:
+    """A race of each peer against the three that are in all of them, so that memory holds them.
+
+    One that is there from the same commit and job is kept: what was interrupted goes on.
+    """
+    work: Path = arguments.work
+    races: list[report.Race] = []
+    remarks: list[str] = []
+    base = {
+        name: [sys.executable, "-m", f"benchmarks.peers.{module}", name, str(work / "job")]
+        for name, module in ((report.REFERENCE, "trainers"), (report.OURS, "ours"),
+                             (report.FLOOR, "ours"))
+    }  # fmt: skip
+    for peer in chosen or [None]:
+        commands = dict(base)
+        if peer is not None:
+            try:
+                python = environments.python_of(known[peer], work)
+            except environments.CannotInstall as error:
+                remarks.append(f"{report.TITLES[peer]} could not be installed: {error}")
+                continue
+            trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
+            commands[peer] = trainers
+        answers, lost = kept(work / f"race_{peer}.json", job, arguments, commands)
+        remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]
+        races.append(answers)
+    return races, remarks
+
+
+def kept(
+    path: Path, job: Job, arguments: argparse.Namespace, commands: dict[str, list[str]]
+) -> tuple[report.Race, dict[str, str]]:
+    """A race, or what a file has of the same one."""
+    threads: int = arguments.threads
+    key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit(ROOT)}
+    if path.exists():
+        found = json.loads(path.read_text())
+        changed = str(key["commit"]).endswith("-dirty")  # two such commits may be two programs
+        if found["key"] == key and not found["lost"] and not changed:
+            print(f"kept: {path}", flush=True)
+            return found["answers"], {}
+    rounds = range(report.WARMUP + 1, job.steps)
+    answers, lost = race(commands, path.parent, threads, job.gpu, rounds, arguments.minutes)
+    write_json(path, {"key": key, "answers": answers, "lost": lost})
+    return answers, lost

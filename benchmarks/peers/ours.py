@@ -1,0 +1,161 @@
+"""Contenders of this repository: the toolkit, and the matrix products that no toolkit can avoid.
+
+`python -m benchmarks.peers.ours NAME PLACE`.
+"""
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers.turns import Turns
+from benchmarks.peers.workload import CONFIG, UNTRAINED, Job, Row, of_step, read_job, read_rows
+from finetune import SFT, Data, Model, model, optim
+from finetune.data.order import permutation
+from finetune.data.rows import Documents, Rows
+from finetune.engine import Engine
+from finetune.loop import train_step
+from finetune.planner import plan
+
+
+def packs(rows: list[Row], size: int, seed: int) -> Rows:
+    """One pack for each step, where the order of the toolkit's own shuffle puts step after step."""
+    ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in rows])
+    trained = np.concatenate([np.array(labels) != UNTRAINED for _, labels in rows])
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in rows)])
+    documents = Documents(ids, trained, offsets, np.zeros((len(rows), 2), dtype=np.int64))
+    count = len(rows) // size
+    step_of = np.argsort(permutation(count, seed, 0))  # pack -> the step that takes it
+    members = np.concatenate([step * size + np.arange(size) for step in step_of])
+    return Rows(documents, members, np.arange(count + 1) * size, packed=True)
+
+
+def ours(job: Job, place: Path, turns: Turns) -> None:
+    """The toolkit's own loop with its default kernels, packed."""
+    recipe = (
+        SFT(Model(str(place / "model")), data=(Data(str(place / "rows.json"), "text"),))
+        .with_lora(r=job.r, alpha=job.alpha)
+        .with_batch(rows=1, micro_rows=1, max_length=8192, packing=True)
+        .with_optim(lr=job.lr, schedule="constant", warmup=0)
+        .with_steps(job.steps)
+    )
+    settled = plan(recipe, "single", 1, "bf16")
+    engine = Engine(settled, place / "offload", datetime.timedelta(minutes=5))
+    network = model.build(engine, recipe.seed)
+    engine.prepare(network, optim.build(network, recipe.optim, settled.lr, engine.device))
+    rows = packs(read_rows(place), job.rows, recipe.seed)
+    turns.watch(engine.model, read)
+    turns.ready()
+    for step in range(job.steps):
+        turns.wait()
+        turns.answer(train_step(engine, rows, step, job.steps, 0).loss)
+    turns.wait()
+
+
+def read(
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    places: torch.Tensor,
+    targets: torch.Tensor,
+    **_: Any,  # boundaries for the kernels
+) -> dict[str, Any]:
+    """Labels as others hand them on: the target of a place is the label of the next one."""
+    labels = torch.full_like(input_ids, UNTRAINED)
+    labels[0, places + 1] = targets
+    return {"ids": input_ids, "labels": labels, "positions": position_ids}
+
+
+def products(job: Job, place: Path, turns: Turns) -> None:
+    """Nothing but the matrix products of each step in bf16, at its shapes: a floor for the time."""
+    rows = read_rows(place)
+    steps = [of_step(rows, step, job.rows) for step in range(job.steps)]
+    floor = Floor(max(sum(len(ids) for ids, _ in step) for step in steps), job)
+    turns.ready()
+    for step in steps:
+        turns.wait()
+        floor.multiply(step)
+        turns.answer(None)
+    turns.wait()
+
+
+def linears() -> list[tuple[int, int]]:
+    """Shapes (out, in) of the linear layers of one block."""
+    width, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    shared = width // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
+    attention = [(width, width), (shared, width), (shared, width), (width, width)]
+    return [*attention, (inner, width), (inner, width), (width, inner)]
+
+
+class Floor:
+    """Operands that are drawn once, and the products of a step over them; results are dropped."""
+
+    def __init__(self, tokens: int, job: Job) -> None:
+        self.made = {"dtype": torch.bfloat16, "device": torch.device("cuda" if job.gpu else "cpu")}
+        width, words = CONFIG["hidden_size"], CONFIG["vocab_size"]
+        self.r, self.heads = job.r, CONFIG["num_attention_heads"]
+        self.frozen = {shape: self.draw(*shape) for shape in set(linears())}
+        self.low = {size: self.draw(size, self.r) for shape in self.frozen for size in shape}
+        sizes = {size for shape in self.frozen for size in shape} | {self.r}
+        self.rows = {size: self.draw(tokens, size) for size in sizes}
+        self.head = self.draw(words, width)
+        self.scores = self.draw(tokens, words)
+        self.queries = self.draw(self.heads, tokens, width // self.heads)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(**self.made)
+
+    def multiply(self, rows: list[Row]) -> None:
+        """Forward and backward pass of a step.
+
+        Frozen layers have two products each (the output, the gradient of the input), adapters three
+        of A and of B, attention two forward and five backward, the head two over labelled rows.
+        """
+        lengths = [len(ids) for ids, _ in rows]
+        for _ in range(CONFIG["num_hidden_layers"]):
+            for shape in linears():
+                self._layer(shape, sum(lengths))
+            for length in lengths:
+                self._attend(length)
+        labelled = sum(sum(label != UNTRAINED for label in labels) for _, labels in rows)
+        self.rows[CONFIG["hidden_size"]][:labelled] @ self.head.T
+        self.scores[:labelled] @ self.head
+
+    def _layer(self, shape: tuple[int, int], tokens: int) -> None:
+        grad, given = (self.rows[size][:tokens] for size in shape)  # of the output; the input
+        low, (b, a) = self.rows[self.r][:tokens], (self.low[size] for size in shape)
+        given @ self.frozen[shape].T
+        grad @ self.frozen[shape]
+        given @ a
+        low @ a.T
+        low.T @ given  # the gradient of A
+        low @ b.T
+        grad @ b
+        grad.T @ low  # the gradient of B
+
+    def _attend(self, length: int) -> None:
+        """One document; each query meets half of the keys, as under a causal mask."""
+        queries, keys = self.queries[:, :length], self.queries[:, : -(-length // 2)]
+        for _ in range(3):  # scores forward, again backward, and the gradient of the weights
+            weights = queries @ keys.transpose(1, 2)
+        for _ in range(2):  # the output, and the gradient of the queries
+            weights @ keys
+        for _ in range(2):  # the gradients of keys and values
+            weights.transpose(1, 2) @ queries
+
+
+CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {"ours": ours, "products": products}
+
+
+def main(name: str, place: Path) -> None:
+    turns = Turns()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    CONTENDERS[name](read_job(place), place, turns)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,171 @@
+"""From the answers of a race to a table: the same rows or not, rates, ratios."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peers.race import Answer
+from benchmarks.peers.turns import digest
+from benchmarks.peers.workload import Job, Row, of_step
+from benchmarks.record import Result
+
+WARMUP = 2
+"""First rounds that are not timed."""
+LOSS_TOLERANCE = 2e-3
+"""Relative difference of first losses: bf16 keeps 8 bits, and the mean is over 800 tokens."""
+REFERENCE, OURS, FLOOR = "trainer", "ours", "products"
+TITLES = {
+    REFERENCE: "transformers Trainer + PEFT, padded",
+    "trl": "TRL SFTTrainer, defaults",
+    "trl_packing": "TRL SFTTrainer, packing",
+    "llamafactory": "LLaMA-Factory",
+    "unsloth": "Unsloth",
+    OURS: "**finetune**, packed",
+    FLOOR: "matrix products alone",
+}
+
+Race = dict[str, list[Answer]]
+"""Answers of contenders that took turns with each other, round by round."""
+
+
+def differences(answers: Sequence[Answer], rows: list[Row], job: Job) -> list[str]:
+    """What a contender's model was given that differs from the job's rows, step by step."""
+    found: list[str] = []
+    for step, answer in enumerate(answers):
+        expected = sorted(digest(ids, labels) for ids, labels in of_step(rows, step, job.rows))
+        if answer["documents"] != expected:
+            extra = len(set(answer["documents"]) - set(expected))
+            missing = len(set(expected) - set(answer["documents"]))
+            found.append(f"step {step + 1}: {missing} documents missing, {extra} others instead")
+    return found
+
+
+def first_loss_differs(loss: float, reference: float) -> bool:
+    return abs(loss - reference) > LOSS_TOLERANCE * abs(reference)
+
+
+def speed(race: Race, name: str, tokens: Sequence[int], clock: str) -> float:
+    """Median of real tokens per second over the timed rounds."""
+    timed = list(zip(race[name], tokens, strict=False))[WARMUP:]
+    return statistics.median(count / answer[clock] for answer, count in timed)
+
+
+def ratio(race: Race, name: str, other: str, clock: str) -> float:
+    """How many times the speed of another: the median over rounds, each on the same rows."""
+    pairs = list(zip(race[name], race[other], strict=True))[WARMUP:]
+    return statistics.median(theirs[clock] / mine[clock] for mine, theirs in pairs)
+
+
+def summarise(races: Sequence[Race], tokens: Sequence[int], clock: str) -> dict[str, Any]:
+    """Figures of every contender; those that ran in several races have the median of these."""
+    names = [name for name in TITLES if any(name in race for race in races)]
+    summary: dict[str, Any] = {}
+    for name in names:
+        ran = [race for race in races if name in race]
+        found: dict[str, Any] = {
+            "tokens_per_second": _median(speed(race, name, tokens, clock) for race in ran),
+            "peak_bytes": max(race[name][-1]["peak_bytes"] for race in ran),
+            "cpu_seconds_to_first_step": _median(
+                race[name][0]["cpu_seconds_since_start"] for race in ran
+            ),
+            "first_loss": ran[0][name][0]["loss"],
+        }
+        for other, key in ((REFERENCE, "of_trainer"), (FLOOR, "of_products")):
+            each = [ratio(race, name, other, clock) for race in ran if other in race]
+            found[key] = _median(each) if each else None
+        each = [ratio(race, OURS, name, clock) for race in ran if OURS in race]
+        found["ours_of_it"] = _median(each) if each else None
+        found["ours_of_it_by_race"] = each
+        summary[name] = found
+    return summary
+
+
+def _median(values: Any) -> float:
+    return statistics.median(values)
+
+
+def gate(races: Sequence[Race], rows: list[Row], job: Job) -> dict[str, list[str]]:
+    """What each contender did that is not the job: nothing, where it may be compared."""
+    found: dict[str, list[str]] = {}
+    for race in races:
+        for name in (name for name in race if name != FLOOR):
+            problems = found.setdefault(name, [])
+            problems += differences(race[name], rows, job)
+            loss, reference = race[name][0]["loss"], race.get(REFERENCE, race[name])[0]["loss"]
+            if first_loss_differs(loss, reference):
+                problems.append(f"first loss {loss:.4f}, not {reference:.4f}")
+    return {name: list(dict.fromkeys(problems)) for name, problems in found.items()}
+
+
+def tabulate(
+    summary: dict[str, Any], failed: dict[str, list[str]], clock: str, gpu: bool
+) -> list[list[str]]:
+    per = "CPU-second" if clock == "cpu_seconds" else "second"
+    head = [
+        "", f"real tokens per {per}", "/ Trainer + PEFT", "**finetune** is", "of the products",
+        "peak GPU memory" if gpu else "peak memory", "CPU s to the first step", "first loss",
+        "same rows and labels",
+    ]  # fmt: skip
+    table = [head]
+    base = summary.get(REFERENCE, {}).get("peak_bytes")
+    for name, found in sorted(summary.items(), key=lambda each: each[1]["tokens_per_second"]):
+        share = f" ({found['peak_bytes'] / base:.2f})" if base and name != FLOOR else ""
+        table.append(
+            [
+                TITLES[name],
+                f"{found['tokens_per_second']:,.1f}",
+                times(found["of_trainer"]),
+                "" if name == OURS else times(found["ours_of_it"]),
+                times(found["of_products"], ""),
+                f"{found['peak_bytes'] / 2**20:,.0f} MiB{share}",
+                "" if name == FLOOR else f"{found['cpu_seconds_to_first_step']:.1f}",
+                "" if found["first_loss"] is None else f"{found['first_loss']:.4f}",
+                "" if name == FLOOR else "no" if failed[name] else "yes",
+            ]
+        )
+    return table
+
+
+def times(value: float | None, unit: str = "x") -> str:
+    return "" if value is None else f"{value:.2f}{unit}"
+
+
+def result(
+    races: Sequence[Race], rows: list[Row], job: Job, threads: int, remarks: Sequence[str]
+) -> Result:
+    """The record of the races of one workload."""
+    counts = [
+        sum(len(ids) for ids, _ in of_step(rows, step, job.rows)) for step in range(job.steps)
+    ]
+    clock = "cpu_seconds" if threads == 1 and not job.gpu else "seconds"
+    summary, failed = summarise(races, counts, clock), gate(races, rows, job)
+    told = [f"{TITLES[name]}: {'; '.join(each)}" for name, each in failed.items() if each]
+    timed = sorted({len(answers) - WARMUP for race in races for answers in race.values()})
+    said = " to ".join(str(number) for number in dict.fromkeys((timed or [0])[:1] + timed[-1:]))
+    labelled = sum(sum(label != -100 for label in labels) for _, labels in rows)
+    how = (
+        f"LoRA r={job.r} on every linear layer of a Llama of SmolLM2-135M's shape with random "
+        f"weights, bf16, {job.rows} rows a step of {sum(counts) / len(rows):.0f} tokens in the "
+        f"mean, {labelled / sum(counts):.0%} of them labelled; threads: {threads}. Each "
+        "contender is a process of its own and takes one optimizer step in turn with Trainer + "
+        f"PEFT, **finetune** and the products alone; medians of {said} steps after "
+        f"{WARMUP} others, ratios step by step on the same rows. CPU time counts processes that a "
+        "contender starts, and `to the first step` everything from its start. Ids and labels are "
+        f"read at each model's input; first losses agree to {LOSS_TOLERANCE}."
+    )
+    values = {
+        "job": {"rows": job.rows, "steps": job.steps, "threads": threads, "gpu": job.gpu},
+        "timed_steps": timed,
+        "tokens_of_steps": counts,
+        "contenders": summary,
+        "differences": failed,
+        "races": [
+            {
+                name: [{k: v for k, v in answer.items() if k != "documents"} for answer in each]
+                for name, each in race.items()
+            }
+            for race in races
+        ],
+    }
+    table = tabulate(summary, failed, clock, job.gpu)
+    return Result("Peers", how, values, table, [*remarks, *told])

@@ -1,0 +1,64 @@
+"""What the levers do to learning: nothing, on a real model and real questions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finetune, write_recipe
+
+from finetune.run import Run
+
+PLAIN = {"head": "whole", "lora": "separate", "norm": "plain"}
+ROWS, HELD_OUT = 480, 64
+SEEDS = 0.05
+"""Evaluation losses of one recipe with other seeds lie so far apart: the order of rows differs."""
+
+
+def trained(
+    folder: Path, finetune: Finetune, assets: Path, kernels: dict[str, str], **batch: Any
+) -> tuple[float, int, int]:
+    """Evaluation loss after an epoch of GSM8K, its steps, and its tokens."""
+    questions = assets / "data" / "gsm8k"
+    recipe = {
+        "method": "sft",
+        "model": {"name": str(assets / "models" / "stories260K"), "chat_template": "plain"},
+        "data": [
+            {"source": str(questions / "train.jsonl"), "format": "question_answer", "first": ROWS}
+        ],
+        "eval_data": [
+            {"source": str(questions / "test.jsonl"), "format": "question_answer",
+             "first": HELD_OUT}
+        ],
+        "batch": {"max_length": 512, "overlong": "drop", **batch},
+        "optim": {"lr": 2e-3, "warmup": 3},
+        "kernels": kernels,
+        "epochs": 1,
+    }  # fmt: skip
+    run = Run(folder / "run")
+    path = write_recipe(folder / "recipe.json", recipe)
+    done = finetune("train", str(path), "--output", str(run.root))
+    assert done.status == 0, done.output
+    data = json.loads((run.root / "data.json").read_text())
+    (evaluated,) = run.read_metrics("eval")
+    return evaluated["loss"], evaluated["step"], data["train"]["tokens"]
+
+
+@pytest.mark.slow
+def test_a_real_model_learns_the_same_with_and_without_the_levers(
+    tmp_path: Path, finetune: Finetune, assets: Path
+) -> None:
+    folders = [tmp_path / name for name in ("plain", "levers", "packed")]
+    for folder in folders:
+        folder.mkdir()
+    padded = {"rows": 16, "micro_rows": 4}
+    plain, *amount = trained(folders[0], finetune, assets, PLAIN, **padded)
+    levers, *same = trained(folders[1], finetune, assets, {}, **padded)
+    # 395 rows lie in 321 packs: either way they are 25 steps.
+    packed, *as_many = trained(
+        folders[2], finetune, assets, {}, rows=13, micro_rows=4, packing=True
+    )
+    assert amount == same == as_many == [25, 134_565]
+    assert plain < 3.2  # 5.0 before, so that there is something to compare
+    assert abs(levers - plain) < 1e-3  # the same steps, summed in another order
+    assert abs(packed - plain) < SEEDS
