@@ -1,11 +1,13 @@
 """A run's own plan is true: what it foresaw of memory is what was counted."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Finetune, write_recipe
+from conftest import Finetune, environment, write_recipe
 
 from benchmarks.memory import recipe_of, write_base
 from finetune import catalog
@@ -43,3 +45,30 @@ def test_a_meter_counts_what_lives_at_once_and_nothing_from_before() -> None:
         del second
     assert meter.peak == pytest.approx(16_000_000, abs=200_000)
     assert len(kept) == 1_000_000
+
+
+def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path: Path) -> None:
+    body = """
+import sys, torch
+from finetune.memory import Meter
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
+meters = [Meter(torch.device("cpu")) for _ in range(3)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2_000, 2_000, bias=False))
+for meter in meters:
+    with meter.measuring(model):
+        model(torch.ones(1, 2_000)).sum().backward()
+        model.zero_grad(set_to_none=True)
+print([meter.peak for meter in meters])
+torch.distributed.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", body, tmp_path / "store"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    _, second, third = json.loads(done.stdout.splitlines()[-1])
+    # The second forward pass makes DDP's 16 MB of buckets anew.
+    assert second == pytest.approx(third, abs=4_000_000)

@@ -132,6 +132,27 @@ def test_a_plan_of_one_device_is_verified(finetune: Finetune, tmp_path: Path) ->
     assert parts["adapters"] == parts["gradients"] == 4 * adapters
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
+    finetune: Finetune, tmp_path: Path, method: str
+) -> None:
+    config = LLAMA | {
+        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "intermediate_size": 2816, "vocab_size": 8192,
+    }  # fmt: skip
+    sections: dict[str, Any] = {} if method == "full" else {"adapter": {"r": 16, "dropout": 0.0}}
+    model = {"quantization": "nf4"} if method == "qlora" else {}
+    batch = {"rows": 4, "micro_rows": 4, "max_length": 512}
+    file = recipe(tmp_path, config, model=model, batch=batch, **sections)
+    found = verification(finetune, file, "--gpu", "H100-80", "--backend", "single")
+    assert found["agrees"], found
+    totals = {each["name"]: each for each in found["moments"]}
+    for name in ("forward: head", "backward: loss and head", "backward: last layer"):
+        # Ids, labels and places are left out.
+        assert totals[name]["predicted"] == pytest.approx(totals[name]["traced"], rel=0.001)
+
+
 def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
     finetune: Finetune, tmp_path: Path
 ) -> None:

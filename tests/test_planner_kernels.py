@@ -1,0 +1,165 @@
+"""The plan follows the kernels of a run: what layers keep, what the head and DeepSpeed allocate."""
+
+import dataclasses
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_planner_memory import BASE, large
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import finetune as ft
+from finetune.kernels.lora import group_adapters
+from finetune.kernels.norm import fuse_norms
+from finetune.planner import memory, plan
+from finetune.planner.block import Layer
+from finetune.planner.families import read
+from finetune.planner.layout import Layout
+from finetune.planner.predict import workload_of
+from finetune.planner.tape import Tape, Value, trace
+from finetune.planner.workload import CHUNKED, OURS, Workload, lora
+
+SMALL = BASE | {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 160, "head_dim": 16,
+}  # fmt: skip
+ROWS, LENGTH, RANK = 2, 24, 4
+
+
+def kept_by_a_real_layer(norms: bool, targets: list[str]) -> int:
+    """Bytes that one layer of transformers and PEFT saves in bf16 under autocast."""
+    fields = {name: value for name, value in SMALL.items() if name != "model_type"}
+    model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
+    model.requires_grad_(False)
+    get_peft_model(model, LoraConfig(r=RANK, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    if norms:
+        fuse_norms(model)
+    group_adapters(model)
+    hidden = torch.randn(ROWS, LENGTH, 64, dtype=torch.bfloat16, requires_grad=True)
+    tables = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    known = {t.untyped_storage().data_ptr() for t in (*tables, *model.parameters())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    layer = model.model.layers[0]
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with saving, torch.autocast("cpu", torch.bfloat16):
+        layer(hidden, position_embeddings=tables, attention_mask=None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def kept_by_the_tape(norms: bool, targets: tuple[str, ...]) -> float:
+    shape = read(SMALL)
+    workload = Workload(
+        shape,
+        ROWS,
+        LENGTH,
+        adapter=lora(shape, RANK, targets, width=4),
+        fused_norms=norms,
+        grouped_adapters=True,
+    )
+    assert workload.adapter is not None
+    layer = Layer(shape, workload.numerics, ROWS, LENGTH, "flash", workload.adapter.ranks)
+    return trace(*layer.build()).saved
+
+
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("targets", [EVERY, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "fused"])
+def test_a_layer_of_grouped_adapters_keeps_what_the_tape_says(
+    norms: bool, targets: tuple[str, ...]
+) -> None:
+    expected = kept_by_a_real_layer(norms, list(targets))
+    assert kept_by_the_tape(norms, targets) == expected
+
+
+def test_an_operation_of_several_outputs_waits_for_all_their_gradients() -> None:
+    tape, source = Tape(), Value(4)
+    first, second = tape.run_many((8, 16), (source,), (source,), forward=2, backward=1)
+    inner = tape.run(8, (first,))
+    result = tape.run(4, (inner, second))
+    found = trace(tape, source, result)
+    assert found.saved == 4
+    assert found.forward == 4 + 8 + 16 + 8  # first is alive while inner is made
+    # Its own gradients of 8 and 16, what it keeps and needs, and the gradient that it makes.
+    assert found.backward == max(4 + 4 + 8 + 16, 4 + 8 + 16 + 8, 4 + 8 + 16 + 4 + 1)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
+    adapter = None if trained else lora(large().shape, 16)
+    workload = large(loss=CHUNKED, scheme="bf16", adapter=adapter, length=4096)
+    vocabulary, hidden = 128_256, 4096
+    found = memory.traces(workload)
+    chunk = 2**23 // vocabulary * vocabulary
+    stream, table = 2 * 4096 * hidden, vocabulary * hidden
+    # The last norm's result and the labelled rows of it, a chunk of logits in bf16, in fp32 and its
+    # shares; with the gradient of the head its sum in fp32 and that of a chunk.
+    working = 8 * chunk + (2 + 4) * table * trained
+    kept = found.head.saved - 2 * table * trained  # the head's gradient becomes bf16 afterwards
+    assert found.projected == kept + 2 * stream + 2 * chunk + working + 4
+
+
+def moments(backend: str, **fields: object) -> dict[str, dict[str, float]]:
+    layout = {
+        "zero1": Layout("deepspeed", "optimizer", 2),
+        "zero2": Layout("deepspeed", "grads", 2),
+        "zero3": Layout("deepspeed", "params", 2),
+    }[backend]
+    workload = large(layout=layout, scheme="deepspeed", wide_gradients=True, **fields)
+    return {moment.name: dict(moment.parts) for moment in memory.timeline(workload).moments}
+
+
+BUCKET = 500_000_000
+
+
+def test_zero_holds_gradients_where_deepspeed_allocates_them() -> None:
+    adapter = lora(large().shape, 16)
+    trained = adapter.parameters
+    one, two, three = (moments(name, adapter=adapter) for name in ("zero1", "zero2", "zero3"))
+    assert one["forward: head"]["gradients"] == 4 * trained  # fp32, of all
+    assert one["gradients reduced"]["gradients"] == (4 + 2) * trained
+    assert one["gradients reduced"]["buckets"] == 2 * trained  # sent in bf16
+    assert one["optimizer step"]["gradients"] == (4 + 2) * trained
+    assert two["forward: head"]["gradients"] == two["forward: head"]["buckets"] == 0
+    assert two["backward: first layer"]["buckets"] == 2 * BUCKET  # whole, however few gradients
+    assert two["gradients reduced"]["buckets"] == 2 * BUCKET + 2 * trained
+    assert two["optimizer step"]["gradients"] == 4 * trained / 2
+    assert two["optimizer step"]["buckets"] == 0
+    assert three["forward: head"]["buckets"] == 2 * BUCKET
+    assert three["forward: head"]["gradients"] == 4 * trained / 2
+    assert three["gradients reduced"]["buckets"] == 2 * BUCKET + (2 + 4 / 2) * trained
+    assert three["optimizer step"]["update"] == 4 * trained / 2
+
+
+def test_a_full_bucket_is_reduced_while_layers_run() -> None:
+    trained = large().shape.parameters
+    found = moments("zero2")
+    assert found["backward: first layer"]["buckets"] == 2 * BUCKET + 2 * BUCKET
+    assert found["backward: first layer"]["gradients"] == 4 * trained / 2
+
+
+def test_a_plan_follows_the_kernels_of_its_run() -> None:
+    recipe = ft.SFT(
+        ft.Model(config=BASE, tokenizer="/none"), (ft.Data("rows.jsonl", "messages"),)
+    ).with_lora(r=16, dropout=0.0)
+    shape = read(BASE)
+    grouped = workload_of(plan(recipe, "single", 1), shape)
+    assert (grouped.loss, grouped.fused_norms, grouped.grouped_adapters) == (CHUNKED, True, True)
+    plain = ft.Kernels(head="whole", lora="separate", norm="plain")
+    left = workload_of(plan(dataclasses.replace(recipe, kernels=plain), "single", 1), shape)
+    assert (left.loss, left.fused_norms, left.grouped_adapters) == (OURS, False, False)
+    gathered = workload_of(plan(recipe, "zero3", 2), shape)
+    assert not gathered.grouped_adapters
+    moved = dataclasses.replace(grouped, layout=gathered.layout, scheme="deepspeed")
+    assert not moved.numerics.grouped_adapters  # as advice on another backend asks
