@@ -211,3 +211,14 @@ def test_a_peer_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     done = run_command(command, tmp_path / "cache", cwd=ROOT)
     assert done.status == 2
     assert "no peer is called axolotl; known: trl, trl_packing, llamafactory" in done.stderr
+
+
+def test_the_committed_race_was_on_the_same_rows_and_the_readme_shows_it() -> None:
+    record = json.loads((RESULTS / "peers.json").read_text())
+    found = record["results"]
+    assert found["contenders"].keys() == set(report.TITLES) - {"unsloth"}
+    assert set(map(tuple, found["differences"].values())) == {()}
+    readme = (ROOT / "README.md").read_text()
+    assert record["command"] in readme
+    for figures in found["contenders"].values():
+        assert f"| {figures['tokens_per_second']:,.0f} | {figures['of_trainer']:.2f}x |" in readme
