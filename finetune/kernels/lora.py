@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from bitsandbytes.nn import Linear4bit
-from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
+from bitsandbytes.nn import Linear4bit, Params4bit
 from peft.tuners import lora
 from peft.tuners.lora.bnb import Linear4bit as AdaptedLinear4bit
 from torch import nn
@@ -127,6 +126,13 @@ class Shape:
         return dequantize_4bit(stored.view(-1, 1), self.quantised).to(dtype)
 
 
+def _quantisation(base: Linear4bit) -> QuantState:
+    """How a weight is stored. FSDP2 makes parameters anew, which know nothing of it."""
+    weight = base.weight
+    known = weight.quant_state if isinstance(weight, Params4bit) else None
+    return base.quant_state if known is None else known
+
+
 def _operands(layers: tuple[nn.Module, ...]) -> tuple[Any, ...]:
     """The shapes of all layers, and then weight, bias, A and B of each."""
     shapes: list[Shape] = []
@@ -136,8 +142,7 @@ def _operands(layers: tuple[nn.Module, ...]) -> tuple[Any, ...]:
         base = layer.get_base_layer()
         quantised = None
         if isinstance(base, Linear4bit):
-            fix_4bit_weight_quant_state_from_module(base)  # FSDP2 makes parameters anew
-            quantised = base.weight.quant_state
+            quantised = _quantisation(base)
         shapes.append(Shape(layer.scaling[name], quantised))
         tensors += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight]
     return tuple(shapes), *tensors

@@ -23,6 +23,8 @@ def chunked_head(workload: Workload) -> tuple[Trace, float]:
     tape, stream = builder.tape, float(workload.tokens * shape.hidden)
     source = Value(stream * numerics.residual)
     normed = builder.norm(source)
+    if workload.scheme == "fsdp" and workload.layout.group > 1:
+        normed = tape.run(4 * stream, (normed,))  # units return fp32, as `output_dtype` says
     picked = tape.run(normed.size, (normed,))
     width = 4 if workload.kbit_prepared else numerics.weights
     weight = Value(float(shape.embedding * width), grad=numerics.trained, leaf=True)

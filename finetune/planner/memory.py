@@ -210,8 +210,7 @@ class _Step:
         moments = [
             self.moment(
                 "forward: last layer",
-                # The embedding's output is held by the model's own frame.
-                activations=self._kept(self.layers - 1) + inside + self.incoming,
+                activations=self._kept(self.layers - 1) + inside + self._held_by_frames(),
                 casts=casts,
                 units=self._units_forward(),
             ),
@@ -249,6 +248,14 @@ class _Step:
         whole = {**step.parts, "gradients": self.standing + self.whole}
         moments.append(dataclasses.replace(step, parts=whole))
         return Timeline(tuple(moments))
+
+    def _held_by_frames(self) -> float:
+        """The embedding's output, which the model's own frame holds while layers run.
+
+        FSDP2's units return fp32 and cast what they are given: the layer's input is held too.
+        """
+        tokens = float(self.workload.tokens * self.workload.shape.hidden)
+        return 8 * tokens if self.fsdp and self.workload.scheme == "fsdp" else self.incoming
 
     def _kept(self, layers: int) -> float:
         """What the first so many layers keep for the backward pass."""

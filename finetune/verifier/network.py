@@ -171,7 +171,6 @@ class Packed(Linear4bit):
             offset=torch.empty(()),
             state2=inner,
         )
-        self.weight.quant_state = self.quant_state  # where `kernels/lora.py` reads it
 
     def scales(self) -> Iterator[torch.Tensor]:
         state = self.quant_state
