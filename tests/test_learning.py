@@ -12,7 +12,7 @@ from finetune.run import Run
 PLAIN = {"head": "whole", "lora": "separate", "norm": "plain"}
 ROWS, HELD_OUT = 480, 64
 SEEDS = 0.05
-"""Evaluation losses of one recipe with other seeds lie so far apart: the order of rows differs."""
+"""What another order of rows may move the evaluation loss by."""
 
 
 def trained(
