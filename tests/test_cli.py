@@ -83,7 +83,7 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a key like none": (
         ["show", "quickstart", "saving.zzz=1"],
-        ["override: saving.zzz: unknown key; known are every, keep"],
+        ["override: saving.zzz: unknown key; known are every, keep, background, rehearse"],
     ),
     "a value of a list of words": (
         ["show", "quickstart", "optim.name=adamv"],
