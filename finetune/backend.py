@@ -333,6 +333,11 @@ def meeting_point() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
 
 
+def restarts() -> int:
+    """How often torch's elastic agent has started the processes of this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def launcher() -> int | None:
     """Process number of the `finetune launch` that waits for this process, where there is one."""
     number = os.environ.get("FINETUNE_LAUNCHER")

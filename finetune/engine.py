@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,8 @@ class Engine:
     def __init__(self, plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> None:
         self.plan = plan
         cpu = not torch.accelerator.is_available()
+        if attempt := backends.restarts():
+            _meet_apart_from_earlier_attempts(attempt)
         self.accelerator = _accelerator(plan, nvme_path, timeout, cpu)
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -268,6 +271,22 @@ def _zero_gradient_elements(zero: Any, stage: int) -> int:
         return offloaded
     groups = [group for group in zero.averaged_gradients.values() if group is not None]
     return sum(grad.numel() for group in groups for grad in group)
+
+
+def _meet_apart_from_earlier_attempts(attempt: int) -> None:
+    """Give the processes of a restart keys of their own in the store of torch's agent.
+
+    torch 2.13 counts on a new store for each restart, but the static rendezvous that Accelerate
+    1.15 asks for keeps the first: a process may then read where one of the attempt before was
+    listening, and both wait for ever.
+    """
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides it
+    create = rendezvous._create_c10d_store
+
+    def apart(*words: Any, **named: Any) -> torch.distributed.Store:
+        return torch.distributed.PrefixStore(f"attempt-{attempt}", create(*words, **named))
+
+    rendezvous._create_c10d_store = apart
 
 
 def _accelerator(
