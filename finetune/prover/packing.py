@@ -36,13 +36,16 @@ def make_packable(subject: Subject, shape: Shape, cache: Path) -> Packable:
     """The subject with steps that go over the whole of a few rows.
 
     So many rows or packs make a step that both see each document equally often, and that they
-    divide among the processes: documents x 2 x processes, and packs x 2 x processes.
+    divide among the processes: documents x 2 x processes, and packs x 2 x processes. Nothing is
+    dropped: which inputs are depends on where a row lies.
     """
+    adapter = subject.recipe.adapter
     recipe = dataclasses.replace(
         subject.recipe,
         data=tuple(
             dataclasses.replace(d, first=min(d.first or ROWS, ROWS)) for d in subject.recipe.data
         ),
+        adapter=dataclasses.replace(adapter, dropout=0.0) if adapter is not None else None,
         eval_data=(),
         eval_rows=None,
         evaluation=Evaluation(),
