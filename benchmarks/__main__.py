@@ -13,11 +13,15 @@ from benchmarks.record import Circumstances, write
 PARTS = ("startup", "training")
 ALSO = ("memory",)
 """Parts that run only when they are named."""
+CHOICES = (*PARTS, *ALSO)
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = build_parser().parse_args(words)
+    parser = build_parser()
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.parts) - set(CHOICES):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(CHOICES)}")
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
@@ -38,7 +42,8 @@ def main(words: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=(*PARTS, *ALSO), help="startup and training")
+    also = f"of {', '.join(CHOICES)}; else {' and '.join(PARTS)}"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")

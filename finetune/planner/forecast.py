@@ -56,10 +56,10 @@ def forecast(
         padded: whether rows of a micro-batch differ in length.
     """
     try:
-        shape = model_source(plan.recipe).shape
+        workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    workload = dataclasses.replace(workload_of(plan, shape), cpu=cpu)
+    workload = dataclasses.replace(workload, cpu=cpu)
     return Forecast(_of_length(workload, length, padded), machine, steps)
 
 
