@@ -127,7 +127,7 @@ def sharegpt_message(turn: Any, where: str) -> Message:
             "content": "",
             "tool_calls": [_tool_call(call, where) for call in calls],
         }
-    if turn["from"] not in SHAREGPT_ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
         known = (*SHAREGPT_ROLES, "function_call")
         close = did_you_mean(str(turn["from"]), known)
         raise RowProblem(f"{where} is from '{turn['from']}'{close} (known: {', '.join(known)})")
