@@ -109,6 +109,8 @@ def read_messages(row: Raw) -> Conversation:
 
 def read_sharegpt(row: Raw) -> Conversation:
     turns = list_of(row["conversations"], "conversations")
+    if not turns:
+        raise RowProblem("conversations is empty")
     messages: list[Message] = []
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
