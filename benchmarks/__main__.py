@@ -10,22 +10,21 @@ from pathlib import Path
 from benchmarks import memory, startup, training
 from benchmarks.record import Circumstances, write
 
-PARTS = ("startup", "training")
-ALSO = ("memory",)
-"""Parts that run only when they are named."""
-CHOICES = (*PARTS, *ALSO)
+EVERYDAY = ("startup", "training")
+"""What is measured when nothing is named."""
+PARTS = (*EVERYDAY, "memory")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: Sequence[str]) -> int:
     parser = build_parser()
     arguments = parser.parse_args(words)
-    if unknown := set(arguments.parts) - set(CHOICES):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(CHOICES)}")
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in [*arguments.parts, *(arguments.only or [])] or PARTS:
+        for part in arguments.parts or EVERYDAY:
             circumstances = Circumstances.now(command, arguments.note)
             if part == "startup":
                 result = startup.measure(Path(scratch), arguments.repeats)
@@ -42,10 +41,9 @@ def main(words: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    also = f"of {', '.join(CHOICES)}; else {' and '.join(PARTS)}"
+    also = f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(

@@ -241,6 +241,12 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "answer is a number, expected text",
     ),
     "no messages": ("messages", {"messages": []}, "messages is empty"),
+    "no turns": ("sharegpt", {"conversations": []}, "conversations is empty"),
+    "a turn from no text": (
+        "sharegpt",
+        {"conversations": [{"from": ["human"], "value": "Hi"}]},
+        "conversations[0].from is a list, expected text",
+    ),
     "messages as text": ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
     "no role": (
         "messages",

@@ -118,8 +118,8 @@ def sharegpt_message(turn: Any, where: str) -> Message:
         if isinstance(turn, Mapping) and "role" in turn:
             hint = "; rename the column to 'messages' and use format 'messages'"
         raise RowProblem(f"{where} needs 'from' and 'value', it has {there}{hint}")
-    value = text_of(turn, "value", where)
-    if turn["from"] == "function_call":
+    speaker, value = text_of(turn, "from", where), text_of(turn, "value", where)
+    if speaker == "function_call":
         calls = _json(value, where)
         calls = calls if isinstance(calls, list) else [calls]
         return {
@@ -127,11 +127,11 @@ def sharegpt_message(turn: Any, where: str) -> Message:
             "content": "",
             "tool_calls": [_tool_call(call, where) for call in calls],
         }
-    if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
+    if speaker not in SHAREGPT_ROLES:
         known = (*SHAREGPT_ROLES, "function_call")
-        close = did_you_mean(str(turn["from"]), known)
-        raise RowProblem(f"{where} is from '{turn['from']}'{close} (known: {', '.join(known)})")
-    return {"role": SHAREGPT_ROLES[turn["from"]], "content": value}
+        close = did_you_mean(speaker, known)
+        raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(known)})")
+    return {"role": SHAREGPT_ROLES[speaker], "content": value}
 
 
 def tools_of(value: Any) -> tuple[dict[str, Any], ...]:

@@ -49,7 +49,7 @@ class Forecast:
 def forecast(
     plan: Plan, steps: int, length: int, padded: bool, machine: Machine | None, cpu: bool
 ) -> Forecast | None:
-    """What a plan will take, or None where the formulas do not know the model.
+    """What a plan will take, or None where the formulas do not know the model or its adapter.
 
     Args:
         length: tokens of the longest row.
@@ -59,8 +59,8 @@ def forecast(
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    workload = dataclasses.replace(workload, cpu=cpu)
-    return Forecast(_of_length(workload, length, padded), machine, steps)
+    workload = _of_length(dataclasses.replace(workload, cpu=cpu), length, padded)
+    return Forecast(workload, machine, steps)
 
 
 def _of_length(workload: Workload, length: int, padded: bool) -> Workload:
