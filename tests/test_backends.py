@@ -246,6 +246,6 @@ def test_a_disk_holds_what_zero_infinity_offloads(
     assert in_memory < realised["parameters"] / 100
     swapped = sum(file.stat().st_size for file in (offloaded.root / "offload").rglob("*.swp"))
     assert swapped > 8 * realised["parameters"]  # two moments in fp32, over both ranks
-    resumed = cut_off(offloaded, tmp_path / "resumed", step=2)
+    resumed = cut_off(offloaded, tmp_path / "resumed", step=3)  # the best, which retention kept
     launch(finetune, recipe, "zero3_nvme", resumed.root, "--resume")
     assert largest(losses(resumed), losses(offloaded)) < 5e-5
