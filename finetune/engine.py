@@ -1,49 +1,32 @@
-"""The engine that Accelerate builds for a plan: made, read back, and driven one step at a time.
-
-Everything here that works round a library names its version and reason. On a machine without an
-accelerator every backend runs for real over gloo, with the same configuration files.
-"""
+"""The engine that Accelerate builds for a plan, driven one step at a time."""
 
 import contextlib
 import dataclasses
 import datetime
 import gc
-import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-)
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from finetune import backend as backends
+from finetune import accelerator
 from finetune.errors import FinetuneError
-from finetune.ops import require_async_io
 from finetune.planner import Plan
-
-ENGINE_TYPES = {
-    "single": {DistributedType.NO},
-    "ddp": {DistributedType.MULTI_GPU, DistributedType.MULTI_CPU},
-    "fsdp": {DistributedType.FSDP},
-    "deepspeed": {DistributedType.DEEPSPEED},
-}
+from finetune.planner.deepspeed import REDUCE_BUCKET
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Elements that one rank holds between steps (gradients: just before the optimizer's step)."""
+    """Elements that one rank holds between steps.
+
+    Gradients: just before the optimizer's step, or, where each micro-batch is reduced, after the
+    step's first.
+    """
 
     parameters: int
     gradients: int
@@ -56,14 +39,10 @@ class Engine:
 
     def __init__(self, plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> None:
         self.plan = plan
-        cpu = not torch.accelerator.is_available()
-        if attempt := backends.restarts():
-            _meet_apart_from_earlier_attempts(attempt)
-        self.accelerator = _accelerator(plan, nvme_path, timeout, cpu)
+        self.accelerator = accelerator.build(plan, nvme_path, timeout)
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.held_gradients = 0
-        _refuse_difference(plan, self.accelerator)
+        self.held_gradients: int | None = None
 
     @property
     def rank(self) -> int:
@@ -118,11 +97,23 @@ class Engine:
 
     def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Hand model and optimizers to Accelerate, which shards them in place."""
+        if self.deepspeed:
+            self._fit_buckets(model)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         if self.deepspeed and self.model.gradient_clipping() != self._clip():
             raise FinetuneError(
                 f"DeepSpeed clips at {self.model.gradient_clipping()}, the recipe at {self._clip()}"
             )
+
+    def _fit_buckets(self, model: nn.Module) -> None:
+        """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
+
+        DeepSpeed 0.19 allocates one of 500 million elements whole, for an adapter of four too.
+        """
+        plugin = self.accelerator.state.deepspeed_plugin
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
+        bucket = min(REDUCE_BUCKET, sum(sizes))
+        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
 
     def _clip(self) -> float:
         return self.plan.recipe.optim.max_grad_norm or 0.0
@@ -150,12 +141,18 @@ class Engine:
             return
         self.accelerator.gradient_state._set_sync_gradients(last)
         self.accelerator.backward(loss)
+        if self.held_gradients is None and self.plan.synchronises_each:
+            self.held_gradients = self._gradient_elements()
 
     def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Inside, forward and backward of a micro-batch that is not the last keep to this rank."""
-        if last or self.deepspeed or self.plan.backend.engine == "single":
-            return contextlib.nullcontext()
-        return self.accelerator.no_sync(self.model)
+        """Inside, a micro-batch that is not the last keeps its gradients to this rank.
+
+        DeepSpeed is told by `backward`; FSDP may reduce each micro-batch (the plan says when).
+        """
+        keeps = self.plan.backend.engine in ("ddp", "fsdp") and not self.plan.synchronises_each
+        return (
+            contextlib.nullcontext() if last or not keeps else self.accelerator.no_sync(self.model)
+        )
 
     def reshard(self) -> None:
         """Give back what forward passes without a backward pass left gathered (FSDP2, torch 2.13).
@@ -176,7 +173,7 @@ class Engine:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        if not self.held_gradients:
+        if self.held_gradients is None:
             self.held_gradients = self._gradient_elements()
         if self.deepspeed:
             # DeepSpeed 0.19 drops such a gradient by itself, in every stage and precision.
@@ -217,7 +214,7 @@ class Engine:
     def held(self) -> Held:
         """What this rank holds; meaningful after the first step."""
         parameters = sum(_resident(parameter) for parameter in self.module.parameters())
-        return Held(parameters, self.held_gradients, self._moment_elements())
+        return Held(parameters, self.held_gradients or 0, self._moment_elements())
 
     def _moment_elements(self) -> int:
         """Elements of the first moments: the state of one kind with the most elements."""
@@ -271,154 +268,3 @@ def _zero_gradient_elements(zero: Any, stage: int) -> int:
         return offloaded
     groups = [group for group in zero.averaged_gradients.values() if group is not None]
     return sum(grad.numel() for group in groups for grad in group)
-
-
-def _meet_apart_from_earlier_attempts(attempt: int) -> None:
-    """Give the processes of a restart keys of their own in the store of torch's agent.
-
-    torch 2.13 counts on a new store for each restart, but the static rendezvous that Accelerate
-    1.15 asks for keeps the first: a process may then read where one of the attempt before was
-    listening, and both wait for ever.
-    """
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides it
-    create = rendezvous._create_c10d_store
-
-    def apart(*words: Any, **named: Any) -> torch.distributed.Store:
-        return torch.distributed.PrefixStore(f"attempt-{attempt}", create(*words, **named))
-
-    rendezvous._create_c10d_store = apart
-
-
-def _accelerator(
-    plan: Plan, nvme_path: Path, timeout: datetime.timedelta, cpu: bool
-) -> Accelerator:
-    shared: dict[str, Any] = {
-        # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=plan.accumulation, sync_with_dataloader=False
-        ),
-        "mixed_precision": "bf16" if plan.backend.precision == "bf16" else "no",
-    }
-    if plan.backend.engine == "deepspeed":
-        # Without gloo by name Accelerate 1.15 on CPU believes that each rank is alone.
-        group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timeout)
-        plugin = _deepspeed_plugin(plan, nvme_path, cpu)
-        return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group], **shared)
-    group = InitProcessGroupKwargs(timeout=timeout)
-    if plan.backend.engine == "fsdp":
-        if cpu:
-            select_fsdp_on_cpu(group)
-        plugin = _fsdp_plugin(plan, cpu)
-        return Accelerator(cpu=cpu, fsdp_plugin=plugin, kwargs_handlers=[group], **shared)
-    return Accelerator(cpu=cpu, kwargs_handlers=[group], **shared)
-
-
-def select_fsdp_on_cpu(group: InitProcessGroupKwargs) -> None:
-    """Make Accelerate choose FSDP on a machine without an accelerator.
-
-    Accelerate 1.15 promotes to FSDP from MULTI_GPU only, not from MULTI_CPU, and then trains plain
-    DDP without a word. Told that it is MULTI_GPU, its own FSDP branch runs, over gloo.
-    """
-    state = PartialState(cpu=True, **group.to_kwargs())
-    state.distributed_type = DistributedType.MULTI_GPU
-
-
-def _fsdp_plugin(plan: Plan, cpu: bool) -> FullyShardedDataParallelPlugin:
-    policy = None
-    if plan.backend.precision == "bf16":
-        # Accelerate's default reduces gradients in bf16 and returns bf16 logits.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
-    offload = plan.backend.offload == "all"
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=plan.backend.shard == "params",
-        # Pinned memory does not exist without an accelerator.
-        cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if offload else False,
-        mixed_precision_policy=policy,
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_ram_efficient_loading=False,
-    )
-
-
-def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
-    backend, recipe = plan.backend, plan.recipe
-    if cpu:
-        _keep_shared_memory_op_unbuilt()
-    stage = next(stage for stage, shard in backends.ZERO_SHARDS.items() if shard == backend.shard)
-    optimizer_device = backend.device if backend.offload != "none" else "none"
-    plugin = DeepSpeedPlugin(
-        zero_stage=stage,
-        gradient_accumulation_steps=plan.accumulation,
-        offload_optimizer_device=optimizer_device,
-        offload_param_device=backend.device if backend.offload == "all" else "none",
-        offload_optimizer_nvme_path=str(nvme_path),
-        offload_param_nvme_path=str(nvme_path),
-        zero3_init_flag=backend.zero_init,
-        zero3_save_16bit_model=stage == 3,
-    )
-    config = plugin.deepspeed_config
-    config["train_micro_batch_size_per_gpu"] = recipe.batch.micro_rows
-    # Accelerate drops a clipping of 0 and DeepSpeed 0.19 then clips at 1.0: it is always written.
-    config["gradient_clipping"] = recipe.optim.max_grad_norm or 0.0
-    config["data_types"] = {"grad_accum_dtype": "fp32"}
-    config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW: no compiler needed
-    zero = config["zero_optimization"]
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
-        zero["stage3_prefetch_bucket_size"] = "auto"
-    if backend.device == "nvme":
-        require_async_io(print if backends.rank() == 0 else _silent)
-        zero["offload_optimizer"]["buffer_count"] = 4
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": 100_000_000}
-        config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
-    return plugin
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-def _keep_shared_memory_op_unbuilt() -> None:
-    """DeepSpeed 0.19 compiles `deepspeed_shm_comm` at start on CPU, used by inference only."""
-    import deepspeed  # optional: only its own backends need it
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:
-    """Compare what Accelerate built with what the plan asked for.
-
-    Raises:
-        FinetuneError: with every difference; nothing must be trained on anything else.
-    """
-    expected = ENGINE_TYPES[plan.backend.engine]
-    differences: list[str] = []
-
-    def compare(what: str, asked: object, built: object) -> None:
-        if asked != built:
-            differences.append(f"{what}: the plan has {asked}, Accelerate built {built}")
-
-    if accelerator.distributed_type not in expected:
-        asked = " or ".join(sorted(kind.value for kind in expected))
-        compare("distributed type", asked, accelerator.distributed_type.value)
-    compare("processes", plan.processes, accelerator.num_processes)
-    compare("processes", backends.world(), accelerator.num_processes)
-    compare("accumulation", plan.accumulation, accelerator.gradient_accumulation_steps)
-    compare("precision", plan.backend.precision, _precision(accelerator))
-    if accelerator.distributed_type == DistributedType.FSDP:
-        fsdp = accelerator.state.fsdp_plugin
-        compare("fsdp_version", 2, fsdp.fsdp_version)
-        compare("reshard_after_forward", plan.backend.shard == "params", fsdp.reshard_after_forward)
-        offloaded = isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
-        compare("offload", plan.backend.offload == "all", offloaded)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        stage = backends.ZERO_SHARDS[accelerator.state.deepspeed_plugin.zero_stage]
-        compare("shard", plan.backend.shard, stage)
-    if differences:
-        raise FinetuneError(*differences)
-
-
-def _precision(accelerator: Accelerator) -> str:
-    return {"bf16": "bf16", "no": "fp32"}.get(accelerator.mixed_precision, "unknown")

@@ -15,8 +15,8 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
-        "engine", "fragments", "checkpoint", "memory", "ops", "kernels", "rate", "integrity",
-        "interruption", "heartbeat", "guard",
+        "accelerator", "engine", "fragments", "checkpoint", "memory", "ops", "kernels", "rate",
+        "integrity", "interruption", "heartbeat", "guard",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -33,8 +33,9 @@ INNER_ORDER = {
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
-    ("engine", "ops"), ("model", "engine"), ("model", "attention"), ("model", "quantization"),
-    ("model", "kernels"), ("attention", "kernels"),
+    ("engine", "accelerator"), ("accelerator", "ops"), ("model", "engine"),
+    ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
+    ("attention", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

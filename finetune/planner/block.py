@@ -6,56 +6,11 @@ FakeTensor (torch 2.13, transformers 5.23, peft 0.21): `tests/test_planner_memor
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
-from finetune.planner.architecture import Architecture, Matrix
-from finetune.planner.tape import Tape, Value
-
-AttentionKind = Literal["flash", "masked", "eager"]
-"""`flash`: no mask, keys shared by groups of heads. `masked`: SDPA with a mask in memory, keys and
-values repeated to all heads. `eager`: scores and probabilities in memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Numerics:
-    """Bytes per element of everything that a layer computes with."""
-
-    residual: int = 2
-    """The hidden state between layers."""
-    compute: int = 2
-    """Inputs and outputs of matrix products."""
-    weights: int = 2
-    """Weights as the layer holds them."""
-    autocast: bool = False
-    """Products cast their inputs, each on its own."""
-    trained: bool = True
-    """Whether the layer's own weights get gradients."""
-    adapters: int = 2
-    """Weights of adapters."""
-    expert_rank: int = 0
-    """Rank of adapters on experts: their product is added to the whole weights first."""
-    dropout: bool = False
-    """Adapters drop inputs: each keeps its own mask and what is left."""
-    widened: bool = True
-    """Under autocast PEFT casts an adapter's input to the adapter's fp32 first. Its layers over
-    bitsandbytes leave that to CUDA's autocast (0.21)."""
-    wide_masks: bool = False
-    """Masks have the input's own type, as on a CPU; else a byte an element."""
-    inputs_kept: bool = False
-    """4-bit products keep their input although no gradient needs it."""
-    compiled: bool = False
-    """Chains of cheap operations are one kernel. It keeps what enters and what a weight's gradient
-    multiplies: torch 2.13's partitioner recomputes nothing that the backward pass must hold."""
-    dequantised: bool = False
-    """Weights are stored in 4 bits and expanded for each product."""
-    fused_norms: bool = False
-    """RMSNorm as `kernels.norm` computes it."""
-    grouped_adapters: bool = False
-    """Adapted matrices as `kernels.lora` computes them."""
-
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Adapted matrices that `kernels.lora` computes together."""
+from finetune.planner.architecture import Architecture
+from finetune.planner.numerics import AttentionKind, Numerics
+from finetune.planner.products import Products
+from finetune.planner.tape import Tape, Value, parameter
 
 
 class Layer:
@@ -72,11 +27,9 @@ class Layer:
     ) -> None:
         self.shape, self.numerics = shape, numerics
         self.rows, self.length, self.tokens = rows, length, rows * length
-        self.attention, self.ranks = attention, ranks
+        self.attention = attention
         self.tape = Tape()
-        self.matrices = {matrix.leaf: matrix for matrix in shape.matrices}
-        self.waiting: dict[str, Value] = {}
-        """Products of a group that are made and not yet asked for."""
+        self.products = Products(self.tape, shape, numerics, self.tokens, ranks)
 
     def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
         """The tape, the hidden state that enters and the one that leaves.
@@ -113,11 +66,11 @@ class Layer:
         width = value.size / size
         trained = self.numerics.trained
         if self.shape.norm == "layer":
-            weight = _parameter(0, trained)
+            weight = parameter(0, trained)
             return self.tape.run(value.size, (value, weight), (value,))
         if self.numerics.compiled:
             width = self.numerics.compute if self.numerics.autocast else int(width)
-            return self.tape.run(width * size, (value, _parameter(0, trained)), (value,))
+            return self.tape.run(width * size, (value, parameter(0, trained)), (value,))
         if self.numerics.fused_norms:
             return self._fused_norm(value, size, elements)
         # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
@@ -125,7 +78,7 @@ class Layer:
         rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
         squares = self.tape.run(rows, (exact,), (exact,), forward=4 * size, backward=12 * size)
         scaled = self.tape.run(4 * size, (exact, squares), (exact, squares), backward=4 * size)
-        weight = _parameter(0, trained)
+        weight = parameter(0, trained)
         if self.shape.norm == "gemma":
             keeps = (scaled,) if trained else ()
             product = self.tape.run(
@@ -152,112 +105,23 @@ class Layer:
         if narrow and self.shape.norm == "rms":
             forward += value.size
         backward = (10 if narrow else 8) * size + 4 * size * trained
-        given = (value, _parameter(0, trained))
+        given = (value, parameter(0, trained))
         return self.tape.run(value.size, given, (value, inverse), forward, backward)
 
-    def _of_group(self, matrix: Matrix, value: Value) -> Value:
-        """The product of an adapted matrix; the first of a group makes those of all."""
-        if matrix.leaf not in self.waiting:
-            names = next(
-                (g for g in GROUPS if g[0] == matrix.leaf and all(n in self.ranks for n in g)),
-                (matrix.leaf,),
-            )
-            made = self._grouped([self.matrices[name] for name in names], value)
-            self.waiting.update(zip(names, made, strict=True))
-        return self.waiting.pop(matrix.leaf)
-
-    def _grouped(self, matrices: list[Matrix], value: Value) -> tuple[Value, ...]:
-        """Adapted products of one input as one operation: `kernels/lora.py`.
-
-        It keeps its input as it is multiplied and the product with all A. Weights in 4 bits are
-        expanded one by one, the next before the last is forgotten; backwards one at a time.
-        """
-        n, tape, tokens = self.numerics, self.tape, self.tokens
-        inputs, c = matrices[0].inputs, n.compute
-        ranks = sum(self.ranks[matrix.leaf] for matrix in matrices)
-        sizes = [float(tokens * matrix.outputs * c) for matrix in matrices]
-        rows = value
-        if value.size != tokens * inputs * c:
-            rows = tape.run(tokens * inputs * c, (value,))
-        narrow = Value(float(tokens * ranks * c), grad=False)
-        downs = float(ranks * inputs * c)
-        expanded = [2.0 * m.weights if n.dequantised else 0.0 for m in matrices]
-        forward = [
-            downs + sum(expanded[max(0, i - 1) : i + 1]) - sum(sizes[i:])
-            for i in range(len(matrices))
-        ]
-        forward += [downs + expanded[i] - sum(sizes[i + 1 :]) for i in range(len(matrices))]
-        parameters = [
-            _parameter(float(self.ranks[m.leaf] * side * n.adapters), True)
-            for m in matrices
-            for side in (m.inputs, m.outputs)
-        ]
-        return tape.run_many(
-            sizes,
-            (rows, *parameters),
-            (rows, narrow),
-            forward=max(forward),
-            backward=narrow.size + downs + max(expanded),
-        )
-
-    def linear(self, matrix: Matrix, value: Value) -> Value:
-        """A matrix product with its adapter, where it has one."""
-        n, tape = self.numerics, self.tape
-        if n.grouped_adapters and matrix.leaf in self.ranks:
-            return self._of_group(matrix, value)
-        size = self.tokens * matrix.outputs * n.compute
-        expanded = 2.0 * matrix.weights if n.dequantised else 0.0
-        given, weight = value, _parameter(matrix.weights * n.weights, n.trained)
-        casts = n.autocast and value.size / (self.tokens * matrix.inputs) != n.compute
-        if casts:
-            given = tape.run(self.tokens * matrix.inputs * n.compute, (value,))
-        if n.autocast and n.trained and n.weights != n.compute:
-            weight = tape.run(matrix.weights * n.compute, (weight,))
-        keeps = [given] if n.trained or n.inputs_kept else []
-        if not weight.leaf:
-            keeps.append(weight)
-        output = tape.run(size, (given, weight), keeps, forward=expanded, backward=expanded)
-        rank = self.ranks.get(matrix.leaf, 0)
-        return self._adapter(matrix, rank, value, output) if rank else output
-
-    def _adapter(self, matrix: Matrix, rank: int, value: Value, output: Value) -> Value:
-        """LoRA: A and B on the same input, scaled, added to the product."""
-        n, tape = self.numerics, self.tape
-        given, held = value, [value]
-        inner = self.tokens * matrix.inputs
-        a = _parameter(rank * matrix.inputs * n.adapters, True)
-        b = _parameter(rank * matrix.outputs * n.adapters, True)
-        # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
-        if n.autocast and n.widened and value.size / inner != 4:
-            given = tape.run(4 * inner, (value,))
-            held.append(given)
-        if n.dropout:
-            mask = Value(given.size if n.wide_masks else inner, grad=False)
-            given = tape.run(given.size, (given,), (mask,), backward=given.size)
-        if n.autocast and given.size / inner == 4:
-            given = tape.run(2 * inner, (given,))
-        if n.autocast:
-            a = tape.run(a.size / 2, (a,))
-            b = tape.run(b.size / 2, (b,))
-        low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
-        high = tape.run(output.size, (low, b), (low, b))
-        scaled = tape.run(output.size, (high,))
-        return tape.run(output.size, (output, scaled), passes=True, holds=held)
-
     def _attention(self, value: Value) -> Value:
-        names = self.matrices
+        names = self.products.matrices
         fused = next((n for n in ("qkv_proj", "query_key_value", "c_attn") if n in names), None)
         if fused is None:
-            query = self._rotated(self.linear(names["q_proj"], value), self.shape.query)
-            key = self._rotated(self.linear(names["k_proj"], value), self.shape.key)
-            values = self.linear(names["v_proj"], value)
+            query = self._rotated(self.products.linear(names["q_proj"], value), self.shape.query)
+            key = self._rotated(self.products.linear(names["k_proj"], value), self.shape.key)
+            values = self.products.linear(names["v_proj"], value)
         else:
-            query, key, values = self._split(self.linear(names[fused], value))
+            query, key, values = self._split(self.products.linear(names[fused], value))
         mixed = self._mix(query, key, values)
         out = next(n for n in ("o_proj", "dense", "c_proj") if n in names)
         # GPT-2 names both output matrices c_proj; they differ by their place.
         matrix = next(m for m in self.shape.matrices if m.leaf == out)
-        return self.linear(matrix, mixed)
+        return self.products.linear(matrix, mixed)
 
     def _split(self, joint: Value) -> tuple[Value, Value, Value]:
         """Query, key and value as views of one product, which stays whole while one of them does.
@@ -333,26 +197,28 @@ class Layer:
     def _feed_forward(self, value: Value) -> Value:
         if self.shape.experts is not None:
             return self._experts(value)
-        names = self.matrices
+        names = self.products.matrices
         c, f = self.numerics.compute, self.shape.width
         size = self.tokens * f * c
         if not self.shape.gated:
             first, second = [m for m in self.shape.matrices if m.name.startswith("mlp.")]
-            return self.linear(second, self._activated(self.linear(first, value), size))
+            return self.products.linear(
+                second, self._activated(self.products.linear(first, value), size)
+            )
         if "gate_up_proj" in names:
-            joint = self.linear(names["gate_up_proj"], value)
+            joint = self.products.linear(names["gate_up_proj"], value)
             active = self.tape.run(size, (joint,), (joint,), backward=size)
             product = self.tape.run(size, (active, joint), (active, joint))
         elif self.numerics.compiled:
-            gate = self.linear(names["gate_proj"], value)
-            up = self.linear(names["up_proj"], value)
+            gate = self.products.linear(names["gate_proj"], value)
+            up = self.products.linear(names["up_proj"], value)
             product = self.tape.run(size, (gate, up), (gate, up))
         else:
-            gate = self.linear(names["gate_proj"], value)
+            gate = self.products.linear(names["gate_proj"], value)
             active = self._activated(gate, size)
-            up = self.linear(names["up_proj"], value)
+            up = self.products.linear(names["up_proj"], value)
             product = self.tape.run(size, (active, up), (active, up))
-        return self.linear(names["down_proj"], product)
+        return self.products.linear(names["down_proj"], product)
 
     def _activated(self, value: Value, size: float) -> Value:
         tape = self.tape
@@ -394,12 +260,8 @@ class Layer:
         n = self.numerics
         size = count * outputs * inputs * n.weights
         if not n.expert_rank:
-            return _parameter(size, n.trained)
+            return parameter(size, n.trained)
         rank = count * fused * n.expert_rank
-        a = _parameter(rank * inputs * n.adapters, True)
-        b = _parameter(rank * outputs * n.adapters, True)
+        a = parameter(rank * inputs * n.adapters, True)
+        b = parameter(rank * outputs * n.adapters, True)
         return self.tape.run(size, (a, b))
-
-
-def _parameter(size: float, trained: bool) -> Value:
-    return Value(size, grad=trained, leaf=True)

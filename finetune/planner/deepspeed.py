@@ -2,7 +2,7 @@
 
 Read in `bf16_optimizer.py` (ZeRO-1), `zero/stage_1_and_2.py` (ZeRO-2), `zero/stage3.py` and
 `engine.py`; `python -m benchmarks memory` compares the sums with measured ones. P trained
-parameters on N processes, buckets of B elements:
+parameters on N processes, buckets of B elements (the engine here asks for P where that is less):
 
               stands always       while gradients come   when they are reduced
     ZeRO-1    4 P                 2 P                    a copy of all in bf16, and one in fp32
@@ -12,7 +12,7 @@ parameters on N processes, buckets of B elements:
 
 from finetune.planner.workload import Workload
 
-# DeepSpeed's default: elements of a bucket of gradients, allocated whole whatever the model's size.
+# DeepSpeed's default: elements of a bucket of gradients, which is allocated whole.
 REDUCE_BUCKET = 500_000_000
 # Its default for ZeRO-3: elements that are updated at a time.
 SUB_GROUP = 1_000_000_000
@@ -44,31 +44,35 @@ def overflows(workload: Workload) -> bool:
     return workload.layout.shard != "optimizer" and workload.trained > REDUCE_BUCKET
 
 
+def _bucket(workload: Workload) -> float:
+    """Bytes of a bucket."""
+    return 2.0 * min(REDUCE_BUCKET, workload.trained)
+
+
 def standing_bucket(workload: Workload) -> float:
     """Bytes of the bucket that ZeRO-3 allocates when it starts."""
-    return 2.0 * REDUCE_BUCKET if workload.layout.shard == "params" else 0.0
+    return _bucket(workload) if workload.layout.shard == "params" else 0.0
 
 
 def filling(workload: Workload) -> float:
     """Bytes of buckets from the first gradient of a backward pass to its end."""
     if workload.layout.shard == "grads":
-        return 2.0 * REDUCE_BUCKET
+        return _bucket(workload)
     return standing_bucket(workload)
 
 
 def reducing(workload: Workload) -> float:
     """Bytes of the copies that reducing gradients makes, besides the bucket."""
-    trained = workload.trained
-    at_once = float(min(REDUCE_BUCKET, trained))
+    trained, bucket = workload.trained, _bucket(workload)
     match workload.layout.shard:
         case "optimizer":
             # Matrices and vectors are joined where both fit into a bucket; all go as bf16.
             joined = workload.adapter is None and trained <= REDUCE_BUCKET
             return 2.0 * trained + (4.0 * trained if joined else 0.0)
         case "params":
-            return 2.0 * at_once + 4.0 * at_once / workload.layout.group
+            return bucket + 2.0 * bucket / workload.layout.group
         case _:
-            return 2.0 * at_once
+            return bucket
 
 
 def updating(workload: Workload) -> float:

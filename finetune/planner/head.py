@@ -1,22 +1,69 @@
-"""Last norm, head and loss as `kernels.head=chunked` runs them, followed through `kernels/head.py`.
-
-The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
-states and, where it is trained, of the head.
-"""
+"""Last norm, head and loss: whole as transformers runs them, or as `kernels/head.py` does."""
 
 import dataclasses
 
 from finetune.planner.block import Layer
 from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
-from finetune.planner.tape import Trace, Value, trace
+from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
 
 
-def chunked_head(workload: Workload) -> tuple[Trace, float]:
-    """The trace from the last layer's output to the loss, and the most that its forward holds.
+def head(workload: Workload) -> tuple[Trace, float]:
+    """The trace of last norm, head and loss, and the most that is held before the loss."""
+    return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
-    The trace's own `forward` is what lives when the loss is there. Every token counts as labelled:
-    of a row, all but the first may be.
+
+def _whole(workload: Workload) -> tuple[Trace, float]:
+    shape, numerics = workload.shape, workload.numerics
+    fp32_head = workload.kbit_prepared
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape: Tape = builder.tape
+    source = Value(workload.tokens * shape.hidden * numerics.residual)
+    normed = builder.norm(source)
+    width = 4 if fp32_head else numerics.weights
+    weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
+    given, entries = normed, workload.tokens * shape.vocab
+    inner = workload.tokens * shape.hidden * numerics.compute
+    if numerics.autocast and normed.size != inner:
+        given = tape.run(inner, (normed,))
+    if numerics.autocast and width != numerics.compute:
+        weight = tape.run(shape.embedding * numerics.compute, (weight,))
+    keeps = ([given] if numerics.trained else []) + ([] if weight.leaf else [weight])
+    loss = workload.loss
+    size = entries * numerics.compute if loss.logits else 0.0
+    logits = tape.run(size, (given, weight), keeps)
+    if shape.capped_logits:
+        logits = builder.capped(logits)
+    projected = trace(tape, source, logits).forward
+    return trace(tape, source, _loss(workload, tape, logits, entries)), projected
+
+
+def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
+    loss = workload.loss
+    if not loss.logits:
+        return tape.run(0, (logits,))
+    if loss.exact:
+        held = (logits,) if loss.picked else ()
+        given = tape.run(logits.size, (logits,)) if loss.picked else logits
+        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
+        held = (logits, wide) if loss.picked else ()
+        shares = tape.run(4 * entries, (wide,), holds=held)
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
+        return tape.run(4, (shares,))
+    kept = Value(loss.saved * entries, grad=False)
+    scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
+    return tape.run(
+        4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
+    )
+
+
+def _chunked(workload: Workload) -> tuple[Trace, float]:
+    """The same as `kernels.head=chunked` runs it.
+
+    The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
+    states and, where it is trained, of the head. The trace's own `forward` is what lives when the
+    loss is there. Every token counts as labelled: of a row, all but the first may be.
     """
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})

@@ -8,14 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner import deepspeed
-from finetune.planner.block import Layer
-from finetune.planner.head import chunked_head
+from finetune.planner.gathered import Gathered
 from finetune.planner.resident import state
-from finetune.planner.tape import Tape, Trace, Value, trace
+from finetune.planner.traces import traces
 from finetune.planner.workload import Workload
-
-# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered.
-LIVE_PARAMETERS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,109 +35,6 @@ class Timeline:
     @property
     def peak(self) -> Moment:
         return max(self.moments, key=lambda moment: moment.total)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traces:
-    """The layer and the head of a workload, each run once on its tape."""
-
-    layer: Trace
-    kept: float
-    """Bytes that each layer keeps from the forward to the backward pass."""
-    first: float
-    """The same for the first layer: without gradients of its input it keeps less."""
-    head: Trace
-    projected: float
-    """Most that last norm and head hold before the loss, inside autocast."""
-
-
-def traces(workload: Workload) -> Traces:
-    held = workload.checkpointing in ("full", "attention")
-    layer = _layer_trace(workload, held, enters=True)
-    # Frozen embeddings have no gradient; checkpoints need one all the same, and so ask for it.
-    enters = workload.adapter is None or held
-    first = layer if enters else _layer_trace(workload, held, enters=False)
-    stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
-    kept, least = (stream, stream) if held else (layer.saved, first.saved)
-    if workload.checkpointing == "attention":
-        # Its output in the type of the products, and one fp32 statistic per head.
-        shape = workload.shape
-        of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
-        kept, least = (each + workload.tokens * of_token for each in (kept, least))
-    if workload.checkpointing == "selective":
-        kept = least = _layer(workload).kept_selectively()
-    if workload.scheme == "fsdp":
-        # Units return fp32 and cast what they are given: each layer keeps rotary tables of its own.
-        tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
-        kept, least = kept + tables, least + tables
-    if workload.activations_on_host:
-        kept = least = 0.0
-    head, projected = _head(workload)
-    return Traces(layer, kept, least, head, projected)
-
-
-def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
-    tape, source, result = _layer(workload).build(enters)
-    return trace(tape, source, result, source_held=held)
-
-
-def _layer(workload: Workload) -> Layer:
-    return Layer(
-        workload.shape,
-        workload.numerics,
-        workload.rows,
-        workload.length,
-        workload.attention,
-        workload.adapter.ranks if workload.adapter else {},
-    )
-
-
-def _head(workload: Workload) -> tuple[Trace, float]:
-    """Last norm, head and loss, and the most that is held before the loss."""
-    if workload.loss.chunked:
-        return chunked_head(workload)
-    shape, numerics = workload.shape, workload.numerics
-    fp32_head = workload.kbit_prepared
-    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
-    tape: Tape = builder.tape
-    source = Value(workload.tokens * shape.hidden * numerics.residual)
-    normed = builder.norm(source)
-    width = 4 if fp32_head else numerics.weights
-    weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
-    given, entries = normed, workload.tokens * shape.vocab
-    inner = workload.tokens * shape.hidden * numerics.compute
-    if numerics.autocast and normed.size != inner:
-        given = tape.run(inner, (normed,))
-    if numerics.autocast and width != numerics.compute:
-        weight = tape.run(shape.embedding * numerics.compute, (weight,))
-    keeps = ([given] if numerics.trained else []) + ([] if weight.leaf else [weight])
-    loss = workload.loss
-    size = entries * numerics.compute if loss.logits else 0.0
-    logits = tape.run(size, (given, weight), keeps)
-    if shape.capped_logits:
-        logits = builder.capped(logits)
-    projected = trace(tape, source, logits).forward
-    return trace(tape, source, _loss(workload, tape, logits, entries)), projected
-
-
-def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
-    loss = workload.loss
-    if not loss.logits:
-        return tape.run(0, (logits,))
-    if loss.exact:
-        held = (logits,) if loss.picked else ()
-        given = tape.run(logits.size, (logits,)) if loss.picked else logits
-        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
-        held = (logits, wide) if loss.picked else ()
-        shares = tape.run(4 * entries, (wide,), holds=held)
-        last = tape.nodes[-1]
-        tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
-        return tape.run(4, (shares,))
-    kept = Value(loss.saved * entries, grad=False)
-    scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
-    return tape.run(
-        4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
-    )
 
 
 def timeline(workload: Workload) -> Timeline:
@@ -175,9 +68,8 @@ class _Step:
         if self.deepspeed:
             self.whole = deepspeed.reduced(workload)
             self.standing = deepspeed.standing(workload)
-        # Weights come from other processes, or from the host.
-        self.streams = workload.layout.group > 1 or workload.layout.offload == "all"
-        self.fsdp = workload.layout.engine == "fsdp" and workload.layout.group > 1
+        self.gathered = Gathered(workload)
+        self.fsdp = self.gathered.fsdp
         self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
         # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
         self.checkpointed = workload.checkpointing in ("full", "attention")
@@ -212,27 +104,27 @@ class _Step:
                 "forward: last layer",
                 activations=self._kept(self.layers - 1) + inside + self._held_by_frames(),
                 casts=casts,
-                units=self._units_forward(),
+                units=self.gathered.forward(),
             ),
             self.moment(
                 "forward: head",
                 activations=kept,
                 loss=run.projected,
                 casts=casts,
-                units=self._units_loss(),
+                units=self.gathered.at_loss(),
             ),
             self.moment(
                 "forward: loss",
                 activations=kept,
                 loss=run.head.forward,
                 casts=casts,
-                units=self._units_loss(),
+                units=self.gathered.at_loss(),
             ),
             self.moment(
                 "backward: loss and head",
                 activations=kept,
                 loss=run.head.backward + self.loss,
-                units=self._units_head(),
+                units=self.gathered.at_head(),
                 **self._buckets(bool(self.trained_outer)),
             ),
         ]
@@ -282,7 +174,7 @@ class _Step:
             waiting=self._waiting(),
             activations=below + transient,
             loss=self.loss,
-            units=self._units_backward(index),
+            units=self.gathered.backward(index),
             reduction=reduced,
             **self._buckets(),
         )
@@ -345,7 +237,7 @@ class _Step:
             waiting=self._waiting(),
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
-            units=self._units_embedding(),
+            units=self.gathered.at_embedding(),
             reduction=extra + reduced,
             **self._buckets(),
         )
@@ -372,77 +264,3 @@ class _Step:
         if not (cast and self.checkpointed):
             return 0.0
         return 2.0 * self.layers * workload.shape.linear_weights
-
-    @property
-    def _table(self) -> float:
-        """Embedding or head, gathered whole."""
-        return float(self.workload.shape.embedding * self.workload.outer_width)
-
-    def _units_head(self) -> float:
-        """Weights gathered while the loss runs backwards."""
-        workload = self.workload
-        if not self._gathers:
-            return 0.0
-        if self._stays_gathered:
-            return self.layers * workload.unit_bytes + workload.outer_bytes
-        if self.fsdp and workload.root_unit:  # the root's unit, and the last layer's ahead
-            return workload.outer_bytes + workload.unit_bytes
-        return workload.outer_bytes if workload.root_unit else self._table
-
-    def _units_loss(self) -> float:
-        """Weights gathered while the loss is computed.
-
-        In the forward pass FSDP2 frees the buffer of a gathering with the next one: of the last
-        there are two copies. Tied, the head came first, and the last is a layer.
-        """
-        workload, units = self.workload, self._units_head()
-        if not self.fsdp:
-            return units
-        if workload.root_unit:
-            return workload.outer_bytes if workload.layout.shard == "params" else units
-        return units + (workload.unit_bytes if workload.shape.tied else self._table)
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether weights come from elsewhere when they are needed."""
-        layout = self.workload.layout
-        return self.streams and (layout.engine == "fsdp" or layout.shard == "params")
-
-    @property
-    def _stays_gathered(self) -> bool:
-        """Whether FSDP keeps units from the forward to the backward pass."""
-        return self.workload.layout.engine == "fsdp" and self.workload.layout.shard == "grads"
-
-    def _units_forward(self) -> float:
-        """Weights gathered while the last layer runs forwards: its own in two copies."""
-        if not (self._gathers and self._stays_gathered):
-            return self._units_backward(0)
-        return (self.layers + 1) * self.workload.unit_bytes + self._table
-
-    def _units_backward(self, index: int) -> float:
-        """Weights gathered while a layer runs backwards: its own, and the next one's in advance.
-
-        Before the first layer the embedding comes next. What stayed gathered goes layer by layer.
-        """
-        workload = self.workload
-        layout = workload.layout
-        if not self._gathers:
-            return 0.0
-        apart = self.fsdp and not workload.root_unit
-        if self._stays_gathered:
-            outer = self._table if apart else workload.outer_bytes
-            return (self.layers - index) * workload.unit_bytes + outer
-        if apart and not workload.shape.tied and index and index == self.layers - 1:
-            return workload.unit_bytes + self._table
-        outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
-        if apart and workload.shape.tied:
-            outer = self._table  # one unit with the head, which stays from forward to backward
-        ahead = min(2, self.layers) * workload.unit_bytes
-        return outer + (ahead if layout.engine == "fsdp" else min(ahead, 2.0 * LIVE_PARAMETERS))
-
-    def _units_embedding(self) -> float:
-        """Weights gathered while the embedding runs backwards."""
-        workload = self.workload
-        if self.fsdp and not workload.root_unit:
-            return self._table if workload.shape.tied else 2 * self._table
-        return self._units_head() if not workload.root_unit else self._units_loss()

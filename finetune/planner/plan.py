@@ -26,6 +26,11 @@ class Plan:
         return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.processes)
 
     @property
+    def synchronises_each(self) -> bool:
+        """Whether the gradients of every micro-batch are reduced, where the engine has a choice."""
+        return self.backend.engine == "fsdp" and reduces_each(self.recipe)
+
+    @property
     def lr(self) -> float:
         """Peak learning rate after the scaling that the recipe asks for."""
         scale = {"none": 1.0, "linear": float(self.processes), "sqrt": math.sqrt(self.processes)}
@@ -114,6 +119,15 @@ class Plan:
             f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
             f"{batch.max_length} tokens a {unit[:-1]}"
         )
+
+
+def reduces_each(recipe: Recipe) -> bool:
+    """Whether FSDP reduces the gradients of every micro-batch, and so keeps its share only.
+
+    Those of all weights would lie whole on every process until the step's last micro-batch, which
+    undoes their sharding; an adapter's are small, and wait for one reduction.
+    """
+    return recipe.adapter is None
 
 
 def plan(

@@ -26,6 +26,11 @@ class Value:
         return self.gradient or self.size
 
 
+def parameter(size: float, trained: bool) -> Value:
+    """Weights of so many bytes."""
+    return Value(size, grad=trained, leaf=True)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
     """One operation."""

@@ -6,8 +6,8 @@ from typing import Literal
 
 from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size
 from finetune.planner.architecture import Architecture, Matrix
-from finetune.planner.block import AttentionKind, Numerics
 from finetune.planner.layout import Layout
+from finetune.planner.numerics import AttentionKind, Numerics
 from finetune.planner.states import adam_moments, nf4_bytes
 
 Checkpointing = Literal["none", "full", "attention", "selective"]
