@@ -153,6 +153,24 @@ def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
         assert totals[name]["predicted"] == pytest.approx(totals[name]["traced"], rel=0.001)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_weights_of_the_head_arrive_beside_the_last_layer(
+    finetune: Finetune, tmp_path: Path, quantization: str
+) -> None:
+    """FSDP's largest moment where rows are short: three buffers of weights at once."""
+    config = LLAMA | {
+        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "intermediate_size": 2816, "vocab_size": 16384,
+    }  # fmt: skip
+    file = recipe(tmp_path, config, adapter={"r": 8}, model={"quantization": quantization})
+    words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--gpu", "H100-80"]
+    found = verification(finetune, file, *words)
+    assert found["agrees"], found
+    (head,) = [each for each in found["moments"] if each["name"] == "forward: head"]
+    assert head["predicted"] == pytest.approx(head["traced"], rel=0.02)
+
+
 def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
     finetune: Finetune, tmp_path: Path
 ) -> None:
@@ -203,7 +221,6 @@ def test_an_architecture_without_formulas_is_refused_and_traced_on_request(
     assert traced(found)["parameters"] == LAYER_COUNT * layer + 2 * VOCAB * H + H
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_model_that_nobody_knows_is_refused(finetune: Finetune, tmp_path: Path) -> None:
     file = recipe(tmp_path, UNKNOWN | {"model_type": "never_heard_of"})

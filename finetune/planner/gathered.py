@@ -33,9 +33,8 @@ class Gathered:
             return 0.0
         if self._stays_gathered:
             return self._layers * workload.unit_bytes + workload.outer_bytes
-        if self.fsdp and workload.root_unit:  # the root's unit, and the last layer's ahead
-            return workload.outer_bytes + workload.unit_bytes
-        return workload.outer_bytes if workload.root_unit else self._table
+        held = workload.outer_bytes if workload.root_unit else self._table
+        return held + (workload.unit_bytes if self.fsdp else 0.0)  # the last layer's, ahead
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.
@@ -43,12 +42,24 @@ class Gathered:
         In the forward pass FSDP2 frees the buffer of a gathering with the next one: of the last
         there are two copies. Tied, the head came first, and the last is a layer.
         """
-        workload, units = self.workload, self.at_head()
+        workload = self.workload
         if not self.fsdp:
-            return units
+            return self.at_head()
+        if self._stays_gathered:
+            units = self._layers * workload.unit_bytes + workload.outer_bytes
+        else:
+            units = workload.outer_bytes if workload.root_unit else self._table
         if workload.root_unit:
-            return workload.outer_bytes if workload.layout.shard == "params" else units
+            return units
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
+
+    def arriving(self) -> float:
+        """Weights gathered while those of the head are copied out of their buffer.
+
+        The buffer of the last layer is freed after that only.
+        """
+        apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
+        return self.at_loss() + (self.workload.unit_bytes if apart else 0.0)
 
     @property
     def _gathers(self) -> bool:

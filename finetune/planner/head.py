@@ -8,12 +8,16 @@ from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
 
 
-def head(workload: Workload) -> tuple[Trace, float]:
-    """The trace of last norm, head and loss, and the most that is held before the loss."""
+def head(workload: Workload) -> tuple[Trace, float, float]:
+    """Last norm, head and loss on a tape.
+
+    Returns:
+        The trace, bytes of what goes into the head, and the most that is held before the loss.
+    """
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
-def _whole(workload: Workload) -> tuple[Trace, float]:
+def _whole(workload: Workload) -> tuple[Trace, float, float]:
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -35,7 +39,8 @@ def _whole(workload: Workload) -> tuple[Trace, float]:
     if shape.capped_logits:
         logits = builder.capped(logits)
     projected = trace(tape, source, logits).forward
-    return trace(tape, source, _loss(workload, tape, logits, entries)), projected
+    found = trace(tape, source, _loss(workload, tape, logits, entries))
+    return found, normed.size, projected
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -58,7 +63,7 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     )
 
 
-def _chunked(workload: Workload) -> tuple[Trace, float]:
+def _chunked(workload: Workload) -> tuple[Trace, float, float]:
     """The same as `kernels.head=chunked` runs it.
 
     The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
@@ -85,7 +90,8 @@ def _chunked(workload: Workload) -> tuple[Trace, float]:
         holds=(normed,),  # by the caller
     )
     found = trace(tape, source, tape.nodes[-1].outputs[0])
-    return dataclasses.replace(found, forward=found.saved), found.forward
+    entering = normed.size + picked.size
+    return dataclasses.replace(found, forward=found.saved), entering, found.forward
 
 
 def _most(workload: Workload, hidden: float, weight: float) -> float:

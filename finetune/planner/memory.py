@@ -106,13 +106,7 @@ class _Step:
                 casts=casts,
                 units=self.gathered.forward(),
             ),
-            self.moment(
-                "forward: head",
-                activations=kept,
-                loss=run.projected,
-                casts=casts,
-                units=self.gathered.at_loss(),
-            ),
+            self._head(kept, casts),
             self.moment(
                 "forward: loss",
                 activations=kept,
@@ -140,6 +134,14 @@ class _Step:
         whole = {**step.parts, "gradients": self.standing + self.whole}
         moments.append(dataclasses.replace(step, parts=whole))
         return Timeline(tuple(moments))
+
+    def _head(self, kept: float, casts: float) -> Moment:
+        """The head's forward pass until there are logits, or the gathering of its weights."""
+        name, run = "forward: head", self.run
+        held = {"activations": kept, "casts": casts}
+        arrives = self.moment(name, **held, loss=run.entering, units=self.gathered.arriving())
+        runs = self.moment(name, **held, loss=run.projected, units=self.gathered.at_loss())
+        return max(arrives, runs, key=lambda moment: moment.total)
 
     def _held_by_frames(self) -> float:
         """The embedding's output, which the model's own frame holds while layers run.

@@ -18,6 +18,8 @@ class Traces:
     first: float
     """The same for the first layer: without gradients of its input it keeps less."""
     head: Trace
+    entering: float
+    """Bytes of what goes into the head."""
     projected: float
     """Most that last norm and head hold before the loss, inside autocast."""
 

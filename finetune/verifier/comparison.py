@@ -24,6 +24,8 @@ LAYERS = (2, 4, 6)
 FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
 HEAD = ("forward: head", LOSS, "backward: loss and head")
 """Moments of head and loss."""
+FIRST = "forward: embedding"
+"""A moment that has no prediction: nothing else is alive yet."""
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
 RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
@@ -375,7 +377,9 @@ def _components(traced: Traced) -> dict[str, float]:
     return {
         **traced.held,
         "gradients": traced.gradients,
-        "gathered units": max(m.get("units", 0.0) for m in traced.moments.values()),
+        "gathered units": max(
+            parts.get("units", 0.0) for name, parts in traced.moments.items() if name != FIRST
+        ),
         "saved activations": traced.saved,
         "loss and logits": loss - traced.saved - earlier,
         "peak": traced.peak[1],

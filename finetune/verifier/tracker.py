@@ -129,7 +129,9 @@ class Tracker(TorchDispatchMode):
         name = func._schema.name
         if name == "prim::device":
             return result
-        label = LABELLED_BY_OPERATOR.get(name) or self._cast(name, args)
+        label = (
+            LABELLED_BY_OPERATOR.get(name) or self._cast(name, args) or self._refilled(name, args)
+        )
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._follow(tensor, label)
@@ -140,6 +142,12 @@ class Tracker(TorchDispatchMode):
         scratch = SCRATCH.get(name)
         self._note(scratch(args) if scratch else 0)
         return result
+
+    def _refilled(self, name: str, args: Sequence[Any]) -> str | None:
+        """The label of gathered weights before they are written: storage that no operation made."""
+        if name != "aten::view" or args[0].untyped_storage()._cdata in self.storages:
+            return None
+        return UNITS
 
     def _cast(self, name: str, args: Sequence[Any]) -> str | None:
         """The label of a copy of a parameter in another type."""
@@ -205,5 +213,6 @@ class Tracker(TorchDispatchMode):
     def _note(self, scratch: int) -> None:
         parts = self.parts()
         total = sum(parts.values()) + scratch
-        if self.moment and total > self.peaks.get(self.moment, Peak(-1, {})).total:
+        # Of equals the last: by then the operator that fills a buffer has named it.
+        if self.moment and total >= self.peaks.get(self.moment, Peak(-1, {})).total:
             self.peaks[self.moment] = Peak(total, parts | {OTHER: parts.get(OTHER, 0) + scratch})
