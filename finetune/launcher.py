@@ -106,8 +106,10 @@ def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen
 
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """The `accelerate launch` of a plan, running `finetune` with `words` in every process."""
-    accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or "accelerate"
-    command = [accelerate, "launch", "--config_file", str(settled.backend.path)]
+    script = shutil.which("accelerate", path=str(Path(sys.executable).parent))
+    module = [sys.executable, "-m", "accelerate.commands.launch"]  # where no script lies beside
+    command = [script, "launch"] if script else module
+    command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
     if settled.backend.engine == "deepspeed" and any("--num_machines" in flag for flag in flags):
         # Each machine starts its own processes, as under every other backend; DeepSpeed's own way

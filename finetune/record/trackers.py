@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
-    """Start the trackers that a recipe asks for, with their files in the run's directory.
+    """Start the trackers that a recipe asks for, each with the run's name.
+
+    TensorBoard and W&B write into the run's directory; MLflow and Trackio where they are told to
+    (MLFLOW_TRACKING_URI, TRACKIO_DIR), else where they always do.
 
     `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
     Raises FinetuneError where one does not start, or is not installed: Accelerate 1.15 leaves that
@@ -37,7 +40,11 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
         accelerator.init_trackers(
             "finetune",
             config=_flat(recipe),
-            init_kwargs={"wandb": {"name": run.root.name, "dir": str(run.root)}},
+            init_kwargs={
+                "wandb": {"name": run.root.name, "dir": str(run.root)},
+                "mlflow": {"run_name": run.root.name},
+                "trackio": {"name": run.root.name},
+            },
         )
     except Exception as error:  # each tracker has its own: no account, no server, a full quota
         reason = str(error).strip().split("\n")[0]
