@@ -111,6 +111,8 @@ class Data:
     """Use only the first so many rows."""
     repeat: Positive = 1
     """How often each row occurs in one epoch."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of this source among those of a mixture; an epoch is as long as no row comes twice."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -144,6 +144,19 @@ def test_a_recipe_that_lacks_model_tokenizer_or_data_is_refused() -> None:
     ]
 
 
+def test_a_mixture_has_weights_on_all_of_its_sources_or_repeats_some() -> None:
+    some = Data("a.jsonl", "text", weight=0.5), Data("b.jsonl", "text")
+    assert refused(BASE.with_data(*some), "single") == [
+        "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
+        "none of them"
+    ]
+    both = Data("a.jsonl", "text", weight=1), Data("b.jsonl", "text", weight=1, repeat=2)
+    assert refused(BASE.with_data(*both), "single") == [
+        "data.1.repeat: 2, but the weights say how much of each source an epoch has; leave one of "
+        "the two out"
+    ]
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantised_weights_need_an_adapter_and_a_pretrained_base(kind: Any) -> None:
     bare = BASE.with_model(Model("models/small", quantization=kind))

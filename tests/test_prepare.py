@@ -98,6 +98,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "documents": 6,
         "unended": 0,
         "duplicates": 0,
+        "left_out": 0,
         "longest": int(lengths.max()),
         "longest_sample": int(lengths.max()),
         "mean_length": float(lengths.mean()),
@@ -201,6 +202,35 @@ def test_a_mixture_takes_the_first_rows_and_repeats_them(tmp_path: Path):
     assert [each["rows"] for each in counts["by_source"]] == [4, 1]
     assert [each["trained_tokens"] for each in counts["by_source"]] == [24, 2]
     assert counts["trained_tokens"] == 26
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1, 1), [2, 2]), ((4, 1), [4, 1]), ((0.7, 0.3), [4, 1]), ((3, 2), [3, 2])],
+)
+def test_weights_give_the_shares_of_an_epoch(
+    tmp_path: Path, weights: tuple[float, float], expected: list[int]
+):
+    a = write_jsonl(tmp_path / "a.jsonl", PAIRS[:4])
+    b = write_jsonl(tmp_path / "b.jsonl", PAIRS[4:])
+    first = Data(a, "question_answer", weight=weights[0])
+    second = Data(b, "question_answer", weight=weights[1])
+    prepared = prepare(SFT().with_data(first, second), CHAT, tmp_path / "cache")
+    counts = prepared.counts["train"]
+    assert [each["rows"] for each in counts["by_source"]] == expected
+    assert len(set(answers(prepared.train))) == sum(expected)
+    assert counts["left_out"] == len(PAIRS) - sum(expected)
+
+
+def test_the_seed_chooses_the_rows_of_a_weighted_source(tmp_path: Path):
+    many = Data(write_jsonl(tmp_path / "a.jsonl", PAIRS[:4]), "question_answer", weight=1)
+    one = Data(write_jsonl(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text", weight=1)
+    chosen = {
+        answers(prepare(SFT(data=(many, one), seed=seed), CHAT, tmp_path / "cache").train)[0]
+        for seed in range(6)
+    }
+    assert len(chosen) > 1
+    assert chosen <= set(SAID[:4])
 
 
 def test_held_out_rows_are_chosen_by_the_seed_and_never_trained(tmp_path: Path):

@@ -123,6 +123,7 @@ UNUSUAL = {
     "passed_over": "passed over by their format",
     "untrained": "without a trained token",
     "dropped": "dropped for their length",
+    "left_out": "left out by the weights of the mixture",
     "truncated": "truncated",
     "eaten": "that truncation left no answer",
     "split": "split",

@@ -25,6 +25,7 @@ import numpy as np
 from finetune.data.audit import Facts, count_rows
 from finetune.data.crew import encode
 from finetune.data.encode import Chunk, Encoded, Encoder, Problems, Tally, check_source
+from finetune.data.mixture import mix
 from finetune.data.order import permutation
 from finetune.data.packing import pack
 from finetune.data.render import Chat
@@ -39,7 +40,7 @@ from finetune.data.rows import (
 )
 from finetune.data.sources import Source, find_sources, load_hub
 from finetune.errors import FinetuneError
-from finetune.recipe import Batch, Recipe
+from finetune.recipe import Batch, Data, Recipe
 
 HELD_OUT = 2**64 - 1
 """The epoch whose shuffle chooses the rows that are held out; no training reaches it."""
@@ -112,16 +113,21 @@ def _fill(
     sections = [_Section(source) for source in (*sources, *eval_sources)]
     train, held_out = sections[: len(sources)], sections[len(sources) :]
     documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
-    evaluated = np.concatenate([np.empty(0, np.int64), *(_repeated(each) for each in held_out)])
+    kept = np.empty(0, np.int64)
     if recipe.eval_rows and not held_out:
-        evaluated = _hold_out(train, recipe.eval_rows, recipe.seed)
-    trained = np.concatenate([np.empty(0, np.int64), *(_repeated(each) for each in train)])
+        kept = _hold_out(train, recipe.eval_rows, recipe.seed)
     counts: dict[str, Any] = {}
-    for name, members, parts in (("train", trained, train), ("eval", evaluated, held_out)):
-        rows = _rows(documents, members, recipe.batch)
+    for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
+        mixed = mix([each.members for each in parts], _data(parts), recipe.seed)
+        rows = _rows(documents, np.concatenate([besides, *mixed]), recipe.batch)
         save_rows(rows, folder / name)
-        shares = [(each.source.data, each.tally, _repeated(each)) for each in parts]
+        shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
         counts[name] = count_rows(rows, facts, shares, recipe.batch)
+        counts[name]["left_out"] = sum(
+            len(each.members) - len(m)
+            for each, m in zip(parts, mixed, strict=True)
+            if each.source.data.weight is not None
+        )
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
@@ -181,12 +187,12 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
             yield Chunk(number, data.format, file, rows)
 
 
-def _repeated(section: _Section) -> np.ndarray:
-    return np.tile(section.members, section.source.data.repeat)
+def _data(sections: list[_Section]) -> list[Data]:
+    return [section.source.data for section in sections]
 
 
 def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray:
-    """Take documents out of the data for evaluation, before any of them is repeated."""
+    """Take documents out of the data for evaluation, before any of them is mixed."""
     everything = np.concatenate([section.members for section in sections])
     if eval_rows >= len(everything):
         raise FinetuneError(
@@ -226,6 +232,9 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "overlong": recipe.batch.overlong,
         "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
+        "mixed": recipe.seed
+        if any(data.weight for data in (*recipe.data, *recipe.eval_data))
+        else None,
         "template": chat.template,
         "tokenizer": _tokenizer_hash(chat),
         "train_sources": len(recipe.data),

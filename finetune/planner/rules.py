@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.recipe import Batch, Recipe
+from finetune.recipe import Batch, Data, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
@@ -13,6 +13,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
     """Every problem of a recipe on a backend, empty when it can run."""
     rules = (
         _completeness,
+        _mixture,
         _batch,
         _quantization,
         _adapter,
@@ -33,6 +34,25 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
     if not recipe.data:
         yield "data: none; add a source with its format"
+
+
+def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    for section in ("data", "eval_data"):
+        sources: tuple[Data, ...] = getattr(recipe, section)
+        weighted = [data.weight is not None for data in sources]
+        if not any(weighted):
+            continue
+        for number, data in enumerate(sources):
+            if data.weight is None:
+                yield (
+                    f"{section}.{number}.weight: none, while {section}.{weighted.index(True)} has "
+                    "one; give every source of the mixture a weight, or none of them"
+                )
+            elif data.repeat > 1:
+                yield (
+                    f"{section}.{number}.repeat: {data.repeat}, but the weights say how much of "
+                    "each source an epoch has; leave one of the two out"
+                )
 
 
 def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -123,7 +123,8 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
 
 
 _COUNTS = (
-    "rows", "documents", "tokens", "trained_tokens", "dropped", "truncated", "split", "duplicates",
+    "rows", "documents", "tokens", "trained_tokens", "dropped", "left_out", "truncated", "split",
+    "duplicates",
 )  # fmt: skip
 
 

@@ -1,0 +1,36 @@
+"""Which documents of each source an epoch is made of."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from finetune.data.order import permutation
+from finetune.recipe import Data
+
+CHOSEN = 2**64 - 2
+"""The epoch whose shuffle chooses the documents of a weighted source; no training reaches it."""
+
+
+def mix(
+    members: Sequence[np.ndarray], sources: Sequence[Data], seed: int
+) -> tuple[np.ndarray, ...]:
+    """The documents of each source in one epoch.
+
+    Without weights each document occurs `repeat` times. Sources of n documents with weights w give
+    floor(w_i min_j(n_j / w_j)) of theirs, which the seed chooses: the longest epoch of these shares
+    in which no document comes twice. Every epoch has the same ones.
+
+    Args:
+        members: of each source, the numbers of its documents.
+    """
+    weights = [None if data.weight is None else Fraction(data.weight) for data in sources]
+    scale = min((len(m) / w for m, w in zip(members, weights, strict=True) if w), default=None)
+    mixed: list[np.ndarray] = []
+    for part, weight, data in zip(members, weights, sources, strict=True):
+        if weight is None or scale is None:
+            mixed.append(np.tile(part, data.repeat))
+        else:
+            chosen = permutation(len(part), seed, CHOSEN)[: int(weight * scale)]
+            mixed.append(part[np.sort(chosen)])
+    return tuple(mixed)
