@@ -109,6 +109,8 @@ class Data:
     """Split of a hub data set."""
     first: Positive | None = None
     """Use only the first so many rows."""
+    stream: bool = False
+    """Read a hub data set without a copy of it on the disk, and no further than `first`."""
     repeat: Positive = 1
     """How often each row occurs in one epoch."""
     weight: Annotated[float, Field(gt=0)] | None = None

@@ -613,7 +613,7 @@ import dataclasses, resource, signal
 from pathlib import Path
 from test_prepare import CHAT, PAIRS, SFT, Data, recipe_of
 from finetune.data.prepare import prepare
-from finetune.data.sources import hub_rows, load_hub
+from finetune.data.sources import hub_rows, hub_version
 from finetune.errors import FinetuneError
 """
 
@@ -627,7 +627,7 @@ rows = list(hub_rows(data))
 print([row.value for row in rows] == PAIRS, rows[1].place)
 for recipe in (recipe_of("nobody/nothing"), SFT().with_data(dataclasses.replace(data, split="x"))):
     try:
-        load_hub(recipe.data[0])
+        hub_version(recipe.data[0])
     except FinetuneError as error:
         print(error)
 """

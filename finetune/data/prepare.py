@@ -38,7 +38,7 @@ from finetune.data.rows import (
     save_rows,
     single_rows,
 )
-from finetune.data.sources import Source, find_sources, load_hub
+from finetune.data.sources import Source, find_sources, hub_version
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Data, Recipe
 
@@ -262,8 +262,7 @@ def _tokenizer_hash(chat: Chat) -> str:
 
 def _content(source: Source) -> list[str]:
     if not source.files:
-        # The fingerprint that datasets gives to a split: a hash of its files and revision.
-        return [load_hub(source.data)._fingerprint]
+        return [hub_version(source.data)]
     hashes = []
     for path in source.files:
         with path.open("rb") as file:

@@ -1,5 +1,6 @@
 """Rows of files and of hub data sets, each with the place that an error message names."""
 
+import contextlib
 import csv
 import difflib
 import glob
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from finetune.data.formats import find_format
@@ -73,6 +75,15 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
 
 def find_source(data: Data) -> Source:
     """The files that a section names; raises FinetuneError where there are none."""
+    source = _found(data)
+    if data.stream and source.files:
+        raise FinetuneError(
+            f"data.stream: {data.source} is here, and files are read piece by piece; leave it out"
+        )
+    return source
+
+
+def _found(data: Data) -> Source:
     known = ", ".join(READERS)
     if glob.has_magic(data.source) and not Path(data.source).exists():
         found = sorted(Path(name) for name in glob.glob(data.source, recursive=True))
@@ -262,18 +273,31 @@ def _parse(text: str, place: str) -> Any:
 
 def hub_rows(data: Data) -> Iterator[SourceRow]:
     """Rows of a data set of the Hugging Face hub."""
-    for number, row in enumerate(load_hub(data), 1):
-        yield SourceRow(f"{data.source} ({data.split})", number, row)
+    with _hub(data) as datasets:
+        rows = datasets.load_dataset(
+            data.source, data.subset, split=data.split, streaming=data.stream
+        )
+        for number, row in enumerate(rows, 1):
+            yield SourceRow(f"{data.source} ({data.split})", number, row)
 
 
-def load_hub(data: Data) -> Any:
-    """A hub data set's split; raises FinetuneError with the reason where it cannot be had."""
-    # Takes over a second, and local files do not need it.
-    from datasets import load_dataset
+def hub_version(data: Data) -> str:
+    """What tells one content of a hub data set from another."""
+    with _hub(data) as datasets:
+        if data.stream:  # the commit
+            return datasets.load_dataset_builder(data.source, data.subset).hash
+        # A hash of the split's files and revision.
+        return datasets.load_dataset(data.source, data.subset, split=data.split)._fingerprint
+
+
+@contextlib.contextmanager
+def _hub(data: Data) -> Iterator[ModuleType]:
+    """`datasets`, where what the hub refuses is a FinetuneError with its reason."""
+    import datasets  # takes over a second, and local files do not need it
     from datasets.exceptions import DatasetsError
 
     try:
-        return load_dataset(data.source, data.subset, split=data.split)
+        yield datasets
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FinetuneError(
