@@ -36,7 +36,6 @@ from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
 from finetune.record.inspection import Inspection
-from finetune.record.plot import plot_loss
 from finetune.recorder import Reason, Recorder
 from finetune.result.publish import publish
 from finetune.run import Run
@@ -321,6 +320,8 @@ class Training:
                 publish(self.run)
         self.recorder.end(self.progress.step, reason, self.peak)
         if self.engine.speaks:
+            from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
+
             plot_loss(self.run)
             if self.run.final.exists():
                 write_card(self.run, self.run.final)

@@ -71,7 +71,15 @@ def _download(name: str, revision: str | None) -> Any:
     """
     # A third of a second, for names that are found nowhere else.
     from huggingface_hub import constants, get_token, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise FinetuneError(
+            f"model.name: no such folder: {name}; give a folder with config.json, or a hub id"
+        ) from None
     try:
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
