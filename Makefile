@@ -30,11 +30,11 @@ prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two 
 	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --pairs --jobs 2 \
 		--output proofs/every_backend $(ARGS)
 
-test: $(READY) ## Run the everyday tests.
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one.
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
 test-slow: $(READY) ## Run the tests that take longer.
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(ARGS)
 
 test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it and say so.
 	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
@@ -57,6 +57,9 @@ bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
 clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
 	rm -rf .venv .bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+WORKERS := 2
+PARALLEL = --numprocesses $(WORKERS) --dist loadfile
 
 SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
