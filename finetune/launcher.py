@@ -208,8 +208,8 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     layers = comparison.layers_of(config_of(settled.recipe)[0])
     offload = sharded and backend.offload != "none"
     found = comparison.extrapolate(steps, layers, settled.accumulation, offload)
-    if workload is not None and not sharded:
-        workload = comparison.single(settled, workload)
+    if workload is not None:
+        workload = comparison.as_traced(settled, workload, sharded)
     how = comparison.how(settled, sharded)
     return comparison.compare(
         found, workload, settled.processes, how, comparison.notes(settled, sharded)

@@ -5,7 +5,7 @@ import functools
 import pickle
 import re
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -85,7 +85,7 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     """
     model.config.use_cache = False
     if recipe.model.activation_checkpointing:
-        recompute(model, keep_attention=recipe.model.activation_checkpointing == "attention")
+        recompute(model, recipe.model.activation_checkpointing)
     if recipe.adapter is None:
         return model
     for parameter in model.parameters():
@@ -117,13 +117,20 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
     return notes
 
 
-def recompute(model: PreTrainedModel, keep_attention: bool) -> None:
-    """Checkpoint every block: keep its input, and with `keep_attention` what attention gave."""
+def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:
+    """Checkpoint every block: keep its input, on the host with `offload`.
+
+    With `attention` what attention gave is kept besides. Without an accelerator the input lies on
+    the host already, and transformers 5.23 would ask for pinned memory that is not there.
+    """
     settings: dict[str, Any] = {"use_reentrant": False}
-    if keep_attention:
+    if how == "attention":
         policy = functools.partial(create_selective_checkpoint_contexts, _attention_is_kept)
         settings["context_fn"] = policy
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs=settings,
+        offload=how == "offload" and torch.accelerator.is_available(),
+    )
     model.enable_input_require_grads()
 
 

@@ -40,8 +40,8 @@ class Model:
     """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     """Attention implementation, by its name in transformers."""
-    activation_checkpointing: bool | Literal["attention"] = False
-    """Recompute activations in the backward pass: all (true), or all but those of `attention`."""
+    activation_checkpointing: bool | Literal["attention", "offload"] = False
+    """Recompute activations: all (true), all but those of `attention`, or from the host's copy."""
     chat_template: str | None = None
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False

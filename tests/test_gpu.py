@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ import finetune as ft
 from finetune import optim
 from finetune.attention import attend
 from finetune.launcher import free_port
+from finetune.model import recompute
 from finetune.recipe import Optim
 from finetune.result.trained import load_weights
 from finetune.run import Run
@@ -156,6 +157,27 @@ def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
     # The kernels may round a scale to the neighbouring one of 256, and sum in another order; NF4
     # itself moves this loss by more.
     assert abs(found[0] - found[1]) < 5e-3
+
+
+def test_inputs_of_checkpointed_blocks_wait_in_host_memory() -> None:
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1_536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=512, max_position_embeddings=1024,
+    )  # fmt: skip
+    ids = torch.randint(0, 512, (4, 1024), device="cuda")
+    held: dict[str, int] = {}
+    ways: dict[str, Literal[True, "offload"]] = {"device": True, "host": "offload"}
+    for place, how in ways.items():
+        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+        recompute(model, how)
+        before = torch.cuda.memory_allocated()
+        hidden = model.model(input_ids=ids).last_hidden_state
+        held[place] = torch.cuda.memory_allocated() - before
+        hidden.sum().backward()
+        del model, hidden
+        gc.collect()
+    inputs = 8 * ids.numel() * 512 * 2
+    assert held["device"] - held["host"] == pytest.approx(inputs, rel=0.15)
 
 
 def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path: Path) -> None:

@@ -161,9 +161,10 @@ def test_a_machine_of_another_size_than_the_plan_is_refused() -> None:
 
 
 def test_a_model_without_a_config_says_where_one_was_looked_for(tmp_path: Path) -> None:
-    recipe = ft.SFT(ft.Model(str(tmp_path / "nothing")))
-    with pytest.raises(FinetuneError, match="hub cache"):
-        model_source(recipe)
+    nowhere = {str(tmp_path / "nothing"): "no such folder", "nobody/nothing": "hub cache"}
+    for name, told in nowhere.items():
+        with pytest.raises(FinetuneError, match=told):
+            model_source(ft.SFT(ft.Model(name)))
     folder = tmp_path / "model"
     folder.mkdir()
     config = published.find("llama-2-7b")

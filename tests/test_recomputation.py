@@ -36,7 +36,7 @@ def test_attention_runs_once_where_it_is_kept(
     given = copy.deepcopy(plain)
     if grouped:
         group_adapters(given)
-    recompute(given.get_base_model(), keep_attention=keep)
+    recompute(given.get_base_model(), "attention" if keep else True)
     given.train()
     plain(**inputs()).loss.backward()
     with Calls() as calls:
@@ -46,11 +46,20 @@ def test_attention_runs_once_where_it_is_kept(
     assert whole_distance(gradients(given), gradients(plain)) < 2e-6
 
 
-def test_the_field_takes_true_false_and_attention() -> None:
-    found = [
-        Model("m", activation_checkpointing=v).checkpointing for v in (False, True, "attention")
-    ]
-    assert found == ["none", "full", "attention"]
+def test_without_an_accelerator_inputs_lie_on_the_host_already() -> None:
+    plain = adapt(build("llama"))
+    given = copy.deepcopy(plain)
+    recompute(given.get_base_model(), "offload")
+    for model in (plain, given):
+        model.train()
+        model(**inputs()).loss.backward()
+    assert whole_distance(gradients(given), gradients(plain)) < 2e-6
+
+
+def test_the_field_takes_true_false_and_two_words() -> None:
+    fields = (False, True, "attention", "offload")
+    found = [Model("m", activation_checkpointing=field).checkpointing for field in fields]
+    assert found == ["none", "full", "attention", "full"]
 
 
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])

@@ -52,6 +52,9 @@ def _levers(
     if workload.checkpointing == "none":
         setting = "model.activation_checkpointing=true"
         yield "recompute activations", setting, with_(checkpointing="full")
+    elif workload.checkpointing == "full" and not workload.activations_on_host:
+        setting = "model.activation_checkpointing=offload"
+        yield "let what is kept wait on the host", setting, with_(activations_on_host=True)
     if workload.loss.logits:
         yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=CHUNKED)
     for layout in (*advice.layouts(machine), *advice.offloads(machine)):

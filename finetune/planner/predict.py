@@ -119,6 +119,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         adapter=_adapter(recipe, shape),
         quantization=recipe.model.quantization,
         checkpointing=recipe.model.checkpointing,
+        activations_on_host=recipe.model.activation_checkpointing == "offload",
         attention=kinds.get(recipe.model.attention, "flash"),
         loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,

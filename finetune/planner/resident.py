@@ -67,17 +67,19 @@ def _inputs(workload: Workload) -> float:
 def host(workload: Workload) -> float:
     """Bytes of host memory per process that offload needs.
 
+    What blocks keep for the backward pass, where it waits there; besides that, of offloaded states:
     FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
     the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
     """
     layout = workload.layout
+    waiting = workload.waiting_activations
     if layout.offload == "none" or layout.device == "nvme":
-        return 0.0
+        return waiting
     trained, group = workload.trained, layout.group
     frozen = 0.0
     if layout.offload == "all":
         frozen = (workload.frozen_bytes - workload.scale_bytes) / group
     if layout.engine == "fsdp":
-        return 16.0 * trained / group + frozen
+        return waiting + 16.0 * trained / group + frozen
     each = 18 if layout.offload == "all" else 16
-    return (each * trained / group + frozen) * 1.5
+    return waiting + (each * trained / group + frozen) * 1.5

@@ -115,9 +115,12 @@ def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -
 def offload_seconds(workload: Workload, machine: Machine) -> float:
     """Seconds of a step that go to the host: copies over PCIe, and AdamW on the CPU."""
     layout = workload.layout
-    if layout.offload == "none" or workload.cpu:
+    if workload.cpu:
         return 0.0
     lane = machine.gpu.pcie * PCIE_EFFICIENCY
+    waiting = 2 * workload.accumulation * workload.waiting_activations / lane
+    if layout.offload == "none":
+        return waiting
     if layout.device == "nvme":
         lane = NVME_BANDWIDTH / machine.per_node
     mine = workload.trained / layout.group
@@ -127,7 +130,7 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
         passes = 2 * workload.accumulation
         seconds += passes * weights / layout.group / lane
-    return seconds
+    return waiting + seconds
 
 
 def times(workload: Workload, machine: Machine, moved: Volume) -> Times:

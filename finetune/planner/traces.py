@@ -43,7 +43,7 @@ def traces(workload: Workload) -> Traces:
         # Units return fp32 and cast what they are given: each layer keeps rotary tables of its own.
         tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
         kept, least = kept + tables, least + tables
-    if workload.activations_on_host:
+    if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
     return Traces(layer, kept, least, *head(workload))
 

@@ -138,6 +138,13 @@ class Workload:
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
 
     @property
+    def waiting_activations(self) -> float:
+        """Bytes of blocks' inputs that wait in host memory for the backward pass."""
+        if not self.activations_on_host:
+            return 0.0
+        return float(self.shape.layers * self.tokens * self.shape.hidden * self.numerics.residual)
+
+    @property
     def tokens(self) -> int:
         return self.rows * self.length
 

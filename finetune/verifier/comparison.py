@@ -301,6 +301,8 @@ def notes(plan: Plan, sharded: bool) -> list[str]:
         )
     if sharded and backend.offload != "none":
         found.append("states that lie in host memory are left out of both columns")
+    if model.activation_checkpointing == "offload":
+        found.append("what waits in host memory for the backward pass is traced as if it stayed")
     if model.quantization == "nf4":
         found.append(
             "4-bit storage is laid out by hand, since bitsandbytes packs real numbers only; the "
@@ -315,9 +317,10 @@ def _words(value: float, unit: str) -> str:
     return f"{value:,.0f}" if unit == "elements" else page.size(value)
 
 
-def single(plan: Plan, workload: Workload) -> Workload:
-    """The same work on one device, for engines that cannot be traced."""
-    return advice.on(workload, Layout(), plan.backend.precision)
+def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
+    """The work that is traced: nothing leaves the device, and one does it all unless `sharded`."""
+    workload = dataclasses.replace(workload, activations_on_host=False)
+    return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
 
 
 def compare(
