@@ -11,7 +11,7 @@ HELD_OUT = Data("HuggingFaceH4/ultrachat_200k", "messages", split="test_sft", fi
 recipe = (
     SFT(Model("meta-llama/Llama-3.3-70B-Instruct", activation_checkpointing=True), epochs=1)
     .with_data(CHATS, eval_data=HELD_OUT)
-    .with_lora(r=16, dropout=0.05)
+    .with_lora(r=16)
     .with_batch(rows=64, micro_rows=1, max_length=2048, overlong="truncate")
     .with_optim(lr=1e-4, warmup=0.1, max_grad_norm=0.3)
     .with_evaluation(every=200)
