@@ -289,9 +289,10 @@ def inspect_recipe(arguments: argparse.Namespace) -> int:
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import catalog
+    from finetune import catalog, launcher
     from finetune.preflight import check_here
 
+    launcher.forget_earlier_attempts()
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     from finetune.worker import Options, train

@@ -1,6 +1,7 @@
 """Start `accelerate launch` for a person: a plan becomes a command, and the command a run."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -82,7 +83,8 @@ def launch(
         words += {True: ["--resume"], "auto": ["--resume", "auto"], False: []}[resume]
         given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
         command = build_command(settled, words, [*given, *flags])
-        _run(command, status, threads=max(1, (os.cpu_count() or 1) // settled.processes))
+        here = max(1, settled.processes // machines(flags))
+        _run(command, status, threads=max(1, (os.cpu_count() or 1) // here))
     return Run(root)
 
 
@@ -118,6 +120,13 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
+
+
+def machines(flags: Sequence[str]) -> int:
+    """How many machines the job runs on, by the flags of `accelerate launch`."""
+    words = " ".join(flags).replace("=", " ").replace("-", "_").split()
+    given = [number for name, number in itertools.pairwise(words) if name == "__num_machines"]
+    return int(given[-1]) if given and given[-1].isdigit() else 1
 
 
 def free_port() -> int:
@@ -186,8 +195,17 @@ def leave_status(error: FinetuneError) -> bool:
     path = os.environ.get(STATUS_FILE)
     if path is None:
         return False
-    write_json(Path(path), {"status": error.exit_status, "problems": list(error.problems)})
+    left = {"attempt": backends.restarts(), "status": error.exit_status}
+    write_json(Path(path), left | {"problems": list(error.problems)})
     return True
+
+
+def forget_earlier_attempts() -> None:
+    """In a worker that was started again: an earlier attempt's error is not this one's."""
+    path = Path(os.environ.get(STATUS_FILE, ""))
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        if path.is_file() and json.loads(path.read_text())["attempt"] < backends.restarts():
+            path.unlink()
 
 
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:

@@ -15,6 +15,7 @@ from conftest import ROOT, Finetune, Finished, Tiny, environment, write_recipe
 from finetune import backend, catalog
 from finetune.cli import main
 from finetune.data.formats import FORMATS
+from finetune.launcher import machines
 from finetune.run import Run, write_json
 
 BACKENDS = ", ".join(backend.names())
@@ -510,6 +511,19 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(
     assert done.stdout == ""
     assert done.stderr.startswith("usage: finetune")
     assert done.stderr.splitlines()[-1].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 1),
+        (["--num_machines", "2", "--machine_rank", "1"], 2),
+        (["--machine_rank=1", "--num-machines=4"], 4),
+        (["--num_machines", "many"], 1),  # which `accelerate launch` refuses
+    ],
+)
+def test_machines_of_a_job_are_read_from_its_flags(flags: list[str], expected: int) -> None:
+    assert machines(flags) == expected
 
 
 def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(

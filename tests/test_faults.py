@@ -15,6 +15,8 @@ from conftest import Finetune, Tiny, conversations, start, wait_for, write_recip
 from test_backends import FP32, largest, losses
 from test_interruption import steps_made, words_of
 
+from finetune import launcher
+from finetune.errors import FinetuneError
 from finetune.run import Run
 
 BAD = 29
@@ -168,6 +170,20 @@ def test_a_run_whose_rank_dies_starts_again_by_itself(tiny: Tiny, tmp_path: Path
     assert process.returncode == 0, told
     assert [record["step"] for record in run.read_metrics("train")] == list(range(1, 61))
     assert len(list(run.read_metrics("start"))) == 2
+
+
+def test_an_error_of_an_earlier_attempt_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(launcher.STATUS_FILE, str(status))
+    launcher.forget_earlier_attempts()  # nothing was left
+    launcher.leave_status(FinetuneError("first"))
+    launcher.forget_earlier_attempts()
+    assert json.loads(status.read_text())["problems"] == ["first"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    launcher.forget_earlier_attempts()
+    assert not status.exists()
 
 
 def test_workers_do_not_outlive_their_launcher(tiny: Tiny, tmp_path: Path) -> None:
