@@ -16,6 +16,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# Two files are tested at a time: as many threads as cores in each would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LAUNCH_SECONDS = 900
 """A launch takes about ten seconds, one that compiles an operator first about six minutes."""
 
