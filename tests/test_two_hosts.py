@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces with names of their own, joined by a cable."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def ip(*words: str) -> None:
 def hosts() -> Iterator[None]:
     """Both hosts and the cable; skips where this user may not lay one."""
     folders = [Path("/etc/netns") / host for host in HOSTS]
+    clear()  # what a test that was killed left
     try:
         for host in HOSTS:
             ip("netns", "add", host)
@@ -66,7 +68,8 @@ def hosts() -> Iterator[None]:
 
 def clear() -> None:
     for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+        with contextlib.suppress(FileNotFoundError):  # no iproute2
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
 
 def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[str]":
