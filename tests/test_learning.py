@@ -56,7 +56,7 @@ def test_a_real_model_learns_the_same_with_and_without_the_levers(
     levers, *same = trained(folders[1], finetune, assets, {}, **padded)
     # 395 rows lie in 321 packs: either way they are 25 steps.
     packed, *as_many = trained(
-        folders[2], finetune, assets, {}, rows=13, micro_rows=4, packing=True
+        folders[2], finetune, assets, {}, rows=13, micro_rows=1, packing=True
     )
     assert amount == same == as_many == [25, 134_565]
     assert plain < 3.2  # 5.0 before, so that there is something to compare

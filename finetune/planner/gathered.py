@@ -2,7 +2,8 @@
 
 from finetune.planner.workload import Workload
 
-# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered.
+# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered. It releases none that are used
+# again before so many others were: those of which half as many lie between them and the loss.
 LIVE_PARAMETERS = 1_000_000_000
 
 
@@ -33,8 +34,10 @@ class Gathered:
             return 0.0
         if self._stays_gathered:
             return self._layers * workload.unit_bytes + workload.outer_bytes
+        if not self.fsdp:
+            return max(self._table, self._reused())
         held = workload.outer_bytes if workload.root_unit else self._table
-        return held + (workload.unit_bytes if self.fsdp else 0.0)  # the last layer's, ahead
+        return held + workload.unit_bytes  # the last layer's, ahead
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.
@@ -98,7 +101,17 @@ class Gathered:
         if apart and workload.shape.tied:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self._layers) * workload.unit_bytes
-        return outer + (ahead if layout.engine == "fsdp" else min(ahead, 2.0 * LIVE_PARAMETERS))
+        if layout.engine == "fsdp":
+            return outer + ahead
+        return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
+
+    def _reused(self) -> float:
+        """Weights that ZeRO-3 keeps from the forward to the backward pass: the last ones."""
+        workload = self.workload
+        if workload.layout.engine != "deepspeed":
+            return 0.0
+        whole = self._layers * workload.unit_bytes + workload.outer_bytes
+        return min(whole, 2.0 * LIVE_PARAMETERS / 2)
 
     def at_embedding(self) -> float:
         """Weights gathered while the embedding runs backwards."""
