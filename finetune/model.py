@@ -73,6 +73,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
     trained = as_trained(model, recipe)
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
+    if engine.deepspeed:
+        _narrow(trained, compute_dtype(plan))
     install_kernels(model, plan)
     return trained
 
@@ -240,6 +242,17 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}; linear modules here: {', '.join(names)}"
         ) from None
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put an adapter into the type that DeepSpeed computes with; its fp32 masters are another copy.
+
+    DeepSpeed 0.19 does so by itself, but not under ZeRO-3 where the base was partitioned while it
+    was loaded: each adapter would then keep its input in fp32.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _linear(module: nn.Module) -> bool:
