@@ -35,9 +35,7 @@ SILENT_SECONDS = 5.0
 """Without a beat for so long, a rank of another host counts as gone after a failed collective."""
 GRACE_SECONDS = 5.0
 """How long the main thread may take to report a loss by itself before its process is ended."""
-TRANSPORTS = (
-    "/gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting",
-)  # fmt: skip
+TRANSPORTS = ("/gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer")
 """What the messages of a failed collective hold: gloo raises a bare RuntimeError (torch 2.13)."""
 
 

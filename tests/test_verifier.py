@@ -19,6 +19,10 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": F,
     "vocab_size": VOCAB, "tie_word_embeddings": False, "head_dim": 16,
 }  # fmt: skip
+WIDE = LLAMA | {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 2816, "vocab_size": 8192,
+}  # fmt: skip
 PARAMETERS_OF_A_LAYER = 2 * H * H + 2 * H * 32 + 3 * H * F + 2 * H
 
 
@@ -137,14 +141,10 @@ def test_a_plan_of_one_device_is_verified(finetune: Finetune, tmp_path: Path) ->
 def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
     finetune: Finetune, tmp_path: Path, method: str
 ) -> None:
-    config = LLAMA | {
-        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-        "intermediate_size": 2816, "vocab_size": 8192,
-    }  # fmt: skip
     sections: dict[str, Any] = {} if method == "full" else {"adapter": {"r": 16, "dropout": 0.0}}
     model = {"quantization": "nf4"} if method == "qlora" else {}
     batch = {"rows": 4, "micro_rows": 4, "max_length": 512}
-    file = recipe(tmp_path, config, model=model, batch=batch, **sections)
+    file = recipe(tmp_path, WIDE, model=model, batch=batch, **sections)
     found = verification(finetune, file, "--gpu", "H100-80", "--backend", "single")
     assert found["agrees"], found
     totals = {each["name"]: each for each in found["moments"]}
@@ -159,11 +159,12 @@ def test_weights_of_the_head_arrive_beside_the_last_layer(
     finetune: Finetune, tmp_path: Path, quantization: str
 ) -> None:
     """FSDP's largest moment where rows are short: three buffers of weights at once."""
-    config = LLAMA | {
-        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-        "intermediate_size": 2816, "vocab_size": 16384,
-    }  # fmt: skip
-    file = recipe(tmp_path, config, adapter={"r": 8}, model={"quantization": quantization})
+    file = recipe(
+        tmp_path,
+        WIDE | {"vocab_size": 16384},
+        adapter={"r": 8},
+        model={"quantization": quantization},
+    )
     words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--gpu", "H100-80"]
     found = verification(finetune, file, *words)
     assert found["agrees"], found

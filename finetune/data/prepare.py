@@ -225,6 +225,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
     base = {each.name for each in dataclasses.fields(Recipe)}
     own = [each.name for each in dataclasses.fields(recipe) if each.name not in base]
     holds_out = bool(recipe.eval_rows) and not recipe.eval_data
+    weighted = any(data.weight for data in (*recipe.data, *recipe.eval_data))
     parts = {
         "code": _code_hash(recipe),
         "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
@@ -232,9 +233,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "overlong": recipe.batch.overlong,
         "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
-        "mixed": recipe.seed
-        if any(data.weight for data in (*recipe.data, *recipe.eval_data))
-        else None,
+        "mixed": recipe.seed if weighted else None,
         "template": chat.template,
         "tokenizer": _tokenizer_hash(chat),
         "train_sources": len(recipe.data),

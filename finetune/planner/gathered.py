@@ -27,13 +27,18 @@ class Gathered:
         """Embedding or head, gathered whole."""
         return float(self.workload.shape.embedding * self.workload.outer_width)
 
+    @property
+    def _everything(self) -> float:
+        """All weights, gathered whole."""
+        return self._layers * self.workload.unit_bytes + self.workload.outer_bytes
+
     def at_head(self) -> float:
         """Weights gathered while the loss runs backwards."""
         workload = self.workload
         if not self._gathers:
             return 0.0
         if self._stays_gathered:
-            return self._layers * workload.unit_bytes + workload.outer_bytes
+            return self._everything
         if not self.fsdp:
             return max(self._table, self._reused())
         held = workload.outer_bytes if workload.root_unit else self._table
@@ -49,7 +54,7 @@ class Gathered:
         if not self.fsdp:
             return self.at_head()
         if self._stays_gathered:
-            units = self._layers * workload.unit_bytes + workload.outer_bytes
+            units = self._everything
         else:
             units = workload.outer_bytes if workload.root_unit else self._table
         if workload.root_unit:
@@ -107,11 +112,9 @@ class Gathered:
 
     def _reused(self) -> float:
         """Weights that ZeRO-3 keeps from the forward to the backward pass: the last ones."""
-        workload = self.workload
-        if workload.layout.engine != "deepspeed":
+        if self.workload.layout.engine != "deepspeed":
             return 0.0
-        whole = self._layers * workload.unit_bytes + workload.outer_bytes
-        return min(whole, 2.0 * LIVE_PARAMETERS / 2)
+        return min(self._everything, 2.0 * LIVE_PARAMETERS / 2)
 
     def at_embedding(self) -> float:
         """Weights gathered while the embedding runs backwards."""

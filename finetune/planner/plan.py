@@ -28,7 +28,7 @@ class Plan:
     @property
     def synchronises_each(self) -> bool:
         """Whether the gradients of every micro-batch are reduced, where the engine has a choice."""
-        return self.backend.engine == "fsdp" and reduces_each(self.recipe)
+        return self.backend.engine == "fsdp" and synchronises_each(self.recipe)
 
     @property
     def lr(self) -> float:
@@ -121,7 +121,7 @@ class Plan:
         )
 
 
-def reduces_each(recipe: Recipe) -> bool:
+def synchronises_each(recipe: Recipe) -> bool:
     """Whether FSDP reduces the gradients of every micro-batch, and so keeps its share only.
 
     Those of all weights would lie whole on every process until the step's last micro-batch, which

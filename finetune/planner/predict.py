@@ -14,7 +14,7 @@ from finetune.planner.configs import config_paths
 from finetune.planner.families import read
 from finetune.planner.kernels import Choice
 from finetune.planner.numerics import AttentionKind
-from finetune.planner.plan import Plan, reduces_each
+from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.timing import Times
 from finetune.planner.workload import CHUNKED, OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
@@ -124,7 +124,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
-        synchronise_each=reduces_each(recipe),
+        synchronise_each=synchronises_each(recipe),
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
