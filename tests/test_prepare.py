@@ -222,6 +222,13 @@ def test_weights_give_the_shares_of_an_epoch(
     assert counts["left_out"] == len(PAIRS) - sum(expected)
 
 
+def test_a_weight_that_gives_no_row_is_refused(tmp_path: Path):
+    a = Data(write_jsonl(tmp_path / "a.jsonl", PAIRS[:4]), "question_answer", weight=9)
+    b = Data(write_jsonl(tmp_path / "b.jsonl", PAIRS[4:]), "question_answer", weight=1)
+    with pytest.raises(FinetuneError, match=r"data.weight: 1.0 gives no row of .*b.jsonl"):
+        prepare(SFT().with_data(a, b), CHAT, tmp_path / "cache")
+
+
 def test_the_seed_chooses_the_rows_of_a_weighted_source(tmp_path: Path):
     many = Data(write_jsonl(tmp_path / "a.jsonl", PAIRS[:4]), "question_answer", weight=1)
     one = Data(write_jsonl(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text", weight=1)

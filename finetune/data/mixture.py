@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 
 from finetune.data.order import permutation
+from finetune.errors import FinetuneError
 from finetune.recipe import Data
 
 CHOSEN = 2**64 - 2
@@ -23,6 +24,9 @@ def mix(
 
     Args:
         members: of each source, the numbers of its documents.
+
+    Raises:
+        FinetuneError: a source would give none.
     """
     weights = [None if data.weight is None else Fraction(data.weight) for data in sources]
     scale = min((len(m) / w for m, w in zip(members, weights, strict=True) if w), default=None)
@@ -32,5 +36,10 @@ def mix(
             mixed.append(np.tile(part, data.repeat))
         else:
             chosen = permutation(len(part), seed, CHOSEN)[: int(weight * scale)]
+            if not len(chosen):
+                raise FinetuneError(
+                    f"data.weight: {data.weight} gives no row of {data.source}: beside the other "
+                    "weights it is too small; raise it, or leave the source out"
+                )
             mixed.append(part[np.sort(chosen)])
     return tuple(mixed)
