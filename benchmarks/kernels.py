@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.record import Result
 from finetune.data.batch import MicroBatch
-from finetune.kernels import attention, head, lora, norm
+from finetune.kernels import activation, attention, chains, head, lora, rotary
 from finetune.losses import labelled, token_loss_sum
+from finetune.model import FUSED
 
 ROWS, LENGTH, LABELLED = 4, 160, 0.62
 """A micro-batch of short rows: the mean length of GSM8K rows, and their share of labels."""
@@ -99,7 +101,8 @@ def cases() -> list[Case]:
     for model in (grouped, every):
         lora.group_adapters(model)
     for model in (fused, every):
-        norm.fuse_norms(model)
+        for fuse, _, _ in FUSED.values():
+            fuse(model)
     blocks, other = (
         [model.get_base_model().model.layers[1] for model in (plain, ours)]
         for ours in (grouped, fused)
@@ -110,11 +113,17 @@ def cases() -> list[Case]:
         inputs_case("adapters of gate, up", *(block.mlp for block in blocks), lora.GROUPS[1]),
         inputs_case("adapter of down", *(block.mlp for block in blocks), ("down_proj",)),
         norm_case(*(block.input_layernorm for block in other)),
+        unit_case(),
+        rotation_case(),
         *(attention_case(length) for length in (64, LENGTH, attention.LONGEST)),
         step_case("micro-batch, head", plain, chunked, batch),
         step_case("micro-batch, adapters", plain, grouped, batch),
-        step_case("micro-batch, norm", plain, fused, batch),
+        step_case("micro-batch, norm, activation, rotary", plain, fused, batch),
         step_case("micro-batch, all", plain, every, batch),
+        compiled(norm_case(*(block.input_layernorm for block in other))),
+        compiled(unit_case()),
+        compiled(rotation_case()),
+        compiled(step_case("micro-batch, all", plain, every, batch)),
     ]
 
 
@@ -189,6 +198,64 @@ def norm_case(plain: nn.Module, ours: nn.Module) -> Case:
     return Case("norm", lambda: work(plain), lambda: work(ours))
 
 
+def unit_case() -> Case:
+    """The gated unit of a feed-forward layer."""
+    shape = (ROWS, LENGTH, SHAPE["intermediate_size"])
+    given = {name: torch.randn(shape).bfloat16().requires_grad_() for name in ("gate", "up")}
+    return operation_case(
+        "gated unit",
+        given,
+        lambda gate, up: F.silu(gate) * up,
+        lambda gate, up: activation.GatedUnit.apply(gate, up, False),
+    )
+
+
+def rotation_case() -> Case:
+    """Query and key of one layer."""
+    counts = {"query": SHAPE["num_attention_heads"], "key": SHAPE["num_key_value_heads"]}
+    size = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+    given = {
+        name: torch.randn(ROWS, LENGTH, count, size).bfloat16().transpose(1, 2).requires_grad_()
+        for name, count in counts.items()
+    }
+    tables = [torch.randn(1, LENGTH, size).bfloat16() for _ in range(2)]
+    return operation_case(
+        "rotation of query, key",
+        given,
+        lambda query, key: apply_rotary_pos_emb(query, key, *tables),
+        lambda query, key: rotary.rotate(query, key, *tables),
+    )
+
+
+def operation_case(
+    name: str, given: Gradients, plain: Callable[..., Any], ours: Callable[..., Any]
+) -> Case:
+    """An operation of some tensors."""
+
+    def work(compute: Callable[..., Any]) -> Gradients:
+        made = compute(*given.values())
+        outputs = made if isinstance(made, tuple) else (made,)
+        ones = [torch.ones_like(output) for output in outputs]
+        return dict(
+            zip(given, torch.autograd.grad(outputs, list(given.values()), ones), strict=True)
+        )
+
+    return Case(name, lambda: work(plain), lambda: work(ours))
+
+
+def compiled(case: Case) -> Case:
+    """The same, with chains compiled."""
+
+    def ours() -> Gradients:
+        chains.compile_chains(True)
+        try:
+            return case.ours()
+        finally:
+            chains.compile_chains(False)
+
+    return Case(f"{case.name}, compiled", case.plain, ours)
+
+
 def attention_case(length: int) -> Case:
     """One document through PyTorch's fused kernel, and as plain matrix products."""
     heads, shared = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
@@ -199,19 +266,13 @@ def attention_case(length: int) -> Case:
         for name, count in names.items()
     }
 
-    def work(compute: Callable[..., torch.Tensor]) -> Gradients:
-        output = compute(*given.values())
-        grads = torch.autograd.grad(output, list(given.values()), torch.ones_like(output))
-        return dict(zip(given, grads, strict=True))
-
     def fused(*inputs: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
 
     def products(*inputs: torch.Tensor) -> torch.Tensor:
         return attention.ShortAttention.apply(*inputs, size**-0.5)
 
-    name = f"attention of {length} tokens"
-    return Case(name, lambda: work(fused), lambda: work(products))
+    return operation_case(f"attention of {length} tokens", given, fused, products)
 
 
 def step_case(name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:

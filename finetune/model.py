@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -22,13 +23,22 @@ from transformers import (
 from finetune.attention import check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
+from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone
 from finetune.kernels.norm import FusedNorm, fuse_norms
+from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.planner import Plan
 from finetune.planner.kernels import choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
+
+FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
+    "norm": (fuse_norms, FusedNorm, "norms"),
+    "activation": (fuse_activations, FusedGate, "feed-forward layers"),
+    "rotary": (fuse_rotations, FusedRotation, "attention layers"),
+}
+"""What makes each part of a model one operation, the class that it then has, and its name."""
 
 ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
 """Parts of the names of torch's operations that are a whole attention."""
@@ -102,8 +112,9 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     give_loss(model, chunked=chosen["head"] == "chunked")
     if chosen.get("lora") == "grouped":
         group_adapters(model)
-    if chosen["norm"] == "fused":
-        fuse_norms(model)
+    for lever, (fuse, _, _) in FUSED.items():
+        if chosen[lever] == "fused":
+            fuse(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
@@ -114,9 +125,11 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
-    if chosen["norm"] == "fused" and not any(isinstance(m, FusedNorm) for m in model.modules()):
-        notes.append("kernels.norm: plain, because the norms of this model are not known here")
-    return notes
+    return notes + [
+        f"kernels.{lever}: plain, because the {parts} of this model are not known here"
+        for lever, (_, kind, parts) in FUSED.items()
+        if chosen[lever] == "fused" and not any(isinstance(m, kind) for m in model.modules())
+    ]
 
 
 def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:

@@ -182,6 +182,12 @@ class Kernels:
     """Adapters: those of one input (q, k, v; gate, up) as one operation, or each as PEFT does."""
     norm: Literal["fused", "plain"] = "fused"
     """RMSNorm: one operation that keeps its input only, or as transformers computes it."""
+    activation: Literal["fused", "plain"] = "fused"
+    """SwiGLU, GeGLU: one operation that keeps gate and up only, or as transformers computes it."""
+    rotary: Literal["fused", "plain"] = "fused"
+    """Rotary positions: query and key in one operation, or as transformers computes them."""
+    pointwise: Literal["auto", "compiled", "eager"] = "auto"
+    """Cheap operations within norm, activation, rotary and head: compiled, or one by one."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from accelerate.state import AcceleratorState
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -26,6 +27,7 @@ from finetune.engine import Engine
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
+from finetune.kernels import chains
 from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
@@ -215,9 +217,9 @@ class Training:
     def _data(self) -> Prepared:
         chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
         self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
-        cache = data_cache()
-        counts = self.on_one(lambda: prepare(self.recipe, chat, cache).counts)
-        prepared = prepare(self.recipe, chat, cache)
+        folder = cache("data")
+        counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
+        prepared = prepare(self.recipe, chat, folder)
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
         problems = list(mistakes(counts["train"]))
@@ -231,7 +233,9 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
-        self.notes = [*self.plan.notes(), *model.kernel_notes(network, self.plan)]
+        self.notes = [
+            *self.plan.notes(), *model.kernel_notes(network, self.plan), *self._settle_chains(),
+        ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
@@ -245,6 +249,18 @@ class Training:
             return Progress()
         checkpoint.load_state(engine, folder)
         return checkpoint.progress_of(folder)
+
+    def _settle_chains(self) -> list[str]:
+        """Decide whether cheap operations are compiled; returns what is to be said of it."""
+        variable, usual = "TORCHINDUCTOR_CACHE_DIR", default_cache_dir()
+        if os.environ.get(variable, usual) == usual:  # torch sets it to a folder for a day
+            os.environ[variable] = str(cache("compiled"))
+        rows = self.data.counts["train"]
+        share = self.recipe.batch.rows * self.steps / len(self.data.train) / self.engine.world
+        asked = self.recipe.kernels.pointwise
+        compiled, note = chains.settle(asked, self.engine.device, rows["tokens"] * share)
+        chains.compile_chains(compiled)
+        return [] if note is None else [note]
 
     def _loop(self) -> None:
         first, stop = self.progress.step, self._patience_is_over()
@@ -361,10 +377,14 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
     """
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template)
-    return inspection.inspect(recipe, prepare(recipe, chat, data_cache()), tokenizer, rows)
+    return inspection.inspect(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)
 
 
-def data_cache() -> Path:
-    """Where prepared rows are kept: FINETUNE_CACHE, else the user's cache folder."""
+def cache(kind: str) -> Path:
+    """Where something is kept between runs: FINETUNE_CACHE, else the user's cache folder.
+
+    Args:
+        kind: `data` for prepared rows, `compiled` for compiled kernels.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
-    return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / "data"
+    return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind

@@ -10,7 +10,12 @@ from test_backends import FP32, largest, launch, losses
 
 from finetune.run import Run
 
-PLAIN = {"kernels": {"head": "whole", "lora": "separate", "norm": "plain"}}
+PLAIN = {
+    "kernels": {
+        "head": "whole", "lora": "separate", "norm": "plain", "activation": "plain",
+        "rotary": "plain",
+    }
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": {"r": 8}, "optim": {"lr": 5e-3}},
@@ -47,6 +52,22 @@ def test_losses_are_those_of_plain_transformers_and_peft(
     assert largest(losses(plain, "eval"), losses(ours, "eval")) < FP32
     norms = [[r["grad_norm"] for r in run.read_metrics("train")] for run in (plain, ours)]
     assert largest(*norms) < 1e-4  # norms of about 3
+
+
+def test_compiled_kernels_train_the_same_and_are_kept(
+    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    plain = trained("lora", "single", **PLAIN)
+    fields = tiny.fields(**KINDS["lora"], kernels={"pointwise": "compiled"})
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    done = finetune(
+        "launch", recipe, "--backend", "ddp", "--processes", "2", "--precision", "fp32",
+        "--output", tmp_path / "run", env={"FINETUNE_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.status == 0, done.output
+    assert "kernels.pointwise: compiled, for " in done.output
+    assert largest(losses(plain), losses(Run(tmp_path / "run"))) < FP32
+    assert list((tmp_path / "cache" / "compiled").rglob("*.so"))
 
 
 def test_a_run_continues_with_other_kernels(

@@ -9,7 +9,9 @@ from conftest import Finetune, write_recipe
 
 from finetune.run import Run
 
-PLAIN = {"head": "whole", "lora": "separate", "norm": "plain"}
+PLAIN = {
+    "head": "whole", "lora": "separate", "norm": "plain", "activation": "plain", "rotary": "plain",
+}  # fmt: skip
 ROWS, HELD_OUT = 480, 64
 SEEDS = 0.05
 """What another order of rows may move the evaluation loss by."""

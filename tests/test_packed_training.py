@@ -18,7 +18,7 @@ from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
 from finetune.model import load_tokenizer
 from finetune.run import Run
-from finetune.worker import data_cache
+from finetune.worker import cache
 
 PACKED: dict[str, Any] = {
     "batch": {"rows": 4, "micro_rows": 1, "packing": True},
@@ -44,7 +44,7 @@ def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(
 
     run = train(tiny, tmp_path / "run", batch=PACKED["batch"], max_steps=1)
     recipe = catalog.load(run.recipe)
-    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), data_cache()).train
+    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
     total, terms = 0.0, 0
     for index in rows_of_step(0, len(rows), 4, recipe.seed):
@@ -120,7 +120,7 @@ def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) 
 
 def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny: Tiny, tmp_path: Path) -> None:
     recipe = catalog.from_fields(tiny.fields(**PACKED))
-    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), data_cache()).train
+    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
     batch = collate(rows, rows_of_step(0, len(rows), 4, 0), 0, "cpu")
     assert batch.boundaries is not None
     assert batch.boundaries.longest <= 128

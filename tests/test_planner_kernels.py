@@ -9,8 +9,10 @@ from test_planner_memory import BASE, large
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
+from finetune.kernels.activation import fuse_activations
 from finetune.kernels.lora import group_adapters
 from finetune.kernels.norm import fuse_norms
+from finetune.kernels.rotary import fuse_rotations
 from finetune.planner import memory, plan
 from finetune.planner.block import Layer
 from finetune.planner.families import read
@@ -27,7 +29,7 @@ SMALL = BASE | {
 ROWS, LENGTH, RANK = 2, 24, 4
 
 
-def kept_by_a_real_layer(norms: bool, targets: list[str]) -> int:
+def kept_by_a_real_layer(fused: bool, targets: list[str]) -> int:
     """Bytes that one layer of transformers and PEFT saves in bf16 under autocast."""
     fields = {name: value for name, value in SMALL.items() if name != "model_type"}
     model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
@@ -36,8 +38,10 @@ def kept_by_a_real_layer(norms: bool, targets: list[str]) -> int:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    if norms:
+    if fused:
         fuse_norms(model)
+        fuse_activations(model)
+        fuse_rotations(model)
     group_adapters(model)
     hidden = torch.randn(ROWS, LENGTH, 64, dtype=torch.bfloat16, requires_grad=True)
     tables = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
@@ -57,14 +61,16 @@ def kept_by_a_real_layer(norms: bool, targets: list[str]) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def kept_by_the_tape(norms: bool, targets: tuple[str, ...]) -> float:
+def kept_by_the_tape(fused: bool, targets: tuple[str, ...]) -> float:
     shape = read(SMALL)
     workload = Workload(
         shape,
         ROWS,
         LENGTH,
         adapter=lora(shape, RANK, targets, width=4),
-        fused_norms=norms,
+        fused_norms=fused,
+        fused_activations=fused,
+        fused_rotations=fused,
         grouped_adapters=True,
     )
     assert workload.adapter is not None
@@ -76,12 +82,12 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 @pytest.mark.parametrize("targets", [EVERY, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_layer_of_grouped_adapters_keeps_what_the_tape_says(
-    norms: bool, targets: tuple[str, ...]
+    fused: bool, targets: tuple[str, ...]
 ) -> None:
-    expected = kept_by_a_real_layer(norms, list(targets))
-    assert kept_by_the_tape(norms, targets) == expected
+    expected = kept_by_a_real_layer(fused, list(targets))
+    assert kept_by_the_tape(fused, targets) == expected
 
 
 def test_an_operation_of_several_outputs_waits_for_all_their_gradients() -> None:
@@ -157,9 +163,11 @@ def test_a_plan_follows_the_kernels_of_its_run() -> None:
     shape = read(BASE)
     grouped = workload_of(plan(recipe, "single", 1), shape)
     assert (grouped.loss, grouped.fused_norms, grouped.grouped_adapters) == (CHUNKED, True, True)
-    plain = ft.Kernels(head="whole", lora="separate", norm="plain")
+    assert (grouped.fused_activations, grouped.fused_rotations) == (True, True)
+    plain = ft.Kernels("whole", "separate", norm="plain", activation="plain", rotary="plain")
     left = workload_of(plan(dataclasses.replace(recipe, kernels=plain), "single", 1), shape)
     assert (left.loss, left.fused_norms, left.grouped_adapters) == (OURS, False, False)
+    assert (left.fused_activations, left.fused_rotations) == (False, False)
     gathered = workload_of(plan(recipe, "zero3", 2), shape)
     assert not gathered.grouped_adapters
     moved = dataclasses.replace(grouped, layout=gathered.layout, scheme="deepspeed")

@@ -63,13 +63,13 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny: Tiny, tmp_path: 
     from finetune.data.prepare import prepare
     from finetune.data.render import load_chat
     from finetune.model import load_tokenizer
-    from finetune.worker import data_cache
+    from finetune.worker import cache
 
     sections = {"batch": {"micro_rows": 2}, "max_steps": 1}
     run = train(tiny, tmp_path / "run", **sections)
     recipe = catalog.load(run.recipe)
     chat = load_chat(load_tokenizer(recipe), None)
-    rows = prepare(recipe, chat, data_cache()).train
+    rows = prepare(recipe, chat, cache("data")).train
     batch = collate(rows, rows_of_step(0, len(rows), 8, recipe.seed), 0, "cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
     outputs = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels)

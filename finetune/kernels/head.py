@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
+from finetune.kernels.chains import Chain
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 
@@ -186,15 +187,14 @@ class _Gradients:
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
-            wide = logits[tile].float()  # (tile, vocabulary)
-            if self.added is not None:
-                wide = wide + self.added
-            total, by_logits = tile_loss(wide, targets[tile], scale, cap, self.any)
-            loss += total
-            if by_logits is not None:
-                logits[tile] = by_logits
-                if self.bias is not None:
-                    self.bias += by_logits.sum(0)
+            part_loss, at_target = tile_loss(
+                logits[tile], targets[tile], self.added, scale, cap, self.any
+            )
+            loss += part_loss
+            if at_target is not None:
+                logits[tile].scatter_(1, targets[tile, None], at_target)
+        if self.bias is not None:
+            self.bias += logits.sum(0, dtype=torch.float32)
         if self.hidden is not None:
             torch.mm(logits, self.matrix, out=self.hidden[part])
         if self.weight is not None:
@@ -212,28 +212,42 @@ class _Gradients:
         )
 
 
+@Chain
 def tile_loss(
-    logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None, wanted: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    cap: float | None,
+    wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed loss of some rows, and its gradient with respect to their logits where it is wanted.
+    """Summed loss of some rows of logits (tile, vocabulary), a scalar in fp32.
 
-    `logits` (tile, vocabulary) are in fp32, and so are both results.
+    Where it is `wanted`, the gradient of the loss with respect to every logit but those of the
+    targets is written into `logits`; the second result (tile, 1) are those.
     """
+    wide = logits.float()
+    if bias is not None:
+        wide = wide + bias
     if scale != 1.0:
-        logits = logits * scale
+        wide = wide * scale
     slope = None
     if cap is not None:
-        logits = (logits / cap).tanh()
-        slope = 1 - logits.square() if wanted else None
-        logits = logits * cap
+        wide = (wide / cap).tanh_()
+        slope = 1 - wide.square() if wanted else None
+        wide *= cap
     rows = targets[:, None]
-    shares = F.log_softmax(logits, -1)
-    loss = -shares.gather(1, rows).sum()
+    shares = F.log_softmax(wide, -1)
+    of_target = shares.gather(1, rows)
+    loss = -of_target.sum()
     if not wanted:
         return loss, None
-    by_logits = shares.exp_().scatter_add_(1, rows, torch.full_like(rows, -1, dtype=shares.dtype))
+    by_logits, at_target = shares.exp_(), of_target.expm1()
     if slope is not None:
         by_logits *= slope
+        at_target *= slope.gather(1, rows)
     if scale != 1.0:
         by_logits *= scale
-    return loss, by_logits
+        at_target *= scale
+    logits.copy_(by_logits)
+    return loss, at_target.to(logits.dtype)

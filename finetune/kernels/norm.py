@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.kernels.chains import Chain
+
 NORMS: dict[str, str] = {
     "LlamaRMSNorm": "variance_epsilon",
     "MistralRMSNorm": "variance_epsilon",
@@ -51,34 +53,56 @@ class FusedNorm:
 
 
 class RMSNorm(torch.autograd.Function):
-    """With s = 1 / rms(x), h = s x and g = dL/dh:  dL/dx = s (g - h mean(g h))."""
+    """The norm of rows (..., hidden), keeping them and a number a row."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
     ) -> torch.Tensor:
-        wide = x.to(torch.float32, copy=True)  # (..., hidden)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)  # (..., 1)
+        result, inverse = normed(x.flatten(0, -2), weight, eps, gemma)
         ctx.save_for_backward(x, inverse, weight)
         ctx.gemma = gemma
-        normed = wide.mul_(inverse)
-        if gemma:
-            return normed.mul_(1.0 + weight.float()).to(x.dtype)
-        return weight * normed.to(x.dtype)
+        return result.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inverse, weight = ctx.saved_tensors
-        normed = x.to(torch.float32, copy=True).mul_(inverse)
-        by_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = (grad.float() * normed).flatten(0, -2)
-            by_weight = rows.sum(0).to(weight.dtype)
-        by_x = None
-        if ctx.needs_input_grad[0]:
-            factor = 1.0 + weight.float() if ctx.gemma else weight.float()
-            wide = grad.to(torch.float32, copy=True).mul_(factor)
-            mean = torch.linalg.vecdot(wide, normed)[..., None] / x.shape[-1]
-            by_x = wide.addcmul_(normed, mean, value=-1).mul_(inverse).to(x.dtype)
-        return by_x, by_weight, None, None
+        rows = (each.flatten(0, -2) for each in (x, grad))
+        by_x, by_weight = norm_gradients(
+            *rows, inverse, weight, ctx.gemma, *ctx.needs_input_grad[:2]
+        )
+        return None if by_x is None else by_x.view(x.shape), by_weight, None, None
+
+
+@Chain
+def normed(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result (rows, hidden), and s = 1 / rms(x) (rows, 1) in fp32."""
+    wide = x.to(torch.float32, copy=True)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+    result = wide.mul_(inverse)
+    if gemma:
+        return result.mul_(1.0 + weight.float()).to(x.dtype), inverse
+    return weight * result.to(x.dtype), inverse
+
+
+@Chain
+def norm_gradients(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    weight: torch.Tensor,
+    gemma: bool,
+    of_x: bool,
+    of_weight: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """With h = s x and g = w dL/dy:  dL/dx = s (g - h mean(g h)),  dL/dw = sum(h dL/dy)."""
+    result = x.to(torch.float32, copy=True).mul_(inverse)
+    by_weight = (grad.float() * result).sum(0).to(weight.dtype) if of_weight else None
+    if not of_x:
+        return None, by_weight
+    wide = grad.to(torch.float32, copy=True).mul_(1.0 + weight.float() if gemma else weight.float())
+    mean = torch.linalg.vecdot(wide, result)[..., None] / x.shape[-1]
+    return wide.addcmul_(result, mean, value=-1).mul_(inverse).to(x.dtype), by_weight

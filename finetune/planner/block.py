@@ -112,9 +112,7 @@ class Layer:
         names = self.products.matrices
         fused = next((n for n in ("qkv_proj", "query_key_value", "c_attn") if n in names), None)
         if fused is None:
-            query = self._rotated(self.products.linear(names["q_proj"], value), self.shape.query)
-            key = self._rotated(self.products.linear(names["k_proj"], value), self.shape.key)
-            values = self.products.linear(names["v_proj"], value)
+            query, key, values = self._separate(value)
         else:
             query, key, values = self._split(self.products.linear(names[fused], value))
         mixed = self._mix(query, key, values)
@@ -122,6 +120,23 @@ class Layer:
         # GPT-2 names both output matrices c_proj; they differ by their place.
         matrix = next(m for m in self.shape.matrices if m.leaf == out)
         return self.products.linear(matrix, mixed)
+
+    def _separate(self, value: Value) -> tuple[Value, Value, Value]:
+        """Query and key, rotated, and value, of a product each."""
+        names, shape = self.products.matrices, self.shape
+
+        def project(name: str, elements: int) -> Value:
+            made = self.products.linear(names[name], value)
+            return self.norm(made, elements) if shape.qk_norm else made
+
+        if self.numerics.fused_rotations:
+            query, key = project("q_proj", shape.query), project("k_proj", shape.key)
+            values = self.products.linear(names["v_proj"], value)
+            query, key = self._rotated_together(query, key)
+            return query, key, values
+        query = self._rotated(project("q_proj", shape.query))
+        key = self._rotated(project("k_proj", shape.key))
+        return query, key, self.products.linear(names["v_proj"], value)
 
     def _split(self, joint: Value) -> tuple[Value, Value, Value]:
         """Query, key and value as views of one product, which stays whole while one of them does.
@@ -136,13 +151,24 @@ class Layer:
         key = self.tape.run(k, (joint,), forward=2 * k, backward=2 * k)
         return query, key, joint
 
-    def _rotated(self, value: Value, elements: int) -> Value:
+    def _rotated(self, value: Value) -> Value:
         """Rotary positions: x cos + rotate(x) sin; nothing is kept but the tables."""
-        if self.shape.qk_norm:
-            value = self.norm(value, elements)
         size = value.size
         # backward: g cos, g sin, its two halves, each padded to the whole, summed
         return self.tape.run(size, (value,), forward=3 * size, backward=3 * size)
+
+    def _rotated_together(self, query: Value, key: Value) -> tuple[Value, ...]:
+        """The same as one operation: `kernels/rotary.py`.
+
+        Where the tables are wider than what is rotated, that has a copy in their type, and so
+        has its result. Rows share the tables, which are repeated.
+        """
+        n, sizes = self.numerics, (query.size, key.size)
+        wider = n.residual / (query.size / (self.tokens * self.shape.query))
+        copies = [2 * wider * size if wider > 1 else 0.0 for size in sizes]
+        tables = float(self.tokens * self.shape.head_dim * n.residual) * (3 if self.rows > 1 else 1)
+        most = max(0.0, copies[0] - sizes[1], copies[1]) + tables
+        return self.tape.run_many(sizes, (query, key), (), forward=most, backward=most)
 
     def _mix(self, query: Value, key: Value, values: Value) -> Value:
         tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
@@ -209,10 +235,12 @@ class Layer:
             joint = self.products.linear(names["gate_up_proj"], value)
             active = self.tape.run(size, (joint,), (joint,), backward=size)
             product = self.tape.run(size, (active, joint), (active, joint))
-        elif self.numerics.compiled:
+        elif self.numerics.compiled or self.numerics.fused_activations:
             gate = self.products.linear(names["gate_proj"], value)
             up = self.products.linear(names["up_proj"], value)
-            product = self.tape.run(size, (gate, up), (gate, up))
+            # `kernels/activation.py`: the gradient of act(gate) beside those of gate and up
+            scratch = 0.0 if self.numerics.compiled else size
+            product = self.tape.run(size, (gate, up), (gate, up), backward=scratch)
         else:
             gate = self.products.linear(names["gate_proj"], value)
             active = self._activated(gate, size)

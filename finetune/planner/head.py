@@ -112,9 +112,8 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     chunk = rows * shape.vocab * compute
     least = min(rows, max(1, TILE_ENTRIES // shape.vocab)) if workload.cpu else rows
     tile = 4.0 * least * shape.vocab
-    # A tile in fp32 and its shares; with a cap also the capped logits and the slope. Where several
-    # follow one another, the last one's fp32 logits or shares are alive while the next are made.
-    copies = (4 if shape.capped_logits else 2) + (least < rows)
+    # A tile in fp32 and its shares; with a cap also the slope.
+    copies = 3 if shape.capped_logits else 2
     product = table * trained
     if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
         product += 4.0 * shape.embedding * trained

@@ -57,7 +57,15 @@ class Choice:
 def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice, ...]:
     """The levers of a recipe on a backend; `kind` is the model's type, None where not known yet."""
     adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
-    return _head(recipe, kind), *adapted, Choice("norm", recipe.kernels.norm)
+    kernels = recipe.kernels
+    return (
+        _head(recipe, kind),
+        *adapted,
+        Choice("norm", kernels.norm),
+        Choice("activation", kernels.activation),
+        Choice("rotary", kernels.rotary),
+        Choice("pointwise", kernels.pointwise),
+    )
 
 
 def _head(recipe: Recipe, kind: str | None) -> Choice:

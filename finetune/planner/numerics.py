@@ -42,5 +42,9 @@ class Numerics:
     """Weights are stored in 4 bits and expanded for each product."""
     fused_norms: bool = False
     """RMSNorm as `kernels.norm` computes it."""
+    fused_activations: bool = False
+    """Gated units as `kernels.activation` computes them."""
+    fused_rotations: bool = False
+    """Rotary positions as `kernels.rotary` computes them."""
     grouped_adapters: bool = False
     """Adapted matrices as `kernels.lora` computes them."""

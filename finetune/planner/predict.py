@@ -127,6 +127,8 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         synchronise_each=synchronises_each(recipe),
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
+        fused_activations=Choice("activation", "fused") in plan.kernels,
+        fused_rotations=Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
     )
 

@@ -134,6 +134,10 @@ class Workload:
     """DeepSpeed adds gradients up in fp32, as the engine here tells it to."""
     fused_norms: bool = False
     """`kernels.norm`: RMSNorm in one operation."""
+    fused_activations: bool = False
+    """`kernels.activation`: the unit of a gated feed-forward layer in one operation."""
+    fused_rotations: bool = False
+    """`kernels.rotary`: query and key are rotated in one operation."""
     grouped_adapters: bool = False
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
 
@@ -204,6 +208,8 @@ class Workload:
             compiled=self.compiled,
             dequantised=self.quantization.startswith("nf4"),
             fused_norms=self.fused_norms,
+            fused_activations=self.fused_activations,
+            fused_rotations=self.fused_rotations,
             grouped_adapters=self.grouped_adapters and self._groups,
         )
 

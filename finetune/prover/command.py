@@ -18,7 +18,7 @@ from finetune.prover.proof import Proof
 from finetune.prover.subject import Kind, Shape
 from finetune.recipe import Recipe
 from finetune.record.proofs import KINDS, overview, read_proof
-from finetune.worker import data_cache
+from finetune.worker import cache
 
 
 def prove(
@@ -59,7 +59,7 @@ def prove(
         progress.add_task("proving")
         return carry_out(
             request,
-            data_cache(),
+            cache("data"),
             lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
         )
 

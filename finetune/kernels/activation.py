@@ -1,0 +1,78 @@
+"""The gated unit of a feed-forward layer (SwiGLU, GeGLU: arXiv:2002.05202) as one operation.
+
+    y = act(gate) * up        act: SiLU, or GELU with tanh
+
+transformers keeps gate, act(gate) and up for the backward pass; here act(gate) is computed again.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import GELUTanh, SiLUActivation
+
+from finetune.kernels.chains import Chain
+
+FEED_FORWARDS = (
+    "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",
+    "Gemma2MLP", "Gemma3MLP", "GraniteMLP", "Olmo2MLP", "SmolLM3MLP",
+)  # fmt: skip
+"""Classes of transformers 5.23 that are down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+TANH = (GELUTanh,)
+SILU = (nn.SiLU, SiLUActivation)
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Let the feed-forward layers of a model that are known here compute their unit as one."""
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ in FEED_FORWARDS and isinstance(module.act_fn, TANH + SILU):
+            module.__class__ = type(kind.__name__, (FusedGate, kind), {})
+
+
+class FusedGate:
+    """Mixed into a feed-forward layer of transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unit = GatedUnit.apply(self.gate_proj(x), self.up_proj(x), isinstance(self.act_fn, TANH))
+        return self.down_proj(unit)
+
+
+class GatedUnit(torch.autograd.Function):
+    """act(gate) * up of tensors (..., width), keeping both and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.tanh = tanh
+        return gated(gate.flatten(0, -2), up.flatten(0, -2), tanh).view(gate.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        rows = (each.flatten(0, -2) for each in (gate, up, grad))
+        by_gate, by_up = gated_gradients(*rows, ctx.tanh)
+        return by_gate.view(gate.shape), by_up.view(up.shape), None
+
+
+@Chain
+def gated(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return _active(gate, tanh).mul_(up)  # (rows, width)
+
+
+@Chain
+def gated_gradients(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, tanh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of both, with g the gradient of the unit:  act'(gate) up g,  act(gate) g."""
+    wide = grad * up
+    if tanh:
+        by_gate = torch.ops.aten.gelu_backward(wide, gate, approximate="tanh")
+    else:
+        by_gate = torch.ops.aten.silu_backward(wide, gate)
+    return by_gate, _active(gate, tanh).mul_(grad)
+
+
+def _active(gate: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
