@@ -103,18 +103,35 @@ def test_the_committed_kernels_are_exact_and_not_slower() -> None:
 
 
 def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k() -> None:
-    sizes = sorted(workload.lengths(1000))
+    sizes = sorted(workload.lengths(workload.Job(1000, 1)))
     assert (sizes[499], sizes[500], round(sum(sizes) / 1000)) == (154, 154, 163)
     assert 325 < sizes[989] <= 331 <= sizes[990]
-    rows = workload.make_rows(64)
-    assert rows == workload.make_rows(64)
-    assert [len(ids) for ids, _ in rows] == workload.lengths(64)
+    job = workload.Job(8, 8)
+    rows = workload.make_rows(job)
+    assert rows == workload.make_rows(job)
+    assert [len(ids) for ids, _ in rows] == workload.lengths(job)
     labelled = sum(label != -100 for _, labels in rows for label in labels)
     assert (labelled, sum(len(ids) for ids, _ in rows)) == (6442, 10389)  # 62 %
     for ids, labels in rows:
         assert labels[0] == -100
         assert all(label in (-100, one) for one, label in zip(ids, labels, strict=True))
         assert 3 <= min(ids) <= max(ids) < 49152
+
+
+def test_a_workload_has_the_lengths_that_it_names() -> None:
+    tail = sorted(workload.lengths(workload.Job(1000, 1, name="tail")))
+    assert (tail[424], tail[425]) == (154, 154)  # the median of the 85 %
+    assert (sum(size > 331 for size in tail), tail[-1]) == (158, 2978)
+    by_step = workload.lengths(workload.Job(4, 5, name="tail"))
+    steps = [by_step[start : start + 4] for start in range(0, 20, 4)]
+    assert steps == [sorted(step) for step in steps]  # micro-batches of about one length
+    assert sorted(steps) != steps
+    long = workload.lengths(workload.Job(100, 1, name="long"))
+    assert 1700 < min(long) < 1750
+    assert 6500 < max(long) < 6600
+    prompts = workload.make_rows(workload.Job(8, 8, name="prompt_heavy"))
+    labelled = sum(label != -100 for _, labels in prompts for label in labels)
+    assert labelled / sum(len(ids) for ids, _ in prompts) == pytest.approx(0.05, abs=0.002)
 
 
 def test_documents_are_read_back_from_padded_and_from_packed_inputs() -> None:
@@ -135,7 +152,7 @@ def test_documents_are_read_back_from_padded_and_from_packed_inputs() -> None:
 
 
 def test_ours_takes_the_documents_of_each_step_in_one_pack() -> None:
-    rows = workload.make_rows(12)
+    rows = workload.make_rows(workload.Job(3, 4))
     made = packs(rows, size=3, seed=0)
     for step in range(4):
         (index,) = rows_of_step(step, 4, 1, seed=0)
@@ -155,7 +172,7 @@ def answer(seconds: float, loss: float | None, given: list[workload.Row]) -> dic
 
 def test_a_race_compares_the_same_rows_step_by_step() -> None:
     job = workload.Job(rows=2, steps=4)
-    rows = workload.make_rows(8)
+    rows = workload.make_rows(job)
     taken = [workload.of_step(rows, step, 2) for step in range(4)]
     race = {
         "trainer": [answer(s, 10.0, each) for s, each in zip((9, 9, 4, 8), taken, strict=True)],
@@ -210,13 +227,15 @@ def test_a_peer_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "peers", "--peers", "axolotl"]
     done = run_command(command, tmp_path / "cache", cwd=ROOT)
     assert done.status == 2
-    assert "no peer is called axolotl; known: trl, trl_packing, llamafactory" in done.stderr
+    assert (
+        "no peer is called axolotl; known: trl, trl_packing, llamafactory, ours_lora" in done.stderr
+    )
 
 
 def test_the_committed_race_was_on_the_same_rows_and_the_readme_shows_it() -> None:
     record = json.loads((RESULTS / "peers.json").read_text())
     found = record["results"]
-    assert found["contenders"].keys() == set(report.TITLES) - {"unsloth"}
+    assert found["contenders"].keys() == set(report.TITLES) - {"unsloth", "ours_lora"}
     assert set(map(tuple, found["differences"].values())) == {()}
     readme = (ROOT / "README.md").read_text()
     assert record["command"] in readme

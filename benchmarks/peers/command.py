@@ -16,45 +16,54 @@ from benchmarks.record import ROOT, Circumstances, write
 from finetune.record.environment import commit
 from finetune.run import write_json
 
-PEERS = {"trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory"}
-"""Peers beside Trainer + PEFT, and the environment of each."""
+PEERS = {"trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_lora": None}
+"""Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""
 GPU_PEERS = PEERS | {"unsloth": "unsloth"}
 
 
 def main(words: Sequence[str], results: Path) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
+    parser.add_argument(
+        "--workload", choices=workload.WORKLOADS, default="short", help="rows, and what is trained"
+    )
     parser.add_argument("--rows", type=int, default=4, help="rows of an optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
     parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
-    parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas; else all")
+    parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, Unsloth included")
     parser.add_argument("--work", type=Path, default=ROOT / ".bench", help="environments, models")
     parser.add_argument("--to", type=Path, default=results, help="folder of the results")
     parser.add_argument("--note", help="a sentence for the record, such as what else was running")
     arguments = parser.parse_args(words)
     known = GPU_PEERS if arguments.gpu else PEERS
-    chosen = arguments.peers.split(",") if arguments.peers is not None else list(known)
+    usual = [*workload.WORKLOADS[arguments.workload].peers, *["unsloth"] * arguments.gpu]
+    chosen = arguments.peers.split(",") if arguments.peers is not None else usual
     if unknown := set(chosen) - set(known):
         parser.error(f"no peer is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if arguments.rows % (workload.WORKLOADS[arguments.workload].micro_rows or 1):
+        parser.error(f"--rows: micro-batches of {arguments.workload} do not divide them")
     if min(arguments.rows, arguments.steps, arguments.threads) < 1:
         parser.error("rows, steps and threads are at least 1")
     circumstances = Circumstances.now(
         shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
     )
-    job = Job(arguments.rows, report.WARMUP + arguments.steps, arguments.gpu)
+    steps = report.WARMUP + arguments.steps
+    job = Job(arguments.rows, steps, arguments.gpu, arguments.workload)
     place = arguments.work / "job"
     workload.write(place, job)
     races, remarks = run(job, arguments, chosen, known)
     found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
     more = "_gpu" if arguments.gpu else f"_{arguments.threads}_threads" * (arguments.threads > 1)
+    if arguments.workload != "short":
+        more = f"_{arguments.workload}{more}"
     page = write(arguments.to, f"peers{more}", found, circumstances)
     print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
     return int(any(found.values["differences"].values()))
 
 
 def run(
-    job: Job, arguments: argparse.Namespace, chosen: Sequence[str], known: dict[str, str]
+    job: Job, arguments: argparse.Namespace, chosen: Sequence[str], known: dict[str, str | None]
 ) -> tuple[list[report.Race], list[str]]:
     """A race of each peer against the three that are in all of them, so that memory holds them.
 
@@ -70,15 +79,18 @@ def run(
     }  # fmt: skip
     for peer in chosen or [None]:
         commands = dict(base)
-        if peer is not None:
+        place = None if peer is None else known[peer]
+        if peer is not None and place is None:
+            commands[peer] = [*base[report.OURS][:-2], peer, str(work / "job")]
+        elif place is not None:
             try:
-                python = environments.python_of(known[peer], work)
+                python = environments.python_of(place, work)
             except environments.CannotInstall as error:
                 remarks.append(f"{report.TITLES[peer]} could not be installed: {error}")
                 continue
             trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
             commands[peer] = trainers
-        answers, lost = kept(work / f"race_{peer}.json", job, arguments, commands)
+        answers, lost = kept(work / f"race_{job.name}_{peer}.json", job, arguments, commands)
         remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]
         races.append(answers)
     return races, remarks

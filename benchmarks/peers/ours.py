@@ -37,13 +37,24 @@ def packs(rows: list[Row], size: int, seed: int) -> Rows:
 
 def ours(job: Job, place: Path, turns: Turns) -> None:
     """The toolkit's own loop with its default kernels, packed."""
+    train(job, place, turns, job.workload.method)
+
+
+def ours_lora(job: Job, place: Path, turns: Turns) -> None:
+    """The same with LoRA on a base in bf16, whatever the job's method."""
+    train(job, place, turns, "lora")
+
+
+def train(job: Job, place: Path, turns: Turns, method: str) -> None:
     recipe = (
         SFT(Model(str(place / "model")), data=(Data(str(place / "rows.json"), "text"),))
-        .with_lora(r=job.r, alpha=job.alpha)
-        .with_batch(rows=1, micro_rows=1, max_length=8192, packing=True)
+        .with_batch(rows=1, micro_rows=1, max_length=16384, packing=True)
         .with_optim(lr=job.lr, schedule="constant", warmup=0)
         .with_steps(job.steps)
     )
+    if method != "full":
+        adapted = recipe.with_lora if method == "lora" else recipe.with_qlora
+        recipe = adapted(r=job.r, alpha=job.alpha)
     settled = plan(recipe, "single", 1, "bf16")
     engine = Engine(settled, place / "offload", datetime.timedelta(minutes=5))
     network = model.build(engine, recipe.seed)
@@ -98,6 +109,7 @@ class Floor:
         self.made = {"dtype": torch.bfloat16, "device": torch.device("cuda" if job.gpu else "cpu")}
         width, words = CONFIG["hidden_size"], CONFIG["vocab_size"]
         self.r, self.heads = job.r, CONFIG["num_attention_heads"]
+        self.full = job.workload.method == "full"
         self.frozen = {shape: self.draw(*shape) for shape in set(linears())}
         self.low = {size: self.draw(size, self.r) for shape in self.frozen for size in shape}
         sizes = {size for shape in self.frozen for size in shape} | {self.r}
@@ -112,8 +124,9 @@ class Floor:
     def multiply(self, rows: list[Row]) -> None:
         """Forward and backward pass of a step.
 
-        Frozen layers have two products each (the output, the gradient of the input), adapters three
-        of A and of B, attention two forward and five backward, the head two over labelled rows.
+        Layers have two products each (the output, the gradient of the input), trained ones a
+        third, adapters three of A and of B, attention two forward and five backward, the head two
+        over labelled rows, or three.
         """
         lengths = [len(ids) for ids, _ in rows]
         for _ in range(CONFIG["num_hidden_layers"]):
@@ -124,12 +137,17 @@ class Floor:
         labelled = sum(sum(label != UNTRAINED for label in labels) for _, labels in rows)
         self.rows[CONFIG["hidden_size"]][:labelled] @ self.head.T
         self.scores[:labelled] @ self.head
+        if self.full:
+            self.scores[:labelled].T @ self.rows[CONFIG["hidden_size"]][:labelled]
 
     def _layer(self, shape: tuple[int, int], tokens: int) -> None:
         grad, given = (self.rows[size][:tokens] for size in shape)  # of the output; the input
         low, (b, a) = self.rows[self.r][:tokens], (self.low[size] for size in shape)
         given @ self.frozen[shape].T
         grad @ self.frozen[shape]
+        if self.full:
+            grad.T @ given
+            return
         given @ a
         low @ a.T
         low.T @ given  # the gradient of A
@@ -148,7 +166,11 @@ class Floor:
             weights.transpose(1, 2) @ queries
 
 
-CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {"ours": ours, "products": products}
+CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {
+    "ours": ours,
+    "ours_lora": ours_lora,
+    "products": products,
+}
 
 
 def main(name: str, place: Path) -> None:

@@ -20,6 +20,7 @@ TITLES = {
     "trl_packing": "TRL SFTTrainer, packing",
     "llamafactory": "LLaMA-Factory",
     "unsloth": "Unsloth",
+    "ours_lora": "**finetune**, LoRA in bf16",
     OURS: "**finetune**, packed",
     FLOOR: "matrix products alone",
 }
@@ -143,10 +144,16 @@ def result(
     timed = sorted({len(answers) - WARMUP for race in races for answers in race.values()})
     said = " to ".join(str(number) for number in dict.fromkeys((timed or [0])[:1] + timed[-1:]))
     labelled = sum(sum(label != -100 for label in labels) for _, labels in rows)
+    adapted = f"LoRA r={job.r} on every linear layer of a Llama of SmolLM2-135M's shape with "
+    what = {
+        "lora": f"{adapted}random weights, bf16",
+        "qlora": f"{adapted}random weights in NF4, bf16",
+        "full": "All weights of a Llama of SmolLM2-135M's shape, random, in fp32, and computed in "
+        "bf16",
+    }[job.workload.method]
     how = (
-        f"LoRA r={job.r} on every linear layer of a Llama of SmolLM2-135M's shape with random "
-        f"weights, bf16, {job.rows} rows a step of {sum(counts) / len(rows):.0f} tokens in the "
-        f"mean, {labelled / sum(counts):.0%} of them labelled; threads: {threads}. Each "
+        f"{what}, {job.rows} rows a step {job.workload.about}: {sum(counts) / len(rows):.0f} "
+        f"tokens in the mean, {labelled / sum(counts):.0%} labelled; threads: {threads}. Each "
         "contender is a process of its own and takes one optimizer step in turn with Trainer + "
         f"PEFT, **finetune** and the products alone; medians of {said} steps after "
         f"{WARMUP} others, ratios step by step on the same rows. CPU time counts processes that a "
@@ -154,7 +161,13 @@ def result(
         f"read at each model's input; first losses agree to {LOSS_TOLERANCE}."
     )
     values = {
-        "job": {"rows": job.rows, "steps": job.steps, "threads": threads, "gpu": job.gpu},
+        "job": {
+            "rows": job.rows,
+            "steps": job.steps,
+            "threads": threads,
+            "gpu": job.gpu,
+            "workload": job.name,
+        },
         "timed_steps": timed,
         "tokens_of_steps": counts,
         "contenders": summary,

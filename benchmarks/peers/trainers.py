@@ -51,7 +51,8 @@ def common(job: Job, place: Path) -> dict[str, Any]:
     """The arguments that every Trainer gets: the job, and nothing written or sent."""
     return {
         "output_dir": str(place / "out"), "max_steps": job.steps, "learning_rate": job.lr,
-        "lr_scheduler_type": "constant", "per_device_train_batch_size": job.rows, "bf16": True,
+        "lr_scheduler_type": "constant", "per_device_train_batch_size": job.micro_rows,
+        "gradient_accumulation_steps": job.rows // job.micro_rows, "bf16": True,
         "use_cpu": not job.gpu, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True,
     }  # fmt: skip
@@ -72,25 +73,39 @@ def dataset(rows: list[Row]) -> Dataset:
 
 
 def trainer_peft(job: Job, place: Path, turn: InTurn) -> None:
-    """The Trainer of transformers and an adapter of PEFT, rows padded to the longest of a step."""
-    from peft import get_peft_model
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        DataCollatorForSeq2Seq,
-        Trainer,
-        TrainingArguments,
-    )
+    """The Trainer of transformers and an adapter of PEFT, rows padded to the longest beside."""
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
     arguments = TrainingArguments(train_sampling_strategy="sequential", **common(job, place))
     Trainer(
-        get_peft_model(model, adapter(job)),
+        network(job, place),
         arguments,
         data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(place / "model")),
         train_dataset=dataset(read_rows(place)),
         callbacks=[turn],
     ).train()
+
+
+def network(job: Job, place: Path) -> Any:
+    """Weights in fp32 where all are trained (autocast computes in bf16), in NF4, or in bf16."""
+    from peft import get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    method, folder = job.workload.method, place / "model"
+    if method == "full":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if method == "lora":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    else:
+        stored = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=stored
+        )
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return get_peft_model(model, adapter(job))
 
 
 def trl(job: Job, place: Path, turn: InTurn) -> None:
@@ -112,7 +127,8 @@ def trl_packing(job: Job, place: Path, turn: InTurn) -> None:
     packs = concatenate_datasets([pack_dataset(each, longest, "bfd") for each in plain])
     packing = {
         "packing": True, "max_length": longest, "gradient_checkpointing": False,
-        "per_device_train_batch_size": 1, "dataset_kwargs": {"skip_prepare_dataset": True},
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
     }  # fmt: skip
     _sft(job, place, turn, packs, packing)
 
@@ -142,7 +158,7 @@ def llamafactory(job: Job, place: Path, turn: InTurn) -> None:
         "finetuning_type": "lora", "lora_rank": job.r, "lora_alpha": job.alpha,
         "lora_dropout": 0.0, "lora_target": "all", "dataset": "named, not read",
         "tokenized_path": str(tokenised),
-        "template": "empty", "cutoff_len": 2048, "disable_shuffling": True,
+        "template": "empty", "cutoff_len": 8192, "disable_shuffling": True,
         "disable_gradient_checkpointing": True, "plot_loss": False,
     }  # fmt: skip
     run_exp(arguments | common(job, place), callbacks=[turn])

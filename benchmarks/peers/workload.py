@@ -1,4 +1,4 @@
-"""What every contender trains: a Llama of SmolLM2-135M's shape, on rows as long as GSM8K's.
+"""What every contender trains: a Llama of SmolLM2-135M's shape, on rows of a workload's lengths.
 
 PLACE/job.json    what a contender is told: rows a step, steps, learning rate, device
 PLACE/rows.json   ids and labels of every row, in the order in which steps take them
@@ -9,15 +9,14 @@ import dataclasses
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 MEDIAN, SPREAD = 154, math.log(331 / 154) / statistics.NormalDist().inv_cdf(0.99)
 """GSM8K's rows are close to log-normal: half below 154 tokens, 1 % above 331, the mean 162."""
-PROMPT = 0.38
-"""Share of a row that is its question, and not trained."""
 UNTRAINED = -100
 RESERVED = 3
 """First ids, which are special tokens and occur in no row."""
@@ -34,6 +33,54 @@ Row = tuple[list[int], list[int]]
 """Ids of a document, and its labels: the ids where trained, else -100."""
 
 
+def _short(share: float) -> float:
+    """Tokens of the row that so large a share of rows is shorter than."""
+    return math.exp(statistics.NormalDist(math.log(MEDIAN), SPREAD).inv_cdf(share))
+
+
+def _tail(share: float) -> float:
+    """As short rows, but 15 % of them spread evenly over the logarithms up to 3,000 tokens."""
+    return _short(share / 0.85) if share < 0.85 else _between(331, 3000, (share - 0.85) / 0.15)
+
+
+def _long(share: float) -> float:
+    return _between(1700, 6600, share)
+
+
+def _between(least: float, most: float, share: float) -> float:
+    return least * (most / least) ** share
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is special about a race."""
+
+    about: str
+    """Of its rows, for the record."""
+    tokens: Callable[[float], float] = _short
+    """Quantiles of the length of a row."""
+    prompt: float = 0.38
+    """Share of a row that is its question, and not trained."""
+    method: Literal["lora", "full", "qlora"] = "lora"
+    micro_rows: int | None = None
+    """Rows of a padded forward pass, those of a step sorted by length; None: all of a step."""
+    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory")
+    """Who takes part beside Trainer + PEFT, where nobody is named."""
+
+
+WORKLOADS = {
+    "short": Workload("as long as those of GSM8K"),
+    "tail": Workload(
+        "15 % of them up to 3,000 tokens, padded in micro-batches of 2 rows of about one length",
+        _tail, micro_rows=2, peers=("trl_packing",),
+    ),
+    "long": Workload("of 1,700 to 6,600 tokens", _long, micro_rows=1, peers=("trl_packing",)),
+    "prompt_heavy": Workload("with long questions", prompt=0.95, peers=()),
+    "full": Workload("as long as those of GSM8K", method="full", peers=()),
+    "qlora": Workload("as long as those of GSM8K", method="qlora", peers=("ours_lora",)),
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a contender is told; each reads the rest from the same folder."""
@@ -43,26 +90,41 @@ class Job:
     steps: int
     """Optimizer steps, those that are not timed included."""
     gpu: bool = False
+    name: str = "short"
+    """Of the workload."""
     lr: float = 2e-4
     r: int = 16
     alpha: int = 32
 
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.name]
 
-def lengths(rows: int) -> list[int]:
-    """Tokens of each row: the log-normal's quantiles, each once, in an order drawn once."""
-    normal = statistics.NormalDist(math.log(MEDIAN), SPREAD)
-    quantiles = [(number + 0.5) / rows for number in range(rows)]
-    sizes = [round(math.exp(normal.inv_cdf(share))) for share in quantiles]
-    return [sizes[place] for place in np.argsort(_draws(0, rows), kind="stable")]
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a padded forward pass."""
+        return min(self.rows, self.workload.micro_rows or self.rows)
 
 
-def make_rows(count: int) -> list[Row]:
+def lengths(job: Job) -> list[int]:
+    """Tokens of each row: quantiles of the workload, each once, in an order drawn once."""
+    count = job.rows * job.steps
+    quantiles = [(number + 0.5) / count for number in range(count)]
+    sizes = [round(job.workload.tokens(share)) for share in quantiles]
+    drawn = [sizes[place] for place in np.argsort(_draws(0, count), kind="stable")]
+    if job.workload.micro_rows is None:
+        return drawn
+    starts = range(0, count, job.rows)
+    return [size for start in starts for size in sorted(drawn[start : start + job.rows])]
+
+
+def make_rows(job: Job) -> list[Row]:
     """Documents of random ids, the same on every machine and with every version of NumPy."""
     made: list[Row] = []
-    for number, length in enumerate(lengths(count)):
+    for number, length in enumerate(lengths(job)):
         words = CONFIG["vocab_size"] - RESERVED
         ids = [RESERVED + int(draw) for draw in _draws(number + 1, length) % np.uint64(words)]
-        prompt = max(1, round(PROMPT * length))
+        prompt = max(1, round(job.workload.prompt * length))
         made.append((ids, [UNTRAINED] * prompt + ids[prompt:]))
     return made
 
@@ -76,7 +138,7 @@ def write(place: Path, job: Job) -> None:
     """Write the folder; needs torch and transformers, which a reader of it may have others of."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
-    (place / "rows.json").write_text(json.dumps(make_rows(job.rows * job.steps)))
+    (place / "rows.json").write_text(json.dumps(make_rows(job)))
     if not (place / "model" / "config.json").exists():
         _write_model(place / "model")
 
