@@ -270,7 +270,7 @@ def attention_case(length: int) -> Case:
         return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
 
     def products(*inputs: torch.Tensor) -> torch.Tensor:
-        return attention.ShortAttention.apply(*inputs, size**-0.5)
+        return attention.ShortAttention.apply(*inputs, [0, length], size**-0.5)
 
     return operation_case(f"attention of {length} tokens", given, fused, products)
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
-from finetune.kernels.attention import ShortAttention, serves
+from finetune.kernels.attention import LONGEST, ShortAttention, serves
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -118,24 +118,34 @@ def attend(
     if softcap is None and not dropout and _has_varlen(query):
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
-    ends = cu_seq_lens_q.tolist()
-    parts = []
-    for start, end in itertools.pairwise(ends):
-        q, k, v = (each[:, :, start:end] for each in (query, key, value))
-        if (
-            softcap is None
-            and not dropout
-            and serves(q)
-            and (window is None or window >= end - start)
-        ):
-            scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-            part = ShortAttention.apply(q, k, v, scale)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    short = LONGEST if softcap is None and not dropout and serves(query) else 0
+    short = short if window is None else min(short, window)
+    runs = _runs(cu_seq_lens_q.tolist(), short)
+    # Its backward pass is one copy; that of a slice is as large as what was sliced.
+    lengths = [run[-1] - run[0] for run in runs]
+    heads = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
+    parts: list[torch.Tensor] = []
+    for run, (q, k, v) in zip(runs, heads, strict=True):
+        if run[1] - run[0] <= short:
+            part = ShortAttention.apply(q, k, v, [end - run[0] for end in run], scale)
         elif softcap is None:
-            part = _causal(q, k, v, dropout, scaling, window)
+            part = _causal(q, k, v, dropout, scale, window)
         else:
-            part = _capped(q, k, v, dropout, scaling, window, softcap)
+            part = _capped(q, k, v, dropout, scale, window, softcap)
         parts.append(part.transpose(1, 2))
-    return torch.cat(parts, dim=1), None
+    return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
+
+
+def _runs(ends: list[int], short: int) -> list[list[int]]:
+    """Boundaries of documents that are attended to in one call: short ones beside each other."""
+    runs: list[list[int]] = []
+    for start, end in itertools.pairwise(ends):
+        if runs and max(runs[-1][1] - runs[-1][0], end - start) <= short:
+            runs[-1].append(end)
+        else:
+            runs.append([start, end])
+    return runs
 
 
 def _causal(
@@ -143,7 +153,7 @@ def _causal(
     key: torch.Tensor,
     value: torch.Tensor,
     dropout: float,
-    scaling: float | None,
+    scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """One document through PyTorch's kernel; key heads are shared, not repeated."""
@@ -156,7 +166,7 @@ def _causal(
         attn_mask=band,
         dropout_p=dropout,
         is_causal=band is None,
-        scale=scaling,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
@@ -166,14 +176,13 @@ def _capped(
     key: torch.Tensor,
     value: torch.Tensor,
     dropout: float,
-    scaling: float | None,
+    scale: float,
     window: int | None,
     softcap: float,
 ) -> torch.Tensor:
     """One document with capped scores, written out: no kernel of PyTorch caps them on CPU."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ key.transpose(2, 3)) * scale  # (1, heads, length, length)
     scores = softcap * torch.tanh(scores / softcap)
     unseen = ~_band(query.shape[2], window, query.device)

@@ -238,7 +238,7 @@ def test_a_short_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32
     wide = [each.detach().float().requires_grad_() for each in given]
     assert serves(given[0])
     assert not serves(wide[0])
-    ours = ShortAttention.apply(*given, 0.3)
+    ours = ShortAttention.apply(*given, [0, length], 0.3)
     exact = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
     grad = torch.randn_like(exact).bfloat16()
     pairs = [(ours, exact)]
@@ -267,6 +267,22 @@ def test_short_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
         assert (found - wanted).norm() <= NEAR * wanted.norm()
 
 
+def test_short_documents_beside_each_other_have_the_gradients_of_each_alone():
+    torch.manual_seed(1)
+    given = [torch.randn(1, heads, 60, 8).bfloat16().requires_grad_() for heads in (6, 2, 2)]
+    ends = [0, 1, 18, 60]
+    mixed = ShortAttention.apply(*given, ends, 0.4)
+    grad = torch.randn_like(mixed)
+    together = torch.autograd.grad(mixed, given, grad)
+    for start, end in itertools.pairwise(ends):
+        part = slice(start, end)
+        alone = ShortAttention.apply(*(each[:, :, part] for each in given), [0, end - start], 0.4)
+        assert torch.equal(mixed[:, :, part], alone)
+        each_alone = torch.autograd.grad(alone, given, grad[:, :, part])
+        for all_of_it, of_part in zip(together, each_alone, strict=True):
+            assert torch.equal(all_of_it[:, :, part], of_part[:, :, part])
+
+
 def test_a_window_that_is_shorter_than_a_document_holds_in_16_bits():
     torch.manual_seed(0)
     query = torch.randn(1, 4, 15, 8).bfloat16()
@@ -291,7 +307,7 @@ def test_no_more_is_kept_of_a_short_document_than_its_inputs():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack_one, lambda tensor: tensor):
-        ShortAttention.apply(*given, 1.0)
+        ShortAttention.apply(*given, [0, 20, 32], 1.0)
     assert kept == [4 * 32 * 8] * 3
 
 
