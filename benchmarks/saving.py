@@ -31,11 +31,17 @@ def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Res
             fields["saving"] |= {"every": EVERY, "rehearse": True} | saving
             write_json(path, fields)
             run = Run(folder / f"{backend}-{mode}".replace(" ", "-"))
+            begun = time.time()
             told = launch(path, backend, run, gpu, folder / "cache")
-            measured[f"{backend}, {mode}"] = read(run, told)
+            found = read(run, told) | {"start_seconds": first_step(run, 0) - begun}
+            write_json(path, fields | {"max_steps": steps + EVERY})
+            begun = time.time()
+            launch(path, backend, run, gpu, folder / "cache", "--resume")
+            found["resume_seconds"] = first_step(run, steps) - begun
+            measured[f"{backend}, {mode}"] = found
             print(f"{backend}, {mode}: {measured[f'{backend}, {mode}']}", flush=True)
     head = ["backend and mode", "checkpoint", "share of training", "training stood still"]
-    head += ["rehearsal: write", "read back", "verify all hashes"]
+    head += ["rehearsal: write", "read back", "verify all hashes", "start", "resume"]
     rows = [
         [
             name,
@@ -45,22 +51,31 @@ def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Res
             f"{values['rehearsal_write_seconds']:.2f} s",
             f"{values['read_back_seconds']:.2f} s",
             f"{values['verify_seconds']:.2f} s",
+            f"{values['start_seconds']:.1f} s",
+            f"{values['resume_seconds']:.1f} s",
         ]
         for name, values in measured.items()
     ]
     how = (
         f"The job of the training benchmark, {steps} steps with a checkpoint after each {EVERY}th. "
         "The share is the time that training stood still for checkpoints, of that and the steps; "
-        "the time of one checkpoint is the mean. Verifying is what a resume does before it loads."
+        "the time of one checkpoint is the mean. Verifying is what a resume does before it loads. "
+        "Start and resume are timed from typing `finetune launch` to the end of the first step "
+        "that follows."
     )
     return Result("Saving and resuming", how, {"runs": measured}, [head, *rows], [])
 
 
-def launch(recipe: Path, backend: str, run: Run, gpu: bool, cache: Path) -> str:
+def first_step(run: Run, after: int) -> float:
+    """When the first step after another was recorded, in seconds of the epoch."""
+    return next(r["time"] for r in run.read_metrics("train") if r["step"] > after)
+
+
+def launch(recipe: Path, backend: str, run: Run, gpu: bool, cache: Path, *words: str) -> str:
     processes = "1" if backend == "single" else "2"
     return finetune(
         "launch", recipe, "--backend", backend, "--processes", processes,
-        "--precision", "bf16" if gpu else "fp32", "--output", run.root, cache=cache,
+        "--precision", "bf16" if gpu else "fp32", "--output", run.root, *words, cache=cache,
     )  # fmt: skip
 
 
