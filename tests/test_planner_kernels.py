@@ -13,7 +13,7 @@ from finetune.kernels.activation import fuse_activations
 from finetune.kernels.lora import group_adapters
 from finetune.kernels.norm import fuse_norms
 from finetune.kernels.rotary import fuse_rotations
-from finetune.planner import memory, plan
+from finetune.planner import deepspeed, memory, plan
 from finetune.planner.block import Layer
 from finetune.planner.families import read
 from finetune.planner.layout import Layout
@@ -147,6 +147,27 @@ def test_zero_holds_gradients_where_deepspeed_allocates_them() -> None:
     assert three["forward: head"]["gradients"] == 4 * trained / 2
     assert three["gradients reduced"]["buckets"] == (2 + 2 + 4 / 2) * trained
     assert three["optimizer step"]["update"] == 4 * trained / 2
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu: bool) -> None:
+    trained, table = large().shape.parameters, large().shape.embedding
+    two, three = (
+        large(
+            layout=Layout("deepspeed", shard, 2, offload="optimizer"),
+            scheme="deepspeed",
+            wide_gradients=True,
+            cpu=cpu,
+        )
+        for shard in ("grads", "params")
+    )
+    # ZeRO-2: fp32 and bf16 of its share, and room for a gradient on either side.
+    host = (4 + 2) * trained / 2 + 2 * table if cpu else 0
+    assert deepspeed.standing(two) == 2 * table + host
+    assert deepspeed.reduced(two) == 4 * trained / 2  # on the device, whatever is offloaded
+    assert not deepspeed.leave(two)
+    assert deepspeed.standing(three) == 4 * trained / 2 + (4 * trained / 2 if cpu else 0)
+    assert deepspeed.leave(three) != cpu
 
 
 def test_a_full_bucket_is_reduced_while_layers_run() -> None:

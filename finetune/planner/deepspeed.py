@@ -8,6 +8,10 @@ parameters on N processes, buckets of B elements (the engine here asks for P whe
     ZeRO-1    4 P                 2 P                    a copy of all in bf16, and one in fp32
     ZeRO-2    -                   2 B                    2 min(B, P), and 4 P / N from then on
     ZeRO-3    4 P / N and 2 B     -                      2 min(B, P) and 4 min(B, P) / N
+
+With the optimizer on the host the fp32 gradients that it reads stand there besides, 4 P / N. ZeRO-2
+keeps its own on the device all the same; on the host it has what it writes in bf16, 2 P / N, and
+there and on the device room for the largest parameter in bf16.
 """
 
 from finetune.planner.workload import Workload
@@ -30,7 +34,31 @@ def _share(workload: Workload) -> float:
 def standing(workload: Workload) -> float:
     """Bytes of gradients that are there in every moment."""
     whole = {"optimizer": 4.0 * workload.trained, "params": 4.0 * _share(workload)}
-    return whole.get(workload.layout.shard, 0.0)
+    found = whole.get(workload.layout.shard, 0.0) + _passing(workload)
+    return found + _on_host(workload) if workload.cpu else found  # the memory that is counted
+
+
+def leave(workload: Workload) -> bool:
+    """Whether reduced gradients are held on the host, apart from the device's memory."""
+    offloaded = workload.layout.offload != "none" and not workload.cpu
+    return offloaded and not (accumulates(workload) and workload.layout.shard == "grads")
+
+
+def _on_host(workload: Workload) -> float:
+    """Bytes that offloading keeps there beside the optimizer's states."""
+    if workload.layout.offload == "none":
+        return 0.0
+    written = 2.0 * _share(workload) if workload.layout.shard == "grads" else 0.0
+    return 4.0 * _share(workload) + written + _passing(workload)
+
+
+def _passing(workload: Workload) -> float:
+    """Bytes of the room that ZeRO-2 has for a gradient on its way; matrices of adapters are small.
+
+    It stands on the device, and once more on the host.
+    """
+    passes = workload.layout.offload != "none" and workload.layout.shard == "grads"
+    return 2.0 * workload.shape.embedding if passes and workload.adapter is None else 0.0
 
 
 def reduced(workload: Workload) -> float:
@@ -77,5 +105,5 @@ def reducing(workload: Workload) -> float:
 
 def updating(workload: Workload) -> float:
     """Bytes of fp32 gradients that the optimizer's step copies: ZeRO-3 joins those of a group."""
-    whole = workload.layout.shard == "params"
+    whole = workload.layout.shard == "params" and workload.layout.offload == "none"
     return 4.0 * min(SUB_GROUP, _share(workload)) if whole else 0.0

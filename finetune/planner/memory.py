@@ -54,7 +54,7 @@ class _Step:
         self.trained_outer = workload.shape.outer_parameters if trained else 0.0
         width = workload.gradient_width / workload.layout.share("grads")
         # Offloaded gradients leave for the host as soon as they are reduced.
-        leaves = workload.layout.offload != "none" and not workload.cpu
+        leaves = deepspeed.leave(workload)
         immediate = workload.immediate or leaves
         # DeepSpeed with fp32 accumulation: gradients lie in its buckets.
         self.deepspeed = deepspeed.accumulates(workload) and not leaves
