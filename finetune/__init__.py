@@ -20,7 +20,7 @@ HOMES = {
     "Saving": "finetune.recipe",
     "FinetuneError": "finetune.errors",
     "Run": "finetune.run",
-    "plan": "finetune.planner.plan",
+    "plan": "finetune.planner.answers",
     "launch": "finetune.launcher",
     "train": "finetune.worker",
     "export": "finetune.result.exporter",

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune import checkpoint, model, optim
+from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked
 from finetune.data.audit import mistakes
@@ -252,9 +253,7 @@ class Training:
 
     def _settle_chains(self) -> list[str]:
         """Decide whether cheap operations are compiled; returns what is to be said of it."""
-        variable, usual = "TORCHINDUCTOR_CACHE_DIR", default_cache_dir()
-        if os.environ.get(variable, usual) == usual:  # torch sets it to a folder for a day
-            os.environ[variable] = str(cache("compiled"))
+        keep_compiled(default_cache_dir())
         rows = self.data.counts["train"]
         share = self.recipe.batch.rows * self.steps / len(self.data.train) / self.engine.world
         asked = self.recipe.kernels.pointwise
@@ -378,13 +377,3 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template)
     return inspection.inspect(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)
-
-
-def cache(kind: str) -> Path:
-    """Where something is kept between runs: FINETUNE_CACHE, else the user's cache folder.
-
-    Args:
-        kind: `data` for prepared rows, `compiled` for compiled kernels.
-    """
-    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
-    return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "finetune"
 FLOORS: list[set[str]] = [
-    {"errors", "quiet"},
+    {"errors", "quiet", "cache"},
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
@@ -43,11 +43,11 @@ INNER_ORDER = {
 
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes"}
 LIGHT = [
-    "errors", "quiet", "recipe", "backend", "run", "planner", "catalog", "methods", "preflight",
-    "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
+    "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
+    "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
 ]  # fmt: skip
-READS_ENVIRONMENT = {"backend", "worker", "launcher", "quiet"}
-WRITES_ENVIRONMENT = {"launcher", "quiet"}
+READS_ENVIRONMENT = {"backend", "cache", "launcher", "quiet"}
+WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}
 MOST_LINES = 450
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -11,6 +11,7 @@ from test_backends import FP32, equal_state, largest, launch, losses
 
 import finetune as ft
 from finetune import catalog
+from finetune.cache import cache
 from finetune.data.batch import collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import prepare
@@ -18,7 +19,6 @@ from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
 from finetune.model import load_tokenizer
 from finetune.run import Run
-from finetune.worker import cache
 
 PACKED: dict[str, Any] = {
     "batch": {"rows": 4, "micro_rows": 1, "packing": True},

@@ -58,12 +58,12 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny: Tiny, tmp_path: 
     """Against plain transformers: the first step's loss and gradient norm over eight rows."""
     from transformers import AutoModelForCausalLM
 
+    from finetune.cache import cache
     from finetune.data.batch import collate
     from finetune.data.order import rows_of_step
     from finetune.data.prepare import prepare
     from finetune.data.render import load_chat
     from finetune.model import load_tokenizer
-    from finetune.worker import cache
 
     sections = {"batch": {"micro_rows": 2}, "max_steps": 1}
     run = train(tiny, tmp_path / "run", **sections)

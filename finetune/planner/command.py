@@ -11,7 +11,9 @@ import psutil
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
+from finetune.planner.answers import described
 from finetune.planner.families import READERS
+from finetune.planner.grids import plan_grid
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import (
     Prediction,
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of its own memory")
     parser.add_argument("--price", type=float, help="per GPU and hour")
     parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
+    parser.add_argument("--tensor", type=int, metavar="N", help="tensor parallel: arithmetic only")
+    parser.add_argument("--pipeline", type=int, metavar="N", help="stages of a pipeline: the same")
     parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
     parser.add_argument(
         "--verify", action="store_true", help="trace a step of the real model with fake tensors"
@@ -78,36 +82,11 @@ def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | 
     Raises:
         FinetuneError: a word is not known, or a number is missing or not positive.
     """
-    numbers = {
-        "--gpu-memory": arguments.gpu_memory,
-        "--tflops": arguments.tflops,
-        "--bandwidth": arguments.bandwidth,
-    }
-    given = [name for name, value in numbers.items() if value is not None]
-    positive = {**numbers, "--host-ram": arguments.host_ram, "--price": arguments.price}
-    problems = [
-        f"{name} {value}: expected a number above 0"
-        for name, value in positive.items()
-        if value is not None and value <= 0
-    ]
-    if given and arguments.gpu is not None:
-        problems.append(f"--gpu {arguments.gpu}: has a name already; leave {', '.join(given)} away")
-    if given and len(given) < len(numbers):
-        missing = ", ".join(name for name in numbers if name not in given)
-        problems.append(f"{', '.join(given)}: describes a GPU together with {missing}")
-    if problems:
-        raise FinetuneError(*problems)
-    if arguments.gpu is None and not given:
-        return None
-    chosen: str | hardware.GPU = arguments.gpu or ""
-    if given:
-        chosen = hardware.GPU(
-            "GPU", arguments.gpu_memory * 1e9, arguments.tflops * 1e12, arguments.bandwidth * 1e9
-        )
-    host = None if arguments.host_ram is None else arguments.host_ram * 1e9
-    return hardware.machine(
-        chosen, count, arguments.nodes, arguments.link, arguments.network, host, arguments.price
-    )
+    return described(
+        arguments.gpu, count, arguments.nodes, arguments.link, arguments.network,
+        arguments.host_ram, arguments.gpu_memory, arguments.tflops, arguments.bandwidth,
+        arguments.price,
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = None) -> int:
@@ -119,6 +98,8 @@ def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = N
     if machine is None and (present := hardware.installed()):
         count = arguments.gpus or arguments.processes or len(present)
         machine = hardware.machine(present[0], count, 1, arguments.link)
+    if arguments.tensor is not None or arguments.pipeline is not None:
+        return _grid(arguments, recipe, machine)
     if verify is not None and config_of(recipe)[0].get("model_type") not in READERS:
         return _traced(arguments, recipe, machine, verify)
     if machine is None:
@@ -130,6 +111,16 @@ def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = N
     settled = plan(recipe, named, machine.count, arguments.precision)
     prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
     return _show(arguments, settled, prediction, verify)
+
+
+def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None) -> int:
+    """Tensor, pipeline and data parallel."""
+    if machine is None:
+        raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
+    ways, stages = arguments.tensor or 1, arguments.pipeline or 1
+    found = plan_grid(recipe, machine, ways, stages, arguments.precision or "bf16")
+    print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
+    return 0
 
 
 def _traced(

@@ -188,6 +188,15 @@ class Prediction:
             return None
         return self.gpu_hours * self.machine.price
 
+    def page(self) -> str:
+        """What `finetune plan` prints of it."""
+        from finetune.planner import changes, page  # they read predictions
+
+        safe = self.status == "safe"
+        precision = self.plan.backend.precision
+        found = [] if safe else changes.changes(self.workload, self.machine, precision)
+        return page.page(self, found)
+
     def summary(self) -> dict[str, Any]:
         """Plain values, in bytes and seconds, for JSON."""
         times, volume = self.times, self.volume

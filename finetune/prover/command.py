@@ -11,6 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from finetune import backend as known
+from finetune.cache import cache
 from finetune.errors import FinetuneError
 from finetune.prover.job import carry_out
 from finetune.prover.pairs import Request
@@ -18,7 +19,6 @@ from finetune.prover.proof import Proof
 from finetune.prover.subject import Kind, Shape
 from finetune.recipe import Recipe
 from finetune.record.proofs import KINDS, overview, read_proof
-from finetune.worker import cache
 
 
 def prove(
