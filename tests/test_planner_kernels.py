@@ -110,9 +110,9 @@ def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
     found = traces(workload)
     chunk = 2**23 // vocabulary * vocabulary
     stream, table = 2 * 4096 * hidden, vocabulary * hidden
-    # The last norm's result and the labelled rows of it, a chunk of logits in bf16, in fp32 and its
-    # shares; with the gradient of the head its sum in fp32 and that of a chunk.
-    working = 8 * chunk + (2 + 4) * table * trained
+    # The last norm's result and the labelled rows of it, a chunk of logits in bf16, then in fp32
+    # with its shares, or the gradient of the head of a chunk; and the sum of these in fp32.
+    working = max(8 * chunk, 2 * table * trained) + 4 * table * trained
     kept = found.head.saved - 2 * table * trained  # the head's gradient becomes bf16 afterwards
     assert found.projected == kept + 2 * stream + 2 * chunk + working + 4
 

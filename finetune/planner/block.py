@@ -94,8 +94,8 @@ class Layer:
         """One operation that keeps its input and a number a row: `kernels/norm.py`.
 
         Forwards the wide copy lies beside the result, and beside its rounding. Backwards there are
-        wide copies of input and gradient, their product while it is summed, and for the gradient
-        of the weight another product; where the stream is wide, the result is one of the copies.
+        wide copies of input and gradient, and for the gradient of the weight first their product,
+        which is summed and gone; where the stream is wide, the result is one of the copies.
         """
         trained = self.numerics.trained
         narrow = value.size != 4 * size
@@ -104,7 +104,7 @@ class Layer:
         forward = 4 * size if narrow or self.shape.norm == "rms" else 0.0
         if narrow and self.shape.norm == "rms":
             forward += value.size
-        backward = (10 if narrow else 8) * size + 4 * size * trained
+        backward = (10 + 2 * trained if narrow else 8) * size
         given = (value, parameter(0, trained))
         return self.tape.run(value.size, given, (value, inverse), forward, backward)
 

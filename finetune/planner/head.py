@@ -117,7 +117,7 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     product = table * trained
     if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
         product += 4.0 * shape.embedding * trained
-    working = max(copies * tile, 2 * tile + product)
+    working = max(copies * tile, product)  # a tile is gone before the products are made
     following = chunk if workload.tokens > rows else 0.0
     # In the end each gradient is put into the type of what it is the gradient of.
     returned = hidden if hidden != stream else 0.0
