@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from families import FAMILIES, adapt, build, gradients, inputs, whole_distance
+from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
 from torch import nn
 
 from finetune.kernels import activation, chains, head, norm, rotary
@@ -61,11 +61,14 @@ def test_a_lever_in_bf16_is_as_near_to_fp32_as_transformers(kind: str, lever: st
     loss, by_ours = step(fused(plain, lever), autocast=True)
     _, by_plain = step(plain, autocast=True)
     assert loss == pytest.approx(exact, rel=BF16)
-    assert whole_distance(by_ours, by_exact) < AS_EXACT * whole_distance(by_plain, by_exact)
+    measure, most = (distance, 1.2) if lever == "norm" else (whole_distance, AS_EXACT)
+    assert measure(by_ours, by_exact) < most * measure(by_plain, by_exact)
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-@pytest.mark.parametrize("kind", ["qwen2", "granite", "gemma", "smollm3"])
+OTHERS = [(kind, lever) for kind in ("qwen2", "granite", "gemma", "smollm3") for lever in LEVERS]
+
+
+@pytest.mark.parametrize(("kind", "lever"), [*OTHERS, ("phi3", "norm")])
 def test_other_known_parts_are_the_formula(kind: str, lever: str) -> None:
     plain = build(kind)
     loss = step(copy.deepcopy(plain))[0]

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 COMPILE_FROM = {"cpu": 300_000, "cuda": 3_000_000}
-"""Tokens of a process from which `kernels.pointwise=auto` compiles. On a CPU compiling takes about
-20 seconds of one core and saves about 0.07 ms a token of a model of 135 million parameters; what it
-takes and saves on a GPU was not measured."""
+"""Tokens of a process from which `kernels.pointwise=auto` compiles: an estimate, that compiling
+(about 20 seconds of one core in torch 2.13) is paid back by then. It was not measured on a GPU."""
 
 
 class Chain:

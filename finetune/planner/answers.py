@@ -1,6 +1,6 @@
 """What `finetune plan` answers, in Python: `ft.plan` of a recipe, and on a machine in words."""
 
-from typing import Any, overload
+from typing import Any
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
@@ -9,8 +9,6 @@ from finetune.planner.plan import Plan
 from finetune.planner.plan import plan as settle
 from finetune.planner.predict import Prediction, local_rows, predict
 from finetune.recipe import Recipe
-
-Backend = backends.Backend | str | None
 
 
 def described(
@@ -62,32 +60,9 @@ def described(
     return hardware.machine(chosen, count, nodes, link, network, host, price)
 
 
-@overload
 def plan(
     recipe: Recipe,
-    backend: Backend = None,
-    processes: int | None = None,
-    precision: backends.Precision | None = None,
-) -> Plan: ...
-
-
-@overload
-def plan(
-    recipe: Recipe,
-    backend: Backend = None,
-    processes: int | None = None,
-    precision: backends.Precision | None = None,
-    *,
-    gpu: str,
-    gpus: int = 1,
-    rows: int | None = None,
-    **words: Any,
-) -> Prediction: ...
-
-
-def plan(
-    recipe: Recipe,
-    backend: Backend = None,
+    backend: backends.Backend | str | None = None,
     processes: int | None = None,
     precision: backends.Precision | None = None,
     *,

@@ -10,7 +10,7 @@ from finetune.planner.hardware import Machine
 from finetune.planner.parallelism import Grid, GridMemory, bubble, check, grid_memory
 from finetune.planner.plan import plan
 from finetune.planner.predict import model_source, workload_of
-from finetune.planner.timing import flops_per_token
+from finetune.planner.timing import attained, flops_per_token
 from finetune.planner.traces import traces
 from finetune.recipe import Recipe
 
@@ -105,7 +105,7 @@ def plan_grid(
     per_token = flops_per_token(
         workload.shape, workload.length, recompute=workload.checkpointing != "none"
     )
-    attained = machine.count * machine.gpu.flops * machine.gpu.mfu
+    rate = machine.count * attained(machine, workload)
     return GridPlan(
         grid,
         machine,
@@ -114,5 +114,5 @@ def plan_grid(
         ),
         count,
         waits,
-        work * per_token / attained / (1 - waits),
+        work * per_token / rate / (1 - waits),
     )

@@ -96,7 +96,8 @@ class Times:
         return self.tokens / self.step
 
 
-def _attained(machine: Machine, workload: Workload) -> float:
+def attained(machine: Machine, workload: Workload) -> float:
+    """FLOPs a second that a GPU is assumed to reach in the workload's precision."""
     rate = machine.gpu.flops * machine.gpu.mfu
     return rate * machine.gpu.single if workload.compute == 4 else rate
 
@@ -141,7 +142,7 @@ def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
     )  # fmt: skip
     tokens = workload.tokens * workload.accumulation
     work = per_token * tokens
-    compute = work / _attained(machine, workload)
+    compute = work / attained(machine, workload)
     links = communication_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
