@@ -13,13 +13,13 @@ import psutil
 
 from finetune.backend import Precision
 from finetune.checkpoint import progress_of
-from finetune.errors import TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launcher import begin
 from finetune.run import Run, write_json
 
 LIMIT_SECONDS = 1800
 """A start that compiles an operator of DeepSpeed takes minutes; none takes so long."""
-SHOWN_LINES = 12
+SHOWN_LINES = 40
 POLL_SECONDS = 0.01
 KILL_TRIES = 3
 
@@ -125,7 +125,10 @@ def end(family: list[psutil.Process]) -> None:
 def _last_words(status: int | None, log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "; ".join(said) or f"ended with status {status}: " + " | ".join(lines[-SHOWN_LINES:])
+    if said and status == FinetuneError.exit_status:
+        return "; ".join(said)
+    # A crash: what the launcher says of it does not tell why; the lines before it do.
+    return "\n".join([f"ended with status {status}; the end of {log}:", *lines[-SHOWN_LINES:]])
 
 
 def cut(source: Run, target: Run, step: int) -> None:
