@@ -22,8 +22,8 @@ from accelerate.utils import (
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from finetune import backend as backends
+from finetune import nvme
 from finetune.errors import FinetuneError
-from finetune.ops import require_async_io
 from finetune.planner import Plan
 
 ENGINE_TYPES = {
@@ -146,10 +146,8 @@ def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin
         zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
         zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
-        require_async_io(print if backends.rank() == 0 else _silent)
-        zero["offload_optimizer"]["buffer_count"] = 4
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": 100_000_000}
-        config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
+        nvme.require_async_io(print if backends.rank() == 0 else _silent)
+        nvme.configure(config, plan)
     return plugin
 
 

@@ -23,6 +23,7 @@ MADE_BY = {"command", "commit", "versions", "python", "started", "note"}
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@pytest.mark.slow
 def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
     words = ["startup", "training", "data", "--rows", "300", "--repeats", "1", "--steps", "2"]
     words += ["--backends", "single", "--note", "Only a test."]

@@ -15,7 +15,7 @@ from conftest import ROOT, Finetune, Finished, Tiny, environment, write_recipe
 from finetune import backend, catalog
 from finetune.cli import main
 from finetune.data.formats import FORMATS
-from finetune.launcher import machines
+from finetune.launcher import EPHEMERAL, free_port, machines
 from finetune.run import Run, write_json
 
 BACKENDS = ", ".join(backend.names())
@@ -511,6 +511,16 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(
     assert done.stdout == ""
     assert done.stderr.startswith("usage: finetune")
     assert done.stderr.splitlines()[-1].startswith(told)
+
+
+def test_launches_at_the_same_time_meet_on_ports_of_their_own() -> None:
+    """Nor on one that the system may give to a connection before the job has begun."""
+    code = "from finetune.launcher import free_port; print(free_port())"
+    command = [sys.executable, "-c", code]
+    at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    ports = {int(process.communicate()[0]) for process in at_once} | {free_port(), free_port()}
+    assert len(ports) == 6
+    assert max(ports) < int(EPHEMERAL.read_text().split()[0])
 
 
 @pytest.mark.parametrize(

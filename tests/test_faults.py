@@ -186,6 +186,7 @@ def test_an_error_of_an_earlier_attempt_is_forgotten(
     assert not status.exists()
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_their_launcher(tiny: Tiny, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     process = start(words_of(tiny, run.root, "ddp", **LONG), tmp_path)

@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
-        "accelerator", "engine", "fragments", "checkpoint", "memory", "ops", "kernels", "rate",
+        "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard",
     },
     {
@@ -33,7 +33,7 @@ INNER_ORDER = {
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
-    ("engine", "accelerator"), ("accelerator", "ops"), ("model", "engine"),
+    ("engine", "accelerator"), ("accelerator", "nvme"), ("model", "engine"),
     ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("attention", "kernels"),
     ("quickstart", "worker"),

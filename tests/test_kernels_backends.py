@@ -54,6 +54,7 @@ def test_losses_are_those_of_plain_transformers_and_peft(
     assert largest(*norms) < 1e-4  # norms of about 3
 
 
+@pytest.mark.slow
 def test_compiled_kernels_train_the_same_and_are_kept(
     trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:

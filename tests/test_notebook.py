@@ -14,6 +14,8 @@ from nbformat import NotebookNode
 from finetune import catalog
 from finetune.run import Run, open_run
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = ROOT / "notebooks" / "finetune.ipynb"
 CELL_SECONDS = 600
 """The longest cell takes half a minute on two cores; a loaded machine may take many times that."""

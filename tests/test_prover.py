@@ -244,6 +244,7 @@ def proof_of(proved: Proved, *found: Check) -> Proof:
     return Proof(**(fields | {"checks": found, "tolerance": FP32, "refused": ()}))
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_be_trained_is_not_proved(
     proved: Proved, finetune: Finetune, tmp_path: Path
 ) -> None:

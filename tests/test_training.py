@@ -105,7 +105,15 @@ def test_each_optimizer_resumes_where_it_stopped(tiny: Tiny, tmp_path: Path, nam
     assert losses(resumed) == losses(straight)
 
 
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp_full_shard", "zero2"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "single",
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
+        "zero2",
+    ],
+)
 def test_a_killed_run_continues_as_if_it_had_not_been(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
 ) -> None:

@@ -46,7 +46,7 @@ def leave(workload: Workload) -> bool:
 
 def _on_host(workload: Workload) -> float:
     """Bytes that offloading keeps there beside the optimizer's states."""
-    if workload.layout.offload == "none":
+    if workload.layout.offload == "none" or workload.layout.device == "nvme":
         return 0.0
     written = 2.0 * _share(workload) if workload.layout.shard == "grads" else 0.0
     return 4.0 * _share(workload) + written + _passing(workload)

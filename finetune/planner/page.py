@@ -19,7 +19,9 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in GB, and in MB below one."""
+    """Bytes in GB, in TB from a thousand, and in MB below one."""
+    if count >= 1e12:
+        return f"{count / 1e12:.2f} TB"
     return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
 
 
@@ -63,6 +65,8 @@ def verdict(prediction: Prediction) -> str:
         known = prediction.machine.host_memory
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
         lines.append(f"  host     {size(prediction.host)} per node{limit}")
+    if prediction.disk:
+        lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
     return "\n".join(lines)
 
 

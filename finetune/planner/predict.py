@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.planner import advice, communication, hardware, layout, memory, published, totals
+from finetune.planner import (
+    advice,
+    communication,
+    hardware,
+    layout,
+    memory,
+    nvme,
+    published,
+    totals,
+)
 from finetune.planner.architecture import Architecture
 from finetune.planner.configs import config_paths
 from finetune.planner.families import read
@@ -167,6 +176,8 @@ class Prediction:
     status: advice.Status
     host: float
     """Bytes of host memory per node."""
+    disk: float
+    """Bytes on a node's disk, besides checkpoints."""
     volume: communication.Volume
     times: Times
     steps: int | None
@@ -218,6 +229,7 @@ class Prediction:
                 "usable": self.usable,
                 "status": self.status,
                 "host_per_node": self.host,
+                "disk_per_node": self.disk,
             },
             "communication": {**dataclasses.asdict(volume), "total": volume.total},
             "time": {
@@ -267,6 +279,7 @@ def predict(plan: Plan, machine: hardware.Machine, rows: int | None = None) -> P
         option.usable,
         option.status,
         option.host,
+        nvme.disk(workload) * machine.per_node,
         option.moved,
         option.times,
         steps,

@@ -1,6 +1,6 @@
 """What stays in memory from step to step: on the device, and on the host under offload."""
 
-from finetune.planner import deepspeed
+from finetune.planner import deepspeed, nvme
 from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
 
@@ -33,8 +33,13 @@ def state(workload: Workload) -> dict[str, float]:
         parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine
     moments = workload.moments * workload.sharded / layout.share("optimizer")
+    if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
+        parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
+        moments = nvme.states(workload)
     parts["optimizer"] = 0.0 if layout.offload != "none" and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
+    if layout.device == "nvme" and workload.cpu:
+        parts["buckets"] += nvme.buffers(workload)
     parts["inputs"] = _inputs(workload)
     if workload.cpu:
         parts["libraries"] = LIBRARIES if workload.adapter is None else LIBRARIES_ADAPTER
@@ -73,8 +78,10 @@ def host(workload: Workload) -> float:
     """
     layout = workload.layout
     waiting = workload.waiting_activations
-    if layout.offload == "none" or layout.device == "nvme":
+    if layout.offload == "none":
         return waiting
+    if layout.device == "nvme":
+        return waiting + nvme.host(workload)
     trained, group = workload.trained, layout.group
     frozen = 0.0
     if layout.offload == "all":

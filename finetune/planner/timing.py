@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from finetune.planner import nvme
 from finetune.planner.architecture import Architecture
 from finetune.planner.communication import Volume
 from finetune.planner.hardware import EFFICIENCY, Bound, Machine
@@ -122,9 +123,9 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
     waiting = 2 * workload.accumulation * workload.waiting_activations / lane
     if layout.offload == "none":
         return waiting
-    if layout.device == "nvme":
-        lane = NVME_BANDWIDTH / machine.per_node
     mine = workload.trained / layout.group
+    if layout.device == "nvme":
+        waiting += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
     seconds = mine * (workload.gradient_width + workload.compute) / lane
     seconds += mine * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.offload == "all":
@@ -132,6 +133,17 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         passes = 2 * workload.accumulation
         seconds += passes * weights / layout.group / lane
     return waiting + seconds
+
+
+def _disk_seconds(workload: Workload, lane: float) -> float:
+    """Seconds of a step that a process reads and writes: weights, states and gradients.
+
+    Args:
+        lane: bytes a second of its share of the disk.
+    """
+    states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / workload.layout.group
+    weights = 2 * workload.accumulation * nvme.waiting_weights(workload)
+    return (states + weights) / lane
 
 
 def times(workload: Workload, machine: Machine, moved: Volume) -> Times:

@@ -1,0 +1,86 @@
+"""What offload to NVMe asks of DeepSpeed: its compiled operator, and buffers that are large enough.
+
+The operator is there, or built once, with a word while it takes minutes.
+"""
+
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import FinetuneError
+from finetune.planner import Plan
+from finetune.planner.nvme import HELD, STATE_BUFFERS, SUB_GROUP, SWAPPABLE, WEIGHT_BUFFERS
+
+
+def configure(config: dict[str, Any], plan: Plan) -> None:
+    """Complete a DeepSpeed configuration that offloads to NVMe.
+
+    Raises:
+        FinetuneError: the model's configuration cannot be read.
+    """
+    zero = config["zero_optimization"]
+    zero["sub_group_size"] = SUB_GROUP
+    zero["offload_optimizer"]["buffer_count"] = STATE_BUFFERS
+    zero["offload_param"] |= {
+        "buffer_count": WEIGHT_BUFFERS,
+        "buffer_size": _largest_share(plan),
+        "max_in_cpu": HELD,
+    }
+    config["aio"] = {"block_size": SWAPPABLE, "queue_depth": 8, "overlap_events": True}
+
+
+def _largest_share(plan: Plan) -> int:
+    """Elements of one process's share of the model's largest tensor.
+
+    DeepSpeed 0.19 reads a share that is larger than a buffer into the next buffer too, whatever
+    lies there.
+    """
+    model = plan.recipe.model
+    try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=model.trust_remote_code
+            )
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise FinetuneError(f"model.name: '{model.name}' cannot be loaded: {first}") from None
+    largest = max(parameter.numel() for parameter in skeleton.parameters())
+    return -(-largest // plan.processes)
+
+
+def require_async_io(say: Callable[[str], None]) -> None:
+    """Make sure that DeepSpeed can read and write a disk asynchronously (NVMe offload).
+
+    A build that was killed leaves torch's lock file behind, and the next one waits on it for ever.
+    All of our processes build under a lock that dies with them, so that a file found then is stale.
+
+    Raises:
+        FinetuneError: libaio is missing, or the operator cannot be built.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise FinetuneError(
+            "offload to NVMe needs libaio with its headers: apt-get install libaio-dev "
+            "(Red Hat: dnf install libaio-devel)"
+        )
+    folder = Path(_get_build_directory(builder.name, verbose=False))
+    with (folder.parent / "finetune.lock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        if not (folder / f"{builder.name}.so").exists():
+            (folder / "lock").unlink(missing_ok=True)
+            say("building DeepSpeed's async_io, once: some minutes")
+        try:
+            builder.load(verbose=False)
+        except RuntimeError as error:
+            first = str(error).strip().split("\n")[0]
+            raise FinetuneError(f"DeepSpeed's async_io could not be built: {first}") from None
