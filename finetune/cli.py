@@ -4,12 +4,16 @@ Verbs that need torch import it inside, so that `list`, `show` and `plan` answer
 """
 
 import argparse
+import atexit
+import contextlib
 import dataclasses
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
 from finetune.quiet import quiet
@@ -36,6 +40,25 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def run() -> NoReturn:
+    """`main` as a process of its own, which ends without taking the interpreter down.
+
+    While Python 3.11 is taken down, a thread that comes back from a library and asks for Python's
+    lock is unwound; C++ below it then aborts the process ("terminate called without an active
+    exception"), and a rank whose work is done and saved would count as failed. torch's store,
+    gloo and their like have such threads.
+    """
+    status = main()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(status)
 
 
 def _spell_out_resume(words: Sequence[str] | None) -> list[str]:

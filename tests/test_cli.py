@@ -513,6 +513,30 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(
     assert done.stderr.splitlines()[-1].startswith(told)
 
 
+THREAD_IN_A_LIBRARY = """
+import sys, threading
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("beat", "1")
+def live():
+    while True:
+        store.get("beat")
+threading.Thread(target=live, daemon=True).start()
+sys.argv = ["finetune", "list"]
+from finetune.cli import run
+run()
+"""
+
+
+def test_a_thread_in_a_library_does_not_abort_a_process_that_is_done() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREAD_IN_A_LIBRARY], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr  # -6 where the interpreter is taken down
+    assert "quickstart" in done.stdout
+    assert done.stderr == ""
+
+
 def test_launches_at_the_same_time_meet_on_ports_of_their_own() -> None:
     """Nor on one that the system may give to a connection before the job has begun."""
     code = "from finetune.launcher import free_port; print(free_port())"
