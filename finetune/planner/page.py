@@ -19,9 +19,7 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in GB, in TB from a thousand, and in MB below one."""
-    if count >= 1e12:
-        return f"{count / 1e12:.2f} TB"
+    """Bytes in GB, and in MB below one."""
     return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
 
 
