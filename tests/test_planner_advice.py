@@ -1,6 +1,7 @@
 """The rules of choosing, machines in words, refused layouts, and the page."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import finetune as ft
+from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner import (
     advice,
@@ -193,6 +195,29 @@ def test_the_command_ranks_backends_and_says_why(capsys: pytest.CaptureFixture[s
     assert "ddp" not in names  # 20 bytes a parameter are twice a GPU
     assert found["options"][0]["status"] == "safe"
     assert "fits" in found["reason"]
+
+
+def test_the_words_for_what_is_ranked_first_plan_just_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = full_recipe(rows=8).with_qlora()
+    model = dataclasses.replace(recipe.model, activation_checkpointing=True)
+    recipe = dataclasses.replace(recipe, model=model)
+    given = ("--gpu", "RTX4090", "--rows", "1000", "--price", "0.5")
+    assert command.run(words(*given), recipe) == 0
+    ranked = capsys.readouterr().out.splitlines()
+    best = ranked[3].split()
+    whole, in_full = ranked[-2:]
+    assert whole.startswith("whole run: ")
+    assert whole.endswith("at the given price")
+    assert in_full.endswith("model.activation_checkpointing=false")
+    _, _, _, backend, *changes = in_full.split()
+    changed = catalog.override(recipe, changes)
+    assert command.run(words(*given, "--backend", backend), changed) == 0
+    text = capsys.readouterr().out
+    assert whole in text.splitlines()
+    assert f"memory   {best[3]} GB of" in text
+    assert f"{best[5]} tokens/s" in text
 
 
 def test_the_command_describes_a_gpu_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:

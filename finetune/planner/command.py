@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import psutil
 
@@ -151,7 +151,8 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None)
     settled = plan(recipe, arguments.backend, processes, arguments.precision)
     try:
         workload = workload_of(settled, model_source(recipe).shape)
-        timeline, problem = memory.timeline(workload), ""
+        here = dataclasses.replace(workload, cpu=True)
+        timeline, problem = memory.timeline(here), ""
     except FinetuneError as error:
         workload, timeline, problem = None, None, str(error)
     found = verify(settled, workload) if verify and workload else None
@@ -277,8 +278,29 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(f"\n{best.name} would be the fastest: this toolkit has no backend of it")
     if grid is not None:
         print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
-    print(f"\nin full: --backend {ranked[0].name} batch.micro_rows={ranked[0].workload.rows}")
+    chosen, words = _chosen(recipe, ranked[0])
+    settled = plan(chosen, ranked[0].name, machine.count, precision)
+    prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
+    print(f"\n{page.whole_run(prediction)}")
+    print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
+
+
+def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
+    """The recipe as an option of the ranking has it, and the words that make it so."""
+    rows, recompute = option.workload.rows, option.workload.checkpointing
+    words = [f"batch.micro_rows={rows}"]
+    if recipe.batch.micro_tokens is not None:
+        words.append("batch.micro_tokens=null")
+    model = recipe.model
+    if recompute != model.checkpointing:
+        kept: bool | Literal["attention"] = (
+            "attention" if recompute == "attention" else recompute == "full"
+        )
+        model = dataclasses.replace(model, activation_checkpointing=kept)
+        words.append(f"model.activation_checkpointing={str(kept).lower()}")
+    batched = recipe.with_batch(micro_rows=rows, micro_tokens=None)
+    return dataclasses.replace(batched, model=model), words
 
 
 def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | None:

@@ -112,15 +112,18 @@ def time(prediction: Prediction) -> str:
         )
     if times.offload:
         lines.append(f"  offload       {duration(times.offload)}: copies over PCIe, AdamW on CPU")
-    if prediction.seconds is not None and prediction.gpu_hours is not None:
-        cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
-        lines.append(
-            f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
-            f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
-        )
-    else:
-        lines.append("whole run: unknown until the rows are counted; give --rows")
-    return "\n".join(lines)
+    return "\n".join([*lines, whole_run(prediction)])
+
+
+def whole_run(prediction: Prediction) -> str:
+    """Steps, time and cost of all of it."""
+    if prediction.seconds is None or prediction.gpu_hours is None:
+        return "whole run: unknown until the rows are counted; give --rows"
+    cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
+    return (
+        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
+        f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
+    )
 
 
 def what_to_change(changes: Sequence[Change]) -> str:
