@@ -147,6 +147,7 @@ def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin
         zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
         nvme.require_async_io(print if backends.rank() == 0 else _silent)
+        nvme.require_room(plan, nvme_path, backends.neighbours())
         nvme.configure(config, plan)
     return plugin
 

@@ -328,6 +328,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def neighbours() -> int:
+    """How many of them run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def meeting_point() -> tuple[str, int]:
     """Host and port of the store through which the processes of a job find each other."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))

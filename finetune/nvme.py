@@ -4,6 +4,7 @@ The operator is there, or built once, with a word while it takes minutes.
 """
 
 import fcntl
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,42 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
-from finetune.planner.nvme import HELD, STATE_BUFFERS, SUB_GROUP, SWAPPABLE, WEIGHT_BUFFERS
+from finetune.planner.nvme import (
+    HELD,
+    STATE_BUFFERS,
+    SUB_GROUP,
+    SWAPPABLE,
+    WEIGHT_BUFFERS,
+    disk,
+)
+from finetune.planner.page import size
+from finetune.planner.predict import model_source, workload_of
+
+
+def require_room(plan: Plan, folder: Path, processes: int) -> None:
+    """Make sure that a disk can be written and holds what the plan lays on it.
+
+    Args:
+        processes: how many of this machine share it.
+
+    Raises:
+        FinetuneError: it cannot be written, or has less room than these take.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        left = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # written over
+        free = shutil.disk_usage(folder).free + left
+    except OSError as error:
+        raise FinetuneError(f"--nvme-path {folder}: {error.strerror}") from None
+    try:
+        needed = processes * disk(workload_of(plan, model_source(plan.recipe).shape))
+    except FinetuneError:
+        return  # the formulas do not know the model
+    if needed > free:
+        raise FinetuneError(
+            f"--nvme-path {folder}: {size(free)} free, but {processes} processes offload "
+            f"{size(needed)}; name a folder on a larger disk"
+        )
 
 
 def configure(config: dict[str, Any], plan: Plan) -> None:

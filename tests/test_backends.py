@@ -14,6 +14,8 @@ from conftest import Finetune, Finished, Tiny, write_recipe
 from safetensors import safe_open
 
 from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.nvme import require_room
 from finetune.planner import nvme, plan, predict
 from finetune.run import Run
 
@@ -216,6 +218,18 @@ def test_a_checkpoint_continues_on_another_backend(
     resumed = cut_off(straight, tmp_path / "run", step=3)
     launch(finetune, straight.root.parent.parent / "full.json", continued, resumed.root, "--resume")
     assert largest(losses(resumed), losses(straight)) < FP32
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    settled = plan(catalog.resolve("llama3_3_70b_full"), "zero3_nvme", 8)
+    with pytest.raises(FinetuneError) as told:
+        require_room(settled, tmp_path / "offload", 8 * 100)
+    assert "GB free, but 800 processes offload 126996.4 GB; name" in str(told.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(FinetuneError, match=r"--nvme-path .*file: File exists"):
+        require_room(settled, tmp_path / "file", 8)
+    small = plan(catalog.resolve("smollm2_135m_full"), "zero3_nvme", 2)
+    require_room(small, tmp_path / "offload", 2)
 
 
 def planned_on_disk(recipe: Path, processes: int) -> float:
