@@ -50,7 +50,7 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
         case "kernels":
             return kernels.measure(arguments.repeats)
         case "memory":
-            backends = chosen or training.BACKENDS
+            backends = chosen or memory.BACKENDS
             return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
     parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")
-    parser.add_argument("--backends", nargs="+", choices=training.BACKENDS, metavar="BACKEND")
+    parser.add_argument("--backends", nargs="+", choices=memory.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
     parser.add_argument(
         "--steps", type=positive, default=10, help=f"timed ones, after {training.WARMUP} others"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import training
 from benchmarks.commands import finetune
 from benchmarks.job import DOCUMENTS_PER_ROW, VOCABULARY
 from benchmarks.record import Result
@@ -22,6 +23,7 @@ from finetune.record import units
 from finetune.record.environment import environment
 from finetune.run import Run, write_json
 
+BACKENDS = (*training.BACKENDS, "zero3_nvme")
 BOUND = 0.10
 METHODS = ("full", "lora", "qlora")
 STEPS = 3

@@ -20,7 +20,7 @@ BACKENDS = (
     "single", "ddp",
     "fsdp_full_shard", "fsdp_shard_grad_op",
     "fsdp_full_shard_offload", "fsdp_shard_grad_op_offload",
-    "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme",
+    "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload",
 )  # fmt: skip
 REFERENCES = ("single", "ddp")
 WARMUP = 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 
+from benchmarks import memory
 from benchmarks.kernels import Case, distance, timed
 from benchmarks.peers import report, workload
 from benchmarks.peers.ours import packs
@@ -75,6 +76,15 @@ def test_the_committed_results_cover_every_backend() -> None:
     for name in ("startup", "data", "training"):
         record = json.loads((RESULTS / f"{name}.json").read_text())
         assert record["commit"] in (RESULTS / f"{name}.md").read_text()
+
+
+def test_the_committed_predictions_of_memory_hold_on_every_backend() -> None:
+    record = json.loads((RESULTS / "memory.json").read_text())
+    assert record["commit"] in (RESULTS / "memory.md").read_text()
+    cases = record["results"].values()
+    assert {case["backend"] for case in cases} == set(memory.BACKENDS)
+    assert {case["method"] for case in cases} == set(memory.METHODS)
+    assert {name for name, case in record["results"].items() if abs(case["error"]) > 0.1} == set()
 
 
 def test_a_kernel_is_timed_in_turns_and_compared() -> None:
