@@ -51,9 +51,7 @@ def run() -> NoReturn:
     gloo and their like have such threads.
     """
     status = main()
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # ends pools of threads, and waits for threads that are not daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed

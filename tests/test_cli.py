@@ -514,7 +514,8 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(
 
 
 THREAD_IN_A_LIBRARY = """
-import sys, threading
+import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 store.set("beat", "1")
@@ -522,6 +523,9 @@ def live():
     while True:
         store.get("beat")
 threading.Thread(target=live, daemon=True).start()
+pool = ThreadPoolExecutor()
+pool.submit(print, "in a pool").result()
+atexit.register(print, "at the end")
 sys.argv = ["finetune", "list"]
 from finetune.cli import run
 run()
@@ -530,10 +534,13 @@ run()
 
 def test_a_thread_in_a_library_does_not_abort_a_process_that_is_done() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", THREAD_IN_A_LIBRARY], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", THREAD_IN_A_LIBRARY],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr  # -6 where the interpreter is taken down
-    assert "quickstart" in done.stdout
+    first, *listed, last = done.stdout.splitlines()
+    assert (first, last) == ("in a pool", "at the end")
+    assert any("quickstart" in line for line in listed)
     assert done.stderr == ""
 
 
