@@ -147,7 +147,7 @@ def free_port() -> int:
         candidates = range(max(first - PORTS, 1024), first)
         if len(candidates) == PORTS:
             turn = (os.getpid() + next(_searches)) % PORTS
-            for port in (*candidates[turn:], *candidates[:turn]):
+            for port in itertools.chain(candidates[turn:], candidates[:turn]):
                 if _is_free(port):
                     return port
     with socket.socket() as probe:

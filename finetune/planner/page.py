@@ -111,7 +111,9 @@ def time(prediction: Prediction) -> str:
             f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"
         )
     if times.offload:
-        lines.append(f"  offload       {duration(times.offload)}: copies over PCIe, AdamW on CPU")
+        disk = ", reads and writes of the disk" if prediction.disk else ""
+        how = f"copies over PCIe, AdamW on CPU{disk}"
+        lines.append(f"  offload       {duration(times.offload)}: {how}")
     return "\n".join([*lines, whole_run(prediction)])
 
 

@@ -33,12 +33,11 @@ def state(workload: Workload) -> dict[str, float]:
         parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine
     moments = workload.moments * workload.sharded / layout.share("optimizer")
-    if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
-        parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
-        moments = nvme.states(workload)
     parts["optimizer"] = 0.0 if layout.offload != "none" and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
-    if layout.device == "nvme" and workload.cpu:
+    if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
+        parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
+        parts["optimizer"] = nvme.states(workload)
         parts["buckets"] += nvme.buffers(workload)
     parts["inputs"] = _inputs(workload)
     if workload.cpu:

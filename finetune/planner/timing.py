@@ -115,7 +115,7 @@ def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -
 
 
 def offload_seconds(workload: Workload, machine: Machine) -> float:
-    """Seconds of a step that go to the host: copies over PCIe, and AdamW on the CPU."""
+    """Seconds of a step that go to the host: copies over PCIe, AdamW on the CPU, and the disk."""
     layout = workload.layout
     if workload.cpu:
         return 0.0
@@ -124,14 +124,14 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
     if layout.offload == "none":
         return waiting
     mine = workload.trained / layout.group
-    if layout.device == "nvme":
-        waiting += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
     seconds = mine * (workload.gradient_width + workload.compute) / lane
     seconds += mine * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.offload == "all":
         weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
         passes = 2 * workload.accumulation
         seconds += passes * weights / layout.group / lane
+    if layout.device == "nvme":
+        seconds += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
     return waiting + seconds
 
 
