@@ -1,8 +1,11 @@
 """How each category of cases is evaluated through the planner's functions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
+
+from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, update_of
 
 from finetune.errors import FinetuneError
 from finetune.planner import (
@@ -12,7 +15,6 @@ from finetune.planner import (
     communication,
     memory,
     parallelism,
-    published,
     states,
     timing,
     totals,
@@ -24,40 +26,7 @@ from finetune.planner.hardware import NETWORKS, Machine, machine
 from finetune.planner.layout import Layout
 from finetune.planner.workload import LOSSES, Loss, Workload, lora
 
-Inputs = Mapping[str, Any]
 UNITS = {"GB": 1e9, "GiB": 2**30, "GB 1e9": 1e9, "bytes": 1.0}
-
-
-def config_of(short: Inputs) -> dict[str, Any]:
-    """The `config.json` that a case abbreviates."""
-    kind = short.get("arch", "mixtral" if "E" in short else "llama")
-    fields: dict[str, Any] = {
-        "model_type": kind,
-        "hidden_size": short["h"],
-        "num_hidden_layers": short["L"],
-        "num_attention_heads": short["a"],
-        "num_key_value_heads": short["kv"],
-        "intermediate_size": short["f"],
-        "vocab_size": short["V"],
-        "tie_word_embeddings": short.get("tied", False),
-        "head_dim": short.get("hd", short["h"] // short["a"]),
-    }
-    if "E" in short:
-        many = "num_local_experts" if kind == "mixtral" else "num_experts"
-        width = short.get("moe_f", short["f"])
-        fields |= {many: short["E"], "num_experts_per_tok": short["k"]}
-        fields |= {"moe_intermediate_size": width}
-    return fields
-
-
-def shape_of(inputs: Inputs) -> Architecture:
-    """The model of a case: spelt out, or by its published name."""
-    if "cfg" in inputs:
-        return read(config_of(inputs["cfg"]))
-    config = published.find(inputs["model"])
-    if config is None:
-        raise FinetuneError(f"model {inputs['model']}: not in the table of published shapes")
-    return read(config, inputs["model"])
 
 
 def zero_states(inputs: Inputs) -> float:
@@ -114,19 +83,10 @@ def seed_errors(inputs: Inputs) -> dict[str, str]:
 
 def lora_params(inputs: Inputs) -> float:
     if "cfg" in inputs or "model" in inputs:
-        return lora(shape_of(inputs), inputs["r"], _targets(inputs)).parameters
+        return lora(shape_of(inputs), inputs["r"], targets_of(inputs)).parameters
     square = Matrix("w", inputs["d"], inputs["d"])
     count = adapter_size(square, inputs["r"]) * inputs["matrices"] * inputs["layers"]
     return count * inputs.get("bytes", 1)
-
-
-def _targets(inputs: Inputs) -> str | tuple[str, ...]:
-    """Adapter targets; some cases abbreviate q_proj as q."""
-    given = inputs.get("targets", "all-linear")
-    if isinstance(given, str):
-        return given
-    short = ("q", "k", "v", "o", "gate", "up", "down")
-    return tuple(f"{name}_proj" if name in short else str(name) for name in given)
 
 
 def param_count(inputs: Inputs) -> Any:
@@ -189,32 +149,10 @@ def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
     return {"cpu_bytes": found.host, "gpu_bytes": found.gpu}
 
 
-STRATEGIES: dict[str, tuple[Any, Any]] = {
-    "single": ("single", "none"),
-    "ddp": ("ddp", "none"),
-    "zero1": ("deepspeed", "optimizer"),
-    "zero2": ("deepspeed", "grads"),
-    "zero3": ("deepspeed", "params"),
-    "fsdp_grad": ("fsdp", "grads"),
-    "fsdp_grad_op": ("fsdp", "grads"),
-    "fsdp_full": ("fsdp", "params"),
-    "fsdp2_full": ("fsdp", "params"),
-    "hsdp": ("fsdp", "params"),
-}
-
-
-def layout_of(inputs: Inputs) -> Layout:
-    engine, shard = STRATEGIES[inputs.get("strategy", "single")]
-    count = inputs.get("dp", inputs.get("gpus", 1))
-    group = inputs.get("shard", inputs.get("shard_size", count))
-    replicas = inputs.get("replicas", count // group) if inputs.get("strategy") == "hsdp" else 1
-    return Layout(engine, shard, count, replicas)
-
-
 def comm_volume(inputs: Inputs) -> Any:
     if "tp" in inputs:
         return communication.tensor_parallel(
-            inputs["layers"], inputs["h"], inputs["tokens"], inputs["tp"], inputs["ckpt"]
+            inputs["layers"], inputs["h"], inputs["tokens"], inputs["tp"], inputs.get("ckpt", False)
         )
     layout = layout_of(inputs)
     whole, adapter = inputs["params"], inputs["trainable"]
@@ -242,7 +180,7 @@ def memtracker(inputs: Inputs) -> float:
     workload = Workload(
         shape, inputs["b"], inputs["s"],
         scheme=schemes.get(precision, precision),
-        adapter=lora(shape, options.get("lora_r", 16), _targets(options), 4 if wide else 2)
+        adapter=lora(shape, options.get("lora_r", 16), targets_of(options), 4 if wide else 2)
         if adapted else None,
         quantization="nf4" if quantised else "none",
         kbit_prepared=options.get("kbit", False),
@@ -262,7 +200,7 @@ def fsdp_oracle(inputs: Inputs) -> float:
         shape, inputs["b"], inputs["s"],
         scheme="fsdp" if inputs.get("master", "fp32") == "fp32" else "bf16",
         layout=layout_of({"strategy": "fsdp_full", **inputs}),
-        adapter=lora(shape, inputs.get("r", 16), _targets(inputs), 2)
+        adapter=lora(shape, inputs.get("r", 16), targets_of(inputs), 2)
         if "lora" in inputs.get("mode", "full") else None,
         reduce_width=2 if inputs.get("reduce") == "bf16" else 4,
         checkpointing="full" if inputs["ckpt"] else "none",
@@ -287,7 +225,11 @@ def measured_peak(inputs: Inputs) -> Any:
 
 
 def memory_outcomes(inputs: Inputs) -> dict[str, str]:
-    """What accelerate's documentation reports of Mixtral on 8 A100: a size, or out of memory."""
+    """What accelerate's documentation reports of Mixtral on 8 A100: a size, or out of memory.
+
+    It names neither batch nor counter: taken are one row of 1024 tokens, and what a card shows,
+    for that is what runs out.
+    """
     shape, found = shape_of(inputs), {}
     for name, steps, each in (
         ("accum1", 1, False), ("accum2_no_sync", 2, False), ("accum16_sync_each_batch", 16, True)
@@ -296,9 +238,9 @@ def memory_outcomes(inputs: Inputs) -> dict[str, str]:
             shape, 1, 1024, scheme="bf16", layout=layout_of(inputs), checkpointing="full",
             accumulation=steps, synchronise_each=each,
         )  # fmt: skip
-        peak = memory.timeline(workload).peak.total
-        fits = peak <= machine("A100-80", inputs["gpus"]).usable
-        found[name] = f"{peak / 2**30:.0f}G" if fits else "OOM"
+        taken = totals.of(memory.timeline(workload), workload)
+        fits = taken.allocated <= machine("A100-80", inputs["gpus"]).usable
+        found[name] = f"{taken.process / 2**30:.0f}G" if fits else "OOM"
     return found
 
 
@@ -306,7 +248,8 @@ def measured_workload(inputs: Inputs) -> Workload:
     """The run that a published peak describes."""
     shape, layout = shape_of(inputs), layout_of(inputs)
     mode = inputs.get("mode", "full")
-    quantization = inputs.get("quant") or mode.partition("_")[2] or "none"
+    unnamed = "nf4-dq" if mode == "qlora" else "none"
+    quantization = inputs.get("quant") or mode.partition("_")[2] or unnamed
     adapted = mode != "full"
     litgpt = inputs["stack"] == "litgpt" and adapted
     # A run that names neither its type nor its strategy is transformers' Trainer under autocast.
@@ -317,13 +260,16 @@ def measured_workload(inputs: Inputs) -> Workload:
         scheme = "fsdp"
     elif layout.engine == "deepspeed":
         scheme = "deepspeed"
+    # torchao's NF4, which torchtune trains with, always quantises its scales too.
     names: dict[str, Any] = {"nf4": "nf4_single", "nf4-dq": "nf4", "none": "none"}
+    if inputs["stack"] == "torchtune":
+        names["nf4"] = "nf4"
     recompute: Any = inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")
     adapter = None
     if adapted:
         # litgpt drops 5 % of adapter inputs by default; the others' tables were made without.
         width, rank = 4 if trainer else 2, inputs.get("r", 8)
-        targets = _targets(inputs)
+        targets = targets_of(inputs)
         if litgpt:
             shape, targets = fused(shape), ("qkv_proj",) if "q_proj" in targets else targets
         adapter = lora(shape, rank, targets, width, dropout=litgpt)
@@ -338,7 +284,7 @@ def measured_workload(inputs: Inputs) -> Workload:
         kbit_prepared=inputs.get("kbit_prep_fp32", False),
         checkpointing=recompute,
         loss=LOSSES["hf_autocast"] if trainer else loss_of(inputs),
-        update="adamw_8bit" if inputs.get("optimizer") == "adamw8bit" else "adamw",
+        update=update_of(inputs.get("optimizer", "adamw")),
         immediate=inputs.get("opt_in_bwd", False),
         activations_on_host=inputs.get("act_offload", False),
         compiled=inputs.get("compile", False),
@@ -377,8 +323,8 @@ SPELLINGS = {
 def decision(inputs: Inputs) -> dict[str, Any]:
     """The planner's choice for a scenario, in every spelling that a case may use."""
     shape, mode = shape_of(inputs), inputs["mode"]
-    link, _, network = inputs.get("link", "").partition("+")
-    if link in NETWORKS:
+    link, _, network = (inputs.get("link") or "").lower().partition("+")
+    if link in NETWORKS or link in ("ib", "eth", "ethernet"):
         link, network = "", link
     several = inputs["gpus"] // 8 if network else 1
     networks = {"ib": "ib400", "eth": "100gbe", "ethernet": "100gbe"}
@@ -421,9 +367,10 @@ def decision(inputs: Inputs) -> dict[str, Any]:
 def _refused(inputs: Inputs, shape: Architecture, hardware: Machine) -> list[str]:
     """What was asked for and cannot be: a case may ask for tensor parallelism."""
     asked = inputs.get("requested", "")
-    if not asked.startswith("tp"):
+    wanted = re.fullmatch(r"tp(\d+)", asked)
+    if wanted is None:
         return []
-    ways = int(asked.removeprefix("tp"))
+    ways = int(wanted[1])
     grid = parallelism.Grid(tensor=ways, data=hardware.count // ways)
     try:
         parallelism.check(grid, shape, hardware.count, hardware.per_node, hardware.fast)

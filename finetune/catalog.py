@@ -29,7 +29,10 @@ FREE_TO_CHANGE = {
     "batch.micro_rows", "batch.micro_tokens", "model.activation_checkpointing", "model.attention",
     "model.pickle", "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
-"""Fields that a continued run may change: they leave the mathematics of the steps as they are."""
+"""Fields that a continued run may change: no step computes anything else from its rows.
+
+`max_steps` and `epochs` move the end of the schedule, and so the learning rate of later steps.
+"""
 
 
 class ExactNumbers(yaml.SafeLoader):

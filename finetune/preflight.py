@@ -3,6 +3,7 @@
 No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
 """
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,15 @@ def check_files(recipe: Recipe) -> None:
 
 def _missing_files(recipe: Recipe) -> list[str]:
     missing = _problems_of(lambda: find_sources(recipe)) if recipe.data else []
-    return [*_missing_folders(recipe.model), *missing]
+    return [*_missing_folders(recipe.model), *missing, *_missing_trackers(recipe)]
+
+
+def _missing_trackers(recipe: Recipe) -> list[str]:
+    return [
+        f"trackers: '{name}' is not installed; run: pip install {name}"
+        for name in recipe.trackers
+        if importlib.util.find_spec(name) is None
+    ]
 
 
 def _problems_of(look: Callable[[], object]) -> list[str]:

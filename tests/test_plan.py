@@ -1,19 +1,23 @@
 """A plan says what a recipe means on a backend, or why it cannot run and what to use instead."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from conftest import Finetune
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import backend, catalog
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.planner import plan
+from finetune.planner.families import READERS
 from finetune.recipe import Data, LoRA, Model, Recipe
 
 BACKENDS = {name: backend.load(name) for name in backend.names()}
@@ -196,6 +200,31 @@ def test_an_initialisation_that_reads_the_base_needs_it_unquantised(init: str) -
         f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
     ]
     assert refused(BASE.with_qlora(init_lora_weights="gaussian"), "single") == []
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_sdpa_is_refused_where_transformers_builds_none(kind: str) -> None:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, num_hidden_layers=1, pad_token_id=0)
+        try:
+            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            reasons = []
+        except ValueError:
+            reasons = [
+                f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, "
+                "or batch.packing=true"
+            ]
+    scratch = Model(config={"model_type": kind}, tokenizer="models/small")
+    recipe = dataclasses.replace(BASE, model=scratch)
+    assert refused(recipe, "single") == reasons
+    assert refused(recipe.with_batch(packing=True), "single") == []
+    eager = dataclasses.replace(recipe, model=dataclasses.replace(scratch, attention="eager"))
+    assert refused(eager, "single") == []
+
+
+def test_a_hub_id_of_the_table_is_known_to_have_no_sdpa() -> None:
+    recipe = dataclasses.replace(BASE, model=Model("google/gemma-2-2b"))
+    assert "no sdpa for gemma2" in refused(recipe, "single")[0]
 
 
 def test_dora_is_refused_where_zero_shards_the_parameters() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from finetune.planner import (
     page,
     parallelism,
     published,
+    states,
     timing,
 )
 from finetune.planner.architecture import Architecture
@@ -99,6 +101,12 @@ def test_tensor_parallelism_is_refused_with_every_reason() -> None:
         assert reason in text
 
 
+def test_a_suggested_pipeline_has_no_more_stages_than_layers() -> None:
+    large = Workload(shape("llama-3.1-405b"), 1, 2048)
+    grid = advice.grid_for(large, hardware.machine("RTX4090", 1024, 128), pretraining=True)
+    assert grid == parallelism.Grid(1, 64, 16)
+
+
 def test_pipelines_wait_as_their_paper_says() -> None:
     assert parallelism.bubble(4, 1) == 0.75
     assert parallelism.bubble(8, 32, 4) == 7 / (4 * 32 + 7)
@@ -121,6 +129,72 @@ def test_links_and_networks_are_told_apart_and_spelt() -> None:
     assert not hardware.machine("A100-80", 8, link="pcie4").fast
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80"), ("A100-40GB-PCIE", "A100-40-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100-80"), ("h200-141gb", "H200"), ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100-16"), ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("RTX 4090 24GB", "RTX4090"), ("NVIDIA RTX A6000", "A6000"), ("L40S-48", "L40S"),
+        ("AMD Instinct MI300X", "MI300X"), ("B200-180", "B200"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_full_name_and_its_memory(written: str, meant: str) -> None:
+    assert hardware.gpu(written).name == meant
+
+
+@pytest.mark.parametrize("written", ["H100-94", "H100 NVL", "RTX 4090 Ti", "A100-64GB", "L40"])
+def test_a_gpu_of_another_kind_is_not_taken_for_one_that_is_known(written: str) -> None:
+    with pytest.raises(FinetuneError, match="--gpu-memory 48"):
+        hardware.gpu(written)
+
+
+def test_links_and_networks_are_known_however_they_are_written() -> None:
+    for link, network in (("PCIe 4.0 x16", "100 GbE"), ("pcie-gen4", "eth100"), ("PCIE4", "100g")):
+        found = hardware.machine("H100-80", 16, 2, link, network)
+        assert (found.link, found.network, found.fast) == (32e9, 12.5e9, False)
+    for link, network in (("NVLink", "IB-400"), ("nvswitch", "NDR"), ("nvlink4", "infiniband400")):
+        found = hardware.machine("H100-80", 16, 2, link, network)
+        assert (found.link, found.network, found.fast) == (450e9, 50e9, True)
+    # 3200 Gb/s of a p5 node are shared by its eight GPUs.
+    assert hardware.machine("H100-80", 16, 2, network="efa3200").network == 50e9
+
+
+def test_a_port_is_of_each_gpu_or_of_a_node_and_the_page_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for network, rate in (("10gbe", 1.25e9), ("10 GbE/node", 1.25e9 / 8), ("efa3200/node", 50e9)):
+        assert hardware.machine("H100-80", 16, 2, network=network).network == rate
+    with pytest.raises(FinetuneError, match="--network 10gbe/rack: unknown"):
+        hardware.machine("H100-80", 16, 2, network="10gbe/rack")
+    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2", "--network", "10gbe")
+    said = "1.25 GB/s between nodes for each GPU (one port of a whole node: --network 10gbe/node)"
+    for more in ((), ("--backend", "fsdp_full_shard")):
+        assert command.run(words(*given, *more), full_recipe()) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_words_about_a_machine_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    idle = "of a machine with GPUs, and there is none here; name one: --gpu H100-80"
+    given = ("--network", "bogus", "--link", "pcie4", "--nodes", "2", "--price", "1")
+    with pytest.raises(FinetuneError) as caught:
+        command.run(words(*given), full_recipe())
+    first, second = caught.value.problems
+    assert first.startswith("--network bogus: unknown; known are ib100, ")
+    assert second == f"--nodes 2, --link pcie4, --network bogus, --price 1.0: {idle}"
+    with pytest.raises(FinetuneError, match="--network ib400: of a machine with GPUs"):
+        ft.plan(full_recipe(), "single", network="ib400")
+
+
+def test_a_link_that_a_gpu_does_not_have_is_refused() -> None:
+    for name, link in (("RTX4090", "nvlink"), ("RTX4090", "nvlink4"), ("H100-80", "nvlinks")):
+        with pytest.raises(FinetuneError, match=f"--link {link}"):
+            hardware.machine(name, 8, link=link)
+    unnamed = hardware.GPU("GPU", 80e9, 900e12, 3e12)
+    assert hardware.machine(unnamed, 8, link="nvlink4").link == 450e9
+
+
 def test_a_step_is_never_faster_than_its_parts() -> None:
     machine = hardware.machine("A100-80", 8, link="pcie4")
     workload = Workload(shape("llama-2-7b"), 1, 2048, scheme="fsdp",
@@ -134,6 +208,27 @@ def test_a_step_is_never_faster_than_its_parts() -> None:
 
 def test_offload_breaks_even_where_the_formula_says() -> None:
     assert timing.offload_break_even(989e12, 0.4, 50e9) == pytest.approx(3956)
+
+
+def test_offloaded_weights_break_even_at_the_tokens_of_the_formula() -> None:
+    machine = hardware.machine("A100-80")
+    layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
+    workload = Workload(
+        shape("llama-2-7b"), 1, 512, scheme="deepspeed", layout=layout, checkpointing="full",
+        accumulation=64,
+    )  # fmt: skip
+    found = advice.option(workload, machine).times
+    bandwidth = machine.gpu.pcie * timing.PCIE_EFFICIENCY
+    formula = timing.offload_break_even(machine.gpu.flops, machine.gpu.mfu, bandwidth)
+    # The formula leaves out attention's products and what travels once a step.
+    assert found.break_even == pytest.approx(formula, rel=0.05)
+    assert found.break_even > 512
+    assert found.bound == "offload"
+    halved = dataclasses.replace(workload, layout=Layout("deepspeed", "params", 2, 1, "all", "cpu"))
+    two = advice.option(halved, hardware.machine("A100-80", 2)).times
+    assert two.break_even == pytest.approx(found.break_even / 2)
+    alone = advice.option(Workload(shape("llama-2-7b"), 1, 512), machine).times
+    assert alone.break_even == 0
 
 
 def full_recipe(rows: int = 64) -> ft.SFT:
@@ -232,6 +327,133 @@ def test_the_command_describes_a_gpu_by_numbers(capsys: pytest.CaptureFixture[st
         command.run(words("--gpu", "H100-80", "--host-ram", "-1"), recipe)
 
 
+def test_counts_below_one_and_numbers_that_are_none_are_refused() -> None:
+    for flag in ("--gpus", "--rows", "--nodes"):
+        with pytest.raises(FinetuneError, match=f"{flag} 0: expected a whole number of at least 1"):
+            command.run(words("--gpu", "H100-80", flag, "0"), full_recipe())
+    for number in ("nan", "inf"):
+        given = ("--gpu-memory", "48", "--tflops", number, "--bandwidth", "864")
+        with pytest.raises(FinetuneError, match=f"--tflops {number}: expected a number above 0"):
+            command.run(words(*given), full_recipe())
+
+
+def test_the_machines_own_gpus_take_every_word_about_nodes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "installed", lambda: [hardware.GPUS["H100-80"]] * 8)
+    given = ("--gpus", "64", "--nodes", "8", "--network", "10gbe", "--price", "2", "--rows", "640")
+    own = [*given, "--host-ram", "512", "--backend", "fsdp_full_shard", "--json"]
+    assert command.run(words(*own), full_recipe()) == 0
+    found = json.loads(capsys.readouterr().out)["prediction"]
+    assert command.run(words("--gpu", "H100-80", *own), full_recipe()) == 0
+    assert found == json.loads(capsys.readouterr().out)["prediction"]
+    assert found["machine"]["network"] == 1.25e9
+    assert found["machine"]["host_memory"] == 512e9
+
+
+def test_hybrid_sharding_is_arithmetic_of_shards_within_a_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = ("--gpu", "H100-80", "--json", "--backend")
+    nodes = ("--gpus", "16", "--nodes", "2")
+    assert command.run(words(*shared, "hsdp", *nodes), full_recipe()) == 0
+    hybrid = json.loads(capsys.readouterr().out)
+    assert command.run(words(*shared, "fsdp_full_shard", "--gpus", "8"), full_recipe()) == 0
+    within = json.loads(capsys.readouterr().out)["prediction"]
+    found = hybrid["prediction"]
+    assert (hybrid["backend"], hybrid["processes"]) == ("hsdp", 16)
+    assert (found["arithmetic_only"], within["arithmetic_only"]) == (True, False)
+    # A copy over 8 GPUs takes in each node what one node of 8 takes.
+    assert found["memory"]["moments"] == within["memory"]["moments"]
+    # Its shard of the fp32 gradients is reduced over two nodes, 2 x 1/2 x 4 bytes, after each of
+    # the four micro-batches of 64 rows.
+    parameters = found["model"]["parameters"]
+    assert found["communication"]["between"] == pytest.approx(4 * 4 * parameters / 8)
+    given = ("--gpu", "H100-80", "--backend", "hsdp_shard_grad_op", *nodes)
+    assert command.run(words(*given), full_recipe()) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("hsdp_shard_grad_op on 16 x H100-80 in 2 nodes: fits")
+    assert "arithmetic: this toolkit has no backend of hsdp_shard_grad_op" in text
+    for few in (("--gpus", "8"), ("--gpus", "2", "--nodes", "2")):
+        with pytest.raises(FinetuneError, match="name nodes of several GPUs"):
+            command.run(words(*shared, "hsdp", *few), full_recipe())
+
+
+def test_a_shape_that_is_taken_from_a_name_is_said_to_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    machine = ("--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
+    ways = (
+        (), machine, (*machine, "--backend", "fsdp_full_shard"), ("--gpu", "T4"),
+        (*machine, "--tensor", "8"),
+    )  # fmt: skip
+    for author, said in (
+        ("somebody", "somebody/Llama-3.1-8B is assumed to have that of llama-3.1-8b"),
+        ("meta-llama", "the table of published shapes"),
+    ):
+        recipe = dataclasses.replace(full_recipe(), model=ft.Model(f"{author}/Llama-3.1-8B"))
+        for given in ways:
+            assert command.run(words(*given), recipe) == 0
+            page_of = capsys.readouterr().out
+            assert command.run(words(*given, "--json"), recipe) == 0
+            for text in (page_of, capsys.readouterr().out):
+                assert said in text
+                assert ("is assumed to have" in text) == (author == "somebody")
+
+
+def test_four_bits_are_proposed_before_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ft.Model("meta-llama/Llama-2-13b-hf", activation_checkpointing=True)
+    recipe = dataclasses.replace(full_recipe(), model=model).with_lora()
+    given = ("--gpu", "RTX4090", "--host-ram", "32")
+    assert command.run(words(*given), recipe) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("zero3_nvme fits")
+    assert "before a disk, change this, which fits without offload\n  -" in text
+    assert "frozen weights in 4 bits: model.quantization=nf4 (fits)" in text
+    assert command.run(words(*given, "--json"), recipe) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["backend"] for each in found["options"]} == {"zero3_nvme"}
+    (change,) = found["changes"]
+    assert (change["setting"], change["fits"]) == ("model.quantization=nf4", True)
+    # 2 bytes of each weight of a layer become those of NF4; what one matrix unpacks to is scratch.
+    llama = shape("llama-2-13b")
+    weights = llama.layers * llama.linear_weights
+    assert change["bytes"] == pytest.approx((2 - states.nf4_bits() / 8) * weights, rel=0.02)
+    # With host memory for offload there is nothing to change.
+    assert command.run(words("--gpu", "RTX4090", "--host-ram", "256", "--json"), recipe) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == []
+
+
+def test_what_the_host_lacks_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = dataclasses.replace(full_recipe(), model=ft.Model("meta-llama/Llama-3.1-70B"))
+    given = ("--gpu", "A100-80", "--gpus", "8", "--host-ram", "128")
+    assert command.run(words(*given), recipe) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "nothing fits on 8 x A100-80: the least is zero3_nvme" in first
+    assert "of host memory in a node of 128.0 GB" in first
+
+
+def test_the_verdict_comes_first_and_a_ranking_says_what_it_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--gpu", "H100-80", "--gpus", "8")
+    assert command.run(words(*given, "--backend", "fsdp_full_shard"), full_recipe()) == 0
+    assert capsys.readouterr().out.startswith("fsdp_full_shard on 8 x H100-80: fits")
+    assert command.run(words(*given, "--json"), full_recipe()) == 0
+    every = len(json.loads(capsys.readouterr().out)["options"])
+    assert command.run(words(*given), full_recipe()) == 0
+    text = capsys.readouterr().out
+    assert f"and {every - command.SHOWN} that are slower or less simple" in text
+
+
+def test_a_gpu_without_bf16_is_said_to_have_none_in_the_ranking_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.run(words("--gpu", "T4"), full_recipe().with_qlora()) == 0
+    assert "T4 has no bf16 units" in capsys.readouterr().out
+
+
 def test_planning_needs_no_torch() -> None:
     script = (
         "import sys; from finetune.planner import command, predict, page, changes; "
@@ -241,3 +463,18 @@ def test_planning_needs_no_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("more", "limit"), [(("--backend", "fsdp_full_shard"), 1), ((), 3)])
+def test_the_whole_command_takes_seconds_of_processor_time(
+    more: tuple[str, ...], limit: float
+) -> None:
+    given = ("plan", "llama3_1_8b_full", "--gpu", "H100-80", "--gpus", "8", *more)
+    alone = (sys.executable, "-m", "finetune", *given)
+    spent: list[float] = []
+    for _ in range(2):  # the first may compile modules
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(alone, cwd=ROOT, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < limit, spent

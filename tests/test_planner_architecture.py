@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+import finetune as ft
 from finetune.errors import FinetuneError
 from finetune.planner import published
 from finetune.planner.families import READERS, read
+from finetune.planner.predict import model_source
 from finetune.planner.workload import lora
 
 
@@ -36,6 +38,23 @@ def test_mixtral_counts_all_experts_and_meets_two() -> None:
     assert config is not None
     shape = read(config)
     assert (shape.parameters, shape.active_parameters) == (46_702_792_704, 12_879_925_248)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("openai-community/gpt2", 124_439_808), ("openai-community/gpt2-xl", 1_557_611_200),
+        ("EleutherAI/pythia-70m-deduped", 70_426_624), ("EleutherAI/pythia-410m", 405_334_016),
+        ("EleutherAI/pythia-2.8b", 2_775_208_960), ("EleutherAI/pythia-6.9b", 6_857_302_016),
+        ("EleutherAI/pythia-12b", 11_846_072_320), ("EleutherAI/gpt-neox-20b", 20_554_567_680),
+    ],
+)  # fmt: skip
+def test_rows_of_older_families_have_their_published_number_of_parameters(
+    name: str, parameters: int
+) -> None:
+    config = published.find(name)
+    assert config is not None
+    assert read(config).parameters == parameters
 
 
 def test_a_hub_name_finds_its_row_and_a_version_is_not_lost() -> None:
@@ -114,3 +133,27 @@ def test_adapters_are_chosen_by_name_expression_layer_and_pattern() -> None:
     assert lora(shape, 4, ("q_proj",), dora=True).parameters == 2 * (4 * 128 + 64)
     with pytest.raises(FinetuneError, match="linear modules here: down_proj"):
         lora(shape, 4, ("query",))
+
+
+def test_an_adapter_on_the_head_or_the_embedding_is_counted() -> None:
+    shape = read(small("llama"))
+    assert lora(shape, 4, ("q_proj", "lm_head")).parameters == 2 * 4 * 128 + 4 * (64 + 128)
+    assert lora(shape, 4, ("embed_tokens",)).parameters == 4 * (64 + 128)
+    assert lora(shape, 4, r".*lm_head").parameters == 4 * (64 + 128)
+    # PEFT wraps nothing outside the layers where layers are chosen.
+    assert lora(shape, 4, ("q_proj", "lm_head"), only_layers=(1,)).parameters == 4 * 128
+    assert lora(shape, 4, "all-linear").parameters == lora(shape, 4).parameters
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '"llama"', '{"model_type": ["llama"]}', '{"model_type": 3}']
+)
+def test_a_config_of_another_form_is_refused_with_its_path(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FinetuneError, match=r"config\.json: "):
+        model_source(ft.SFT(ft.Model(str(tmp_path))))
+
+
+def test_an_activation_that_is_no_word_is_a_problem_of_the_config() -> None:
+    with pytest.raises(FinetuneError, match="hidden_act"):
+        read(small("llama", hidden_act=["silu"]))

@@ -25,6 +25,7 @@ CONFIGS = {
     "gemma": BASE
     | {"model_type": "gemma", "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
        "intermediate_size": 8192},
+    "gemma2": BASE | {"model_type": "gemma2", "tie_word_embeddings": True},
     "mixtral": BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
@@ -45,6 +46,17 @@ TRACED = [
     ("gemma", "lora", "bf16", True, 433761458),
     ("mixtral", "lora", "bf16", True, 529313600),
     ("mixtral", "full", "bf16", True, 1049190800),
+]
+
+
+# The same with scores written out, and `gemma2` with capped ones.
+TRACED_EAGER = [
+    ("llama", "full", False, 859019648),
+    ("llama", "full", True, 516114816),
+    ("llama", "lora", False, 684718512),
+    ("llama", "lora", True, 321137072),
+    ("gemma2", "full", True, 569141654),
+    ("gemma2", "lora", True, 376580530),
 ]
 
 
@@ -70,6 +82,16 @@ def test_a_peak_is_that_of_the_traced_step(
     peak = memory.timeline(traced_workload(name, mode, numbers, recompute)).peak.total
     # Dense layers are followed operation by operation; routing and sorting of experts is not.
     assert peak == pytest.approx(expected, rel=0.02 if name == "mixtral" else 0.001)
+
+
+@pytest.mark.parametrize(("name", "mode", "recompute", "expected"), TRACED_EAGER)
+def test_scores_that_are_written_out_have_the_peak_of_the_traced_step(
+    name: str, mode: str, recompute: bool, expected: int
+) -> None:
+    workload = traced_workload(name, mode, "bf16", recompute)
+    peak = memory.timeline(dataclasses.replace(workload, attention="eager")).peak.total
+    # The mask, one for each kind of layer, is not counted: 2 bytes of 12 for each head.
+    assert peak == pytest.approx(expected, rel=0.01 if name == "gemma2" else 0.004)
 
 
 def large(**fields: Any) -> Workload:

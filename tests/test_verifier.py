@@ -136,6 +136,13 @@ def test_a_plan_of_one_device_is_verified(finetune: Finetune, tmp_path: Path) ->
     assert parts["adapters"] == parts["gradients"] == 4 * adapters
 
 
+def test_a_job_on_several_nodes_is_rehearsed_without_the_name_of_a_gpu(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--nodes", "2"]
+    assert verification(finetune, recipe(tmp_path, LLAMA, adapter={"r": 8}), *words)["collectives"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
@@ -220,6 +227,20 @@ def test_an_architecture_without_formulas_is_refused_and_traced_on_request(
     # of all queries and one of all keys.
     layer = 4 * H * H + 3 * H * F + 4 * H
     assert traced(found)["parameters"] == LAYER_COUNT * layer + 2 * VOCAB * H + H
+
+
+@pytest.mark.slow
+def test_a_model_with_attention_of_its_own_says_how_to_trace_it(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    config = {
+        "model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256,
+        "num_hidden_layers": 8, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    done = finetune("plan", recipe(tmp_path, config), "--backend", "single", "--verify")
+    assert done.status == 2
+    assert "falcon" in done.stderr
+    assert "set model.attention=eager" in done.stderr
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def adapted(
         if targets == "all-linear" or _matches(shape, layer, matrix, targets)
         if not (excluded and _matches(shape, layer, matrix, excluded))
     ]
-    if not chosen:
+    if not chosen and (wanted or not outer(shape, targets, excluded)):
         names = ", ".join(sorted({matrix.leaf for matrix in shape.matrices}))
         raise FinetuneError(
             f"adapter.targets: {targets!r} names no linear module; linear modules here: {names}"
@@ -39,10 +39,32 @@ def adapted(
     return chosen
 
 
+def outer(
+    shape: Architecture, targets: str | Iterable[str], excluded: str | Iterable[str] = ()
+) -> list[Matrix]:
+    """Embedding and head where they are named: `all-linear` leaves both, as PEFT does."""
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    excluded = excluded if isinstance(excluded, str) else tuple(excluded)
+    table = shape.prefix.rsplit(".", 1)[0] + "." + TABLES.get(shape.kind, "embed_tokens")
+    maps = Matrix(table, shape.vocab, shape.hidden), Matrix(shape.head, shape.hidden, shape.vocab)
+    return [
+        each for each in maps
+        if targets != "all-linear" and _named(each.name, targets)
+        if not (excluded and _named(each.name, excluded))
+    ]  # fmt: skip
+
+
+TABLES = {"gpt2": "wte", "gpt_neox": "embed_in"}
+"""Names of the embedding, where it has another."""
+
+
 def _matches(
     shape: Architecture, layer: int, matrix: Matrix, wanted: str | tuple[str, ...]
 ) -> bool:
-    path = f"{shape.prefix}.{layer}.{matrix.name}"
+    return _named(f"{shape.prefix}.{layer}.{matrix.name}", wanted)
+
+
+def _named(path: str, wanted: str | tuple[str, ...]) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in wanted)

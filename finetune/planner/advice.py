@@ -261,7 +261,8 @@ def grid_for(workload: Workload, machine: Machine, pretraining: bool) -> Grid | 
     while workload.shape.heads % tensor or workload.shape.kv_heads % tensor:
         tensor -= 1
     pipeline = 1
-    while 16 * size / (tensor * pipeline) > machine.usable * 4 and pipeline * 2 * tensor <= count:
+    most = min(workload.shape.layers, count // tensor)
+    while 16 * size / (tensor * pipeline) > machine.usable * 4 and pipeline * 2 <= most:
         pipeline *= 2
     if count % (tensor * pipeline):
         return None

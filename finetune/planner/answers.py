@@ -1,5 +1,6 @@
 """What `finetune plan` answers, in Python: `ft.plan` of a recipe, and on a machine in words."""
 
+import math
 from typing import Any
 
 from finetune import backend as backends
@@ -42,7 +43,7 @@ def described(
     problems = [
         f"{name} {value}: expected a number above 0"
         for name, value in {**numbers, "--host-ram": host_ram, "--price": price}.items()
-        if value is not None and value <= 0
+        if value is not None and not 0 < value < math.inf
     ]
     if given and gpu is not None:
         problems.append(f"--gpu {gpu}: has a name already; leave {', '.join(given)} away")
@@ -58,6 +59,42 @@ def described(
         return None
     host = None if host_ram is None else host_ram * 1e9
     return hardware.machine(chosen, count, nodes, link, network, host, price)
+
+
+def without_machine(**given: Any) -> None:
+    """Refuse words about a machine where no GPU is named and none is here.
+
+    Raises:
+        FinetuneError: with each of them that is given, and with those that are not known.
+    """
+    idle = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in given.items()
+        if value is not None and (name, value) != ("nodes", 1)
+    ]
+    problems = hardware.unknown(given.get("link"), given.get("network"))
+    if idle:
+        problems.append(
+            f"{', '.join(idle)}: of a machine with GPUs, and there is none here; name one: --gpu "
+            "H100-80"
+        )
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def whole_numbers(**given: int | None) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        FinetuneError: with each of them, under the name that it has on the command line.
+    """
+    problems = [
+        f"--{name} {count}: expected a whole number of at least 1"
+        for name, count in given.items()
+        if count is not None and count < 1
+    ]
+    if problems:
+        raise FinetuneError(*problems)
 
 
 def plan(
@@ -89,8 +126,10 @@ def plan(
     Raises:
         FinetuneError: the pair cannot work, or the machine is not known; with every reason.
     """
+    whole_numbers(gpus=gpus, rows=rows)
     machine = described(gpu, gpus or processes or 1, **words)
     if machine is None:
+        without_machine(**words)
         return settle(recipe, backend, processes or gpus, precision)
     settled = settle(recipe, backend, machine.count, precision)
     return predict(settled, machine, rows or local_rows(recipe))

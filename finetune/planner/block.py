@@ -173,7 +173,6 @@ class Layer:
     def _mix(self, query: Value, key: Value, values: Value) -> Value:
         tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
         statistics = 4.0 * self.tokens * self.shape.heads
-        scores = self.rows * self.shape.heads * self.length**2
         grouped = self.shape.heads != self.shape.kv_heads
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
@@ -185,15 +184,29 @@ class Layer:
             lse = Value(statistics, grad=False)
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
-        product = tape.run(2 * scores, (query, key), (query, key), forward=2 * scores)
+        return self._written_out(query, key, values)
+
+    def _written_out(self, query: Value, key: Value, values: Value) -> Value:
+        """Scores, scaled, masked, through softmax in fp32, and the mean of values that they weigh.
+
+        Softmax widens what it is given and keeps its result, which lies beside the cast that
+        weighs; backwards it holds that with both gradients, all wide. GPT-2's widens nothing.
+        """
+        tape, c = self.tape, self.numerics.compute
+        width = c if self.shape.kind == "gpt2" and not self.numerics.autocast else 4
+        scores = float(self.rows * self.shape.heads * self.length**2)
+        scaled = tape.run(c * scores, (tape.run(c * scores, (query, key), (query, key)),))
         if self.shape.capped_scores:
-            product = self.capped(product)
-        masked = tape.run(2 * scores, (product,), passes=True)
-        weights = tape.run(4 * scores, (masked,))
-        soft = tape.run(4 * scores, (weights,), ())
-        kept = Value(4 * scores, grad=False)
-        cast = tape.run(2 * scores, (soft,), (kept,))
-        return tape.run(q, (cast, values), (cast, values))
+            scaled = self.capped(scaled)
+        masked = tape.run(c * scores, (scaled,), passes=True)
+        wide = masked if c == width else tape.run(width * scores, (masked,))
+        weights = tape.run(width * scores, (wide,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(weights,))
+        if c != width:  # the name of the scores is held until their weights have it
+            weights = tape.run(c * scores, (weights,), holds=(masked,))
+        mixed = float(self.tokens * self.shape.query * c)
+        return tape.run(mixed, (weights, values), (weights, values))
 
     def capped(self, value: Value) -> Value:
         """cap x tanh(value / cap): the tanh is kept."""

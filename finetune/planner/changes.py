@@ -1,7 +1,7 @@
 """What to change when a workload does not fit, and the fewest changes after which it does."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from finetune.planner import advice, memory
 from finetune.planner.hardware import Machine
@@ -79,6 +79,29 @@ def _levers(
     if workload.length > 512:
         half = workload.length // 2
         yield "rows of half the length", f"batch.max_length={half}", with_(length=half)
+
+
+def before_disk(
+    found: Iterable[advice.Option], machine: Machine, precision: str = "bf16"
+) -> list[Change]:
+    """Adapters and 4-bit weights that fit without offload, where only a disk does as it is.
+
+    The rules try them first: a step that reads its weights from a disk is many times longer.
+    """
+    options = list(found)
+    fitting = [each for each in options if each.status != "no"]
+    if not fitting or any(each.workload.layout.device != "nvme" for each in fitting):
+        return []
+    whole = [each for each in options if each.workload.layout.offload == "none"]
+    least = min(whole, key=lambda each: each.peak.total).workload
+    return [
+        change
+        for change in changes(least, machine, precision)
+        if change.fits
+        and change.workload.layout == least.layout
+        and (change.workload.adapter, change.workload.quantization)
+        != (least.adapter, least.quantization)
+    ]
 
 
 def shortest(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change] | None:

@@ -11,9 +11,10 @@ import psutil
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
-from finetune.planner.answers import described
+from finetune.planner.answers import described, whole_numbers, without_machine
 from finetune.planner.families import READERS
 from finetune.planner.grids import plan_grid
+from finetune.planner.hybrid import SHARDS, plan_hybrid
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import (
     Prediction,
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of the whole job")
     parser.add_argument("--nodes", type=int, default=1, help="machines that hold them")
     parser.add_argument("--link", help="between GPUs of a node: nvlink, pcie4, pcie5, ...")
-    parser.add_argument("--network", help="between nodes: ib400, 100gbe, ...")
+    parser.add_argument("--network", help="between nodes: ib400, or 10gbe/node of one port")
     parser.add_argument("--host-ram", type=float, metavar="GB", help="host memory of a node")
     parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of a GPU without a name")
     parser.add_argument("--tflops", type=float, help="its dense 16-bit rate")
@@ -94,13 +95,27 @@ def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = N
 
     Returns the exit status: 1 where `verify` finds the plan's numbers wrong.
     """
+    whole_numbers(gpus=arguments.gpus, nodes=arguments.nodes, rows=arguments.rows)
     machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
     if machine is None and (present := hardware.installed()):
         count = arguments.gpus or arguments.processes or len(present)
-        machine = hardware.machine(present[0], count, 1, arguments.link)
+        given: float | None = arguments.host_ram
+        host = float(psutil.virtual_memory().total) if given is None else given * 1e9
+        machine = hardware.machine(
+            present[0], count, arguments.nodes, arguments.link, arguments.network, host,
+            arguments.price,
+        )  # fmt: skip
+    if machine is None:
+        without_machine(
+            nodes=None if verify else arguments.nodes,  # ranks that are rehearsed lie anywhere
+            link=arguments.link, network=arguments.network, host_ram=arguments.host_ram,
+            price=arguments.price,
+        )  # fmt: skip
     if arguments.tensor is not None or arguments.pipeline is not None:
         return _grid(arguments, recipe, machine)
-    if verify is not None and config_of(recipe)[0].get("model_type") not in READERS:
+    if arguments.backend in SHARDS:
+        return _hybrid(arguments, recipe, machine, verify)
+    if verify is not None and str(config_of(recipe)[0].get("model_type")) not in READERS:
         return _traced(arguments, recipe, machine, verify)
     if machine is None:
         return _plain(arguments, recipe, verify)
@@ -121,6 +136,21 @@ def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machi
     found = plan_grid(recipe, machine, ways, stages, arguments.precision or "bf16")
     print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
     return 0
+
+
+def _hybrid(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    machine: hardware.Machine | None,
+    verify: Verify | None,
+) -> int:
+    """Shards within a node, copies over nodes."""
+    if verify is not None:
+        raise FinetuneError(f"--backend {arguments.backend}: arithmetic only; leave --verify away")
+    settled = plan_hybrid(recipe, arguments.backend, machine, arguments.precision)
+    assert machine is not None
+    rows = arguments.rows or local_rows(recipe)
+    return _show(arguments, settled, predict(settled, machine, rows, machine.nodes), None)
 
 
 def _traced(
@@ -149,8 +179,10 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None)
     """The plan, and its memory where the shapes are known, on a machine without a GPU."""
     processes = arguments.processes or arguments.gpus
     settled = plan(recipe, arguments.backend, processes, arguments.precision)
+    source = None
     try:
-        workload = workload_of(settled, model_source(recipe).shape)
+        source = model_source(recipe)
+        workload = workload_of(settled, source.shape)
         here = dataclasses.replace(workload, cpu=True)
         timeline, problem = memory.timeline(here), ""
     except FinetuneError as error:
@@ -159,6 +191,7 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None)
     if arguments.json:
         record: dict[str, Any] = dict(settled.summary())
         record["memory"] = None if timeline is None else _moments(timeline)
+        record["source"] = None if source is None else source.where
         record |= {} if found is None else {"verification": found.summary()}
         print(json.dumps(record, indent=2))
         return _status(found)
@@ -166,6 +199,8 @@ def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None)
     if timeline is None:
         print(f"memory       not predicted: {problem}")
         return 0
+    if source is not None:
+        print(f"shapes       {source.where}")
     peak = timeline.peak
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
@@ -210,9 +245,9 @@ def _show(
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
         return _status(traced)
-    print(settled.explain())
-    print()
     print(page.page(prediction, found))
+    print()
+    print(settled.explain())
     if fit is not None:
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
@@ -260,30 +295,55 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     best = whole[0] if whole else None
     ranked = _possible(recipe, whole, precision)
     grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
+    first = changes.before_disk(found, machine, precision)
     if arguments.json:
-        print(json.dumps(_ranking(ranked, found, machine, grid), indent=2))
+        listed = {"source": source.where, "changes": [_change(change) for change in first]}
+        print(json.dumps(_ranking(ranked, found, machine, grid) | listed, indent=2))
         return 0
     if not ranked:
-        least = min(found, key=lambda each: each.peak.total)
+        least = min(found, key=_missing)
+        host = ""
+        if machine.host_memory is not None and not least.host_fits:
+            host = (
+                f", and {page.size(least.host)} of host memory in a node of "
+                f"{page.size(machine.host_memory)}, of which nine tenths are taken as free"
+            )
         print(
             f"nothing fits on {page.machine_words(machine)}: the least is {least.name} with "
-            f"{page.size(least.peak.total)} of {page.size(least.usable)}"
+            f"{page.size(least.peak.total)} of {page.size(least.usable)}{host}"
         )
         print()
         print(page.what_to_change(changes.changes(least.workload, machine, precision)))
         print(_shortest_words(_listed(changes.shortest(least.workload, machine, precision))))
+        print(f"\nshapes from {source.where}")
         return 0
-    print(page.ranking(ranked[:SHOWN], advice.reason(ranked[0], found)))
+    print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
+    if first:
+        print(f"\n{page.before_disk(first)}")
+    if precision == "bf16" and not machine.gpu.bf16:
+        print(f"\nnote: {page.emulated(machine)}")
+    if machine.nodes > 1:
+        print(f"\nnetwork: {page.network_words(machine)}")
     if best and best.name not in backends.names():
-        print(f"\n{best.name} would be the fastest: this toolkit has no backend of it")
+        print(
+            f"\n{best.name} would be the fastest, with {page.size(best.peak.total)} and "
+            f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.rows} rows: this "
+            f"toolkit has no backend of it; its table: --backend {best.name}"
+        )
     if grid is not None:
         print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
     chosen, words = _chosen(recipe, ranked[0])
     settled = plan(chosen, ranked[0].name, machine.count, precision)
     prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
-    print(f"\n{page.whole_run(prediction)}")
+    print(f"\nshapes from {source.where}")
+    print(page.whole_run(prediction))
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
+
+
+def _missing(option: advice.Option) -> tuple[float, float]:
+    """How much an option lacks: bytes of a GPU before bytes of the host."""
+    return max(0.0, option.peak.total - option.usable), option.host
 
 
 def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:

@@ -43,7 +43,7 @@ class _Fields:
         }  # fmt: skip
         # Gemma computes with `hidden_activation` whatever its older `hidden_act` says.
         name = self.values.get("hidden_activation") or self.values.get("hidden_act") or default
-        if name not in names:
+        if str(name) not in names:
             known = ", ".join(names)
             self.problems.append(f"hidden_act: got {name!r}, the formulas know {known}")
         return names.get(str(name), "silu")
@@ -172,7 +172,6 @@ def _gpt_neox(kind: str, fields: _Fields) -> Architecture:
         norm="layer",
         context=fields.size("max_position_embeddings", 2048),
         prefix="gpt_neox.layers",
-        head="embed_out",
     )
 
 
@@ -229,7 +228,7 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
             every problem.
     """
     kind = config.get("model_type")
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         known = ", ".join(sorted(READERS))
         raise FinetuneError(
             f"{where}: model_type: got {kind!r}; the formulas know {known}"

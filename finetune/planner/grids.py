@@ -29,6 +29,8 @@ class GridPlan:
     """Share of a step in which a stage waits for the others."""
     compute: float
     """Seconds of a step, the bubble included and communication left out."""
+    source: str
+    """Where the shapes of the model were read."""
 
     @property
     def fits(self) -> bool:
@@ -44,6 +46,7 @@ class GridPlan:
             "microbatches": self.microbatches,
             "bubble": self.bubble,
             "compute_seconds": self.compute,
+            "source": self.source,
         }
 
     def page(self) -> str:
@@ -60,6 +63,7 @@ class GridPlan:
                 f"{self.microbatches} micro-batches each",
                 f"  compute  {page.duration(self.compute)} a step with it, at "
                 f"{self.machine.gpu.mfu:.0%} of the peak (an assumption), communication left out",
+                f"  shapes   from {self.source}",
                 "  note     arithmetic: this toolkit has no backend of tensor or pipeline parallel",
             ]
         )
@@ -90,7 +94,8 @@ def plan_grid(
             f"--tensor {tensor}, --pipeline {pipeline}: expected whole numbers of at least 1"
         )
     alone = recipe.with_batch(rows=recipe.batch.most_micro_rows)
-    workload = workload_of(plan(alone, "single", 1, precision), model_source(recipe).shape)
+    source = model_source(recipe)
+    workload = workload_of(plan(alone, "single", 1, precision), source.shape)
     grid = Grid(tensor, pipeline, max(1, machine.count // (tensor * pipeline)))
     check(grid, workload.shape, machine.count, machine.per_node, machine.fast)
     taken = grid.data * workload.rows
@@ -115,4 +120,5 @@ def plan_grid(
         count,
         waits,
         work * per_token / rate / (1 - waits),
+        source.where,
     )

@@ -78,12 +78,17 @@ LINKS: dict[str, float] = {
     "pcie3": 16e9, "pcie4": 32e9, "pcie5": 64e9,
     "nvlink2": 150e9, "nvlink3": 300e9, "nvlink4": 450e9, "nvlink5": 900e9,
 }  # fmt: skip
-# Bytes per second of one network port: its line rate. 400 Gb/s InfiniBand is 50 GB/s.
+# Bytes per second of one network port: its line rate. 400 Gb/s InfiniBand is 50 GB/s. EFA is named
+# by what a node of eight GPUs has in all, 400 Gb/s (p4d) or 3200 (p5): an eighth of it for each.
+# Others are a port of each GPU, as HGX machines have, unless `/node` says that a node shares one.
 NETWORKS: dict[str, float] = {
-    "ib100": 12.5e9, "ib200": 25e9, "ib400": 50e9, "ib800": 100e9,
-    "10gbe": 1.25e9, "25gbe": 3.125e9, "100gbe": 12.5e9, "200gbe": 25e9, "400gbe": 50e9,
-    "efa400": 50e9, "efa3200": 400e9,
+    "ib100": 12.5e9, "ib200": 25e9, "ib400": 50e9, "ib800": 100e9, "1gbe": 0.125e9,
+    "10gbe": 1.25e9, "25gbe": 3.125e9, "40gbe": 5e9, "50gbe": 6.25e9, "100gbe": 12.5e9,
+    "200gbe": 25e9, "400gbe": 50e9, "800gbe": 100e9, "efa400": 6.25e9, "efa3200": 50e9,
 }  # fmt: skip
+# Words of a GPU's full name that tell it from no other here.
+_VENDORS = {"nvidia", "amd", "instinct", "tesla", "geforce", "gpu"}
+_FORMS = re.compile(r"(sxm|hbm)\d*e?")
 # Share of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
 # 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
 EFFICIENCY = 0.8
@@ -119,21 +124,81 @@ class Machine:
         return (self.gpu.memory - context - several) * 0.95
 
 
+def _key(name: str) -> str:
+    """A GPU's name as it is looked up: `NVIDIA A100-SXM4-80GB` is `a100-80`."""
+    words = re.split(r"[\s_-]+", name.strip().lower())
+    words = [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word not in _VENDORS]
+    words = [word for word in words if not _FORMS.fullmatch(word)]
+    words.sort(key=lambda word: word == "pcie")
+    return re.sub(r"^rtx-", "rtx", "-".join(words))
+
+
+def _named(name: str) -> GPU | None:
+    """The row of a name, with or without the memory that the row has."""
+    known = {known.lower(): known for known in GPUS} | ALIASES
+    key = _key(name)
+    if key in known:
+        return GPUS[known[key]]
+    base, _, size = key.rpartition("-")
+    if base not in known or not size.isdigit():
+        return None
+    row = GPUS[known[base]]
+    near = min(abs(int(size) * unit - row.memory) for unit in (1e9, 2**30))
+    return row if near < 0.07 * row.memory else None
+
+
 def gpu(name: str) -> GPU:
     """A GPU by name.
 
     Raises:
         FinetuneError: it is not known; says which are, and how to give one's numbers.
     """
-    key = re.sub(r"[\s_]", "-", name.strip().lower()).removeprefix("nvidia-")
-    key = re.sub(r"^rtx-", "rtx", key)
-    known = {known.lower(): known for known in GPUS} | ALIASES
-    if key in known:
-        return GPUS[known[key]]
+    found = _named(name)
+    if found is not None:
+        return found
     raise FinetuneError(
         f"--gpu {name}: unknown{did_you_mean(name, GPUS)}; known are {', '.join(GPUS)}; describe "
         "another by --gpu-memory 48 --tflops 362 --bandwidth 864"
     )
+
+
+def _link(word: str) -> str:
+    """A link as the table spells it: `PCIe 4.0 x16` is `pcie4`."""
+    key = re.sub(r"[\s_-]", "", word.lower())
+    key = re.sub(r"^(pcie)(?:gen)?(\d)(?:\.0)?(?:x16)?$", r"\1\2", key)
+    return "nvlink" if key in ("nvswitch", "xgmi", "infinityfabric") else key
+
+
+def _network(word: str) -> str:
+    """A network as the table spells it: `100 GbE` and `eth100` are `100gbe`."""
+    key = re.sub(r"[\s_-]", "", word.lower()).replace("infiniband", "ib")
+    speeds = {"edr": "100", "hdr": "200", "ndr": "400", "xdr": "800"}
+    key = re.sub(r"^(?:ib)?(edr|hdr|ndr|xdr)$", lambda found: f"ib{speeds[found[1]]}", key)
+    key = re.sub(r"^(?:eth|ethernet|roce|rocev2)(\d+)$", r"\1gbe", key)
+    return re.sub(r"^(\d+)(?:g|gb|gbps|gbit|gige)$", r"\1gbe", key)
+
+
+def _port(word: str) -> tuple[str, bool]:
+    """A network as the table spells it, and whether the GPUs of a node share one port of it."""
+    name, _, holder = word.partition("/")
+    return _network(name), holder.strip().lower() == "node"
+
+
+def unknown(link: str | None, network: str | None) -> list[str]:
+    """A problem for each of the words that names no link or network here."""
+    problems: list[str] = []
+    if link is not None and (key := _link(link)) not in {"nvlink", "pcie", *LINKS}:
+        known = ", ".join(["nvlink", *LINKS])
+        problems.append(f"--link {link}: unknown{did_you_mean(key, LINKS)}; known are {known}")
+    if network is not None:
+        port, shared = _port(network)
+        if port not in NETWORKS or ("/" in network and not shared):
+            near, known = did_you_mean(network, NETWORKS), ", ".join(NETWORKS)
+            problems.append(
+                f"--network {network}: unknown{near}; known are {known}, of each GPU; shared by a "
+                "node: 10gbe/node"
+            )
+    return problems
 
 
 def installed() -> list[GPU]:
@@ -172,6 +237,9 @@ def processor(flops: float, processes: int, memory: float) -> Machine:
 
 def _of_driver(name: str, reported: float) -> GPU:
     """The row of a driver's name: `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`, ..."""
+    exact = _named(name)
+    if exact is not None:
+        return exact
     words = set(re.split(r"[\s\-_]+", name.lower().replace("geforce", "").replace("rtx ", "rtx")))
     pcie = "pcie" in words
     near = [
@@ -199,36 +267,28 @@ def machine(
 
     Args:
         link: between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's best.
-        network: between nodes; each node has one port per GPU, as HGX machines do.
+        network: between nodes; a port of each GPU, or of a node (`10gbe/node`), which share it.
         host_memory: bytes per node.
 
     Raises:
         FinetuneError: with every word that is not known or does not fit.
     """
-    problems: list[str] = []
+    problems = unknown(link, network)
     chosen = name if isinstance(name, GPU) else gpu(name)
     if count < 1 or nodes < 1 or count % max(nodes, 1):
         problems.append(f"--gpus {count}: does not divide over {nodes} nodes")
-    fastest = max(chosen.nvlink, chosen.pcie)
-    inside, fast = fastest, chosen.nvlink > 0
-    if link is not None and not link.startswith("nvlink"):
-        fast = False
-        if link not in LINKS:
-            known = ", ".join(["nvlink", *LINKS])
-            problems.append(f"--link {link}: unknown{did_you_mean(link, LINKS)}; known are {known}")
-        inside = LINKS.get(link, fastest)
-    elif link is not None:
-        if link == "nvlink" and not chosen.nvlink:
-            problems.append(f"--link nvlink: {chosen.name} has none; use pcie4 or pcie5")
-        inside, fast = LINKS.get(link, chosen.nvlink), True
-    outside = NETWORKS.get(network or "ib400", 0.0)
-    if network is not None and network not in NETWORKS:
-        known = ", ".join(NETWORKS)
-        problems.append(
-            f"--network {network}: unknown{did_you_mean(network, NETWORKS)}; known are {known}"
-        )
+    inside, fast = max(chosen.nvlink, chosen.pcie), chosen.nvlink > 0
+    if link is not None:
+        key = _link(link)
+        rates = LINKS | {"nvlink": chosen.nvlink, "pcie": chosen.pcie}
+        inside, fast = rates.get(key, inside), key.startswith("nvlink")
+        if fast and not chosen.nvlink and (key == "nvlink" or chosen.name in GPUS):
+            problems.append(f"--link {link}: {chosen.name} has none; use pcie4 or pcie5")
     if problems:
         raise FinetuneError(*problems)
+    port, shared = _port(network or "ib400")
+    divided = shared and not port.startswith("efa")
+    outside = NETWORKS[port] / (count // nodes if divided else 1)
     return Machine(
         chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Literal
 
 from finetune.backend import Backend
@@ -32,6 +33,17 @@ LOGITS: dict[str, Logits] = {
 head alone, or the head and then cap * tanh(x / cap) (`final_logit_softcapping`), a division
 (`logits_scaling`), a product (`logit_scale`)."""
 
+UNFUSED: dict[str, tuple[str, ...]] = {
+    "mixtral": ("activation",),
+    "qwen3_moe": ("activation",),
+    "phi3": ("activation", "rotary"),
+    "olmo2": ("norm", "rotary"),
+    "cohere": ("norm", "activation", "rotary"),
+    "cohere2": ("norm", "activation", "rotary"),
+}
+"""Levers of these types whose parts are not known in `finetune/kernels`."""
+PARTS = {"norm": "norms", "activation": "feed-forward layers", "rotary": "attention layers"}
+
 CHUNK_ENTRIES = 2**23
 """Logits of one chunk of `kernels.head=chunked`, 16 MiB in bf16: enough rows for a matrix product
 to be fast."""
@@ -61,9 +73,9 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
     return (
         _head(recipe, kind),
         *adapted,
-        Choice("norm", kernels.norm),
-        Choice("activation", kernels.activation),
-        Choice("rotary", kernels.rotary),
+        _part("norm", kernels.norm, kind),
+        _part("activation", kernels.activation, kind),
+        _part("rotary", kernels.rotary, kind),
         Choice("pointwise", kernels.pointwise),
     )
 
@@ -71,12 +83,27 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
 def _head(recipe: Recipe, kind: str | None) -> Choice:
     if recipe.kernels.head == "whole":
         return Choice("head", "whole")
-    targets = recipe.adapter.targets if recipe.adapter is not None else ()
-    if not isinstance(targets, str) and any(t.split(".")[-1] == "lm_head" for t in targets):
+    if recipe.adapter is not None and _on_head(recipe.adapter.targets):
         return Choice("head", "whole", "the head has an adapter (adapter.targets)")
     if kind is not None and kind not in LOGITS:
         return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
     return Choice("head", "chunked")
+
+
+def _on_head(targets: str | tuple[str, ...]) -> bool:
+    """Whether PEFT gives the head an adapter: it matches a text as a regular expression."""
+    if not isinstance(targets, str):
+        return any(target.split(".")[-1] == "lm_head" for target in targets)
+    try:
+        return re.fullmatch(targets, "lm_head") is not None
+    except re.error:
+        return False  # PEFT tells what is wrong with it
+
+
+def _part(lever: str, asked: str, kind: str | None) -> Choice:
+    if asked == "fused" and kind is not None and lever in UNFUSED.get(kind, ()):
+        return Choice(lever, "plain", f"the {PARTS[lever]} of {kind} are not known here")
+    return Choice(lever, asked)
 
 
 def _lora(recipe: Recipe, backend: Backend) -> Choice:

@@ -36,6 +36,14 @@ def machine_words(machine: Machine) -> str:
     return f"{machine.count} x {machine.gpu.name}{nodes}"
 
 
+def network_words(machine: Machine) -> str:
+    """What a GPU is taken to have to other nodes."""
+    return (
+        f"{machine.network / 1e9:.3g} GB/s between nodes for each GPU (one port of a whole node: "
+        "--network 10gbe/node)"
+    )
+
+
 def verdict(prediction: Prediction) -> str:
     """Whether it fits, how fast it is, and what binds it."""
     words = {
@@ -54,11 +62,12 @@ def verdict(prediction: Prediction) -> str:
         f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
         f"by {times.bound}",
     ]
-    if not prediction.machine.gpu.bf16 and prediction.workload.compute == 2:
-        lines.append(
-            f"  note     {prediction.machine.gpu.name} has no bf16 units: it is emulated, slower "
-            "than said here; use --precision fp32"
-        )
+    if prediction.workload.compute == 2 and not prediction.machine.gpu.bf16:
+        lines.append(f"  note     {emulated(prediction.machine)}")
+    if prediction.arithmetic_only:
+        lines.append(f"  note     arithmetic: this toolkit has no backend of {name}")
+    if prediction.machine.nodes > 1:
+        lines.append(f"  network  {network_words(prediction.machine)}")
     if prediction.host:
         known = prediction.machine.host_memory
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
@@ -66,6 +75,14 @@ def verdict(prediction: Prediction) -> str:
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
     return "\n".join(lines)
+
+
+def emulated(machine: Machine) -> str:
+    """What to know about bf16 on a GPU of before 2020."""
+    return (
+        f"{machine.gpu.name} has no bf16 units: it is emulated, slower than said here; use "
+        "--precision fp32"
+    )
 
 
 def moments(prediction: Prediction) -> str:
@@ -105,6 +122,7 @@ def time(prediction: Prediction) -> str:
         "one step",
         f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
         f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
+        f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
     ]
     if volume.total:
         lines.append(
@@ -114,6 +132,13 @@ def time(prediction: Prediction) -> str:
         disk = ", reads and writes of the disk" if prediction.disk else ""
         how = f"copies over PCIe, AdamW on CPU{disk}"
         lines.append(f"  offload       {duration(times.offload)}: {how}")
+    if times.break_even:
+        here = prediction.workload.tokens
+        bound = "bound" if here < times.break_even else "not bound"
+        lines.append(
+            f"                {bound} by PCIe: a micro-step has {here:,} tokens, and copies take "
+            f"as long as computing at {times.break_even:,.0f}"
+        )
     return "\n".join([*lines, whole_run(prediction)])
 
 
@@ -131,15 +156,24 @@ def whole_run(prediction: Prediction) -> str:
 def what_to_change(changes: Sequence[Change]) -> str:
     """Single changes and what each gives."""
     lines = ["what to change, and what it alone gives"]
-    for change in changes:
-        fits = "fits" if change.fits else "not enough alone"
-        lines.append(f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})")
-    return "\n".join(lines)
+    return "\n".join(lines + [_change(change) for change in changes])
 
 
-def ranking(options: Iterable[Option], reason: str) -> str:
+def before_disk(changes: Sequence[Change]) -> str:
+    """What to try before weights are read from a disk."""
+    lines = ["before a disk, change this, which fits without offload"]
+    return "\n".join(lines + [_change(change) for change in changes])
+
+
+def _change(change: Change) -> str:
+    fits = "fits" if change.fits else "not enough alone"
+    return f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})"
+
+
+def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
     """The backends that fit, best first, with the reason for the first."""
     rows = list(options)
+    more = len(rows) - shown
     if not rows:
         return "no backend fits"
     lines = [
@@ -147,11 +181,13 @@ def ranking(options: Iterable[Option], reason: str) -> str:
         "",
         f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
     ]
-    for each in rows:
+    for each in rows[:shown]:
         workload = each.workload
         tight = "  tight" if each.status == "tight" else ""
         lines.append(
             f"  {each.name:22} {workload.rows:4} {workload.checkpointing:9} "
             f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
         )
+    if more > 0:
+        lines.append(f"  and {more} that are slower or less simple: --json has all")
     return "\n".join(lines)

@@ -5,7 +5,7 @@ import json
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.errors import FinetuneError
 from finetune.planner import (
@@ -66,7 +66,7 @@ def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
             return _config(path), str(path)
     known = published.find(model.name)
     if known is not None:
-        return known, "the table of published shapes"
+        return known, published.source(model.name)
     return _download(model.name, model.revision), "the hub"
 
 
@@ -109,9 +109,12 @@ def _download(name: str, revision: str | None) -> Any:
 
 def _config(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")
+    return cast("dict[str, Any]", found)
 
 
 def workload_of(plan: Plan, shape: Architecture) -> Workload:
@@ -184,6 +187,11 @@ class Prediction:
     """Optimizer steps of the run, where the number of rows is known."""
 
     @property
+    def arithmetic_only(self) -> bool:
+        """Whether no backend of this toolkit runs it: copies of a sharded model (HSDP)."""
+        return self.workload.layout.replicas > 1
+
+    @property
     def seconds(self) -> float | None:
         """Of the whole run."""
         return None if self.steps is None else self.steps * self.times.step
@@ -213,6 +221,7 @@ class Prediction:
         times, volume = self.times, self.volume
         return {
             "machine": _machine_summary(self.machine),
+            "arithmetic_only": self.arithmetic_only,
             "model": {
                 "source": self.source.where,
                 "parameters": self.source.shape.parameters,
@@ -249,11 +258,14 @@ def _machine_summary(machine: hardware.Machine) -> dict[str, Any]:
     return fields
 
 
-def predict(plan: Plan, machine: hardware.Machine, rows: int | None = None) -> Prediction:
+def predict(
+    plan: Plan, machine: hardware.Machine, rows: int | None = None, replicas: int = 1
+) -> Prediction:
     """What a plan takes on a machine.
 
     Args:
         rows: rows of the training set, for the length of the whole run.
+        replicas: groups of processes that each hold a whole sharded copy (HSDP).
 
     Raises:
         FinetuneError: the model's shape is not known, or the machine has other processes.
@@ -264,6 +276,8 @@ def predict(plan: Plan, machine: hardware.Machine, rows: int | None = None) -> P
         )
     source = model_source(plan.recipe)
     workload = workload_of(plan, source.shape)
+    place = dataclasses.replace(workload.layout, replicas=replicas)
+    workload = dataclasses.replace(workload, layout=place)
     option = advice.option(workload, machine)
     timeline = memory.timeline(workload)
     steps = plan.recipe.max_steps

@@ -58,12 +58,26 @@ gemma-7b            gemma     3072  28  16  16  24576 256000 tied head=256
 gemma-2-2b          gemma2    2304  26   8   4   9216 256000 tied head=256
 gemma-2-9b          gemma2    3584  42  16   8  14336 256000 tied head=256
 gemma-2-27b         gemma2    4608  46  32  16  36864 256000 tied head=128
+gpt2                gpt2       768  12  12  12   3072  50257 tied
+gpt2-medium         gpt2      1024  24  16  16   4096  50257 tied
+gpt2-large          gpt2      1280  36  20  20   5120  50257 tied
+gpt2-xl             gpt2      1600  48  25  25   6400  50257 tied
+pythia-14m          gpt_neox   128   6   4   4    512  50304
+pythia-70m          gpt_neox   512   6   8   8   2048  50304
+pythia-160m         gpt_neox   768  12  12  12   3072  50304
+pythia-410m         gpt_neox  1024  24  16  16   4096  50304
+pythia-1b           gpt_neox  2048  16   8   8   8192  50304
+pythia-1.4b         gpt_neox  2048  24  16  16   8192  50304
+pythia-2.8b         gpt_neox  2560  32  32  32  10240  50304
+pythia-6.9b         gpt_neox  4096  32  32  32  16384  50432
+pythia-12b          gpt_neox  5120  36  40  40  20480  50688
+gpt-neox-20b        gpt_neox  6144  44  64  64  24576  50432
 phi-3-mini          phi3      3072  32  32  32   8192  32064
 phi-3-medium        phi3      5120  40  40  10  17920  32064
 """
 
 _ENDINGS = re.compile(
-    r"-(instruct|chat|base|it|hf|\d+k|\d{4}|intermediate.*|step.*|bnb.*|for.*)(?=-|$)"
+    r"-(instruct|chat|base|it|hf|\d+k|\d{4}|intermediate.*|step.*|bnb.*|deduped|for.*)(?=-|$)"
 )
 
 
@@ -85,6 +99,8 @@ def _row(line: str) -> tuple[str, dict[str, Any]]:
         "vocab_size": vocab,
         "tie_word_embeddings": "tied" in numbers[6:],
     }
+    if kind == "gpt2":  # names of its own
+        config |= {"n_embd": h, "n_layer": layers, "n_head": heads, "n_inner": width}
     for word in numbers[6:]:
         field, _, value = word.partition("=")
         if field == "head":
@@ -102,8 +118,31 @@ CONFIGS: dict[str, dict[str, Any]] = dict(_row(line) for line in _TABLE.strip().
 _KEYS = {_key(name): name for name in CONFIGS}
 
 
+AUTHORS = (
+    "meta-llama", "huggyllama", "codellama", "tinyllama", "huggingfacetb", "01-ai", "mistralai",
+    "qwen", "google", "openai-community", "eleutherai", "microsoft",
+)  # fmt: skip
+"""Who published the models of the table, by their names on the hub."""
+
+
+def row(name: str) -> str | None:
+    """The row of a model by its hub id or a short name, or None when it is not in the table."""
+    key = _key(name)
+    return _KEYS.get(key) or _KEYS.get(re.sub(r"v\d\.\d$", "", key)) or _KEYS.get(f"{key}v0.1")
+
+
 def find(name: str) -> dict[str, Any] | None:
     """The config of a model by its hub id or a short name, or None when it is not in the table."""
-    key = _key(name)
-    found = _KEYS.get(key) or _KEYS.get(re.sub(r"v\d\.\d$", "", key)) or _KEYS.get(f"{key}v0.1")
+    found = row(name)
     return None if found is None else CONFIGS[found]
+
+
+def source(name: str) -> str:
+    """Where the config of `find` is from, which a model of somebody else is only called after."""
+    author, _, rest = name.rpartition("/")
+    if not author or author.lower() in AUTHORS:
+        return "the table of published shapes"
+    return (
+        f"the table of published shapes: {name} is assumed to have that of {row(rest)}, which it "
+        "is called after; a folder with its config.json as model.name says for certain"
+    )

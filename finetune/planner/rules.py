@@ -4,9 +4,15 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.recipe import Batch, Data, Recipe
+from finetune.planner import published
+from finetune.planner.kernels import model_type
+from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
+
+
+WITHOUT_SDPA = ("gemma2",)
+"""Types that transformers 5.23 builds with no SDPA; packed rows have an attention of ours."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -17,6 +23,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _batch,
         _quantization,
         _adapter,
+        _attention,
         _checkpointing,
         _disk,
         _optimizer,
@@ -100,6 +107,7 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     adapter = recipe.adapter
     if adapter is None:
         return
+    yield from _patterns(adapter)
     init = adapter.init_lora_weights
     special = isinstance(init, str) and init != "gaussian"
     if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
@@ -113,6 +121,34 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
             f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
+        )
+
+
+def _patterns(adapter: LoRA) -> Iterator[str]:
+    given: dict[str, object] = {
+        "targets": adapter.targets,
+        "exclude_modules": adapter.exclude_modules,
+        **{f"rank_pattern.{pattern}": pattern for pattern in adapter.rank_pattern},
+        **{f"alpha_pattern.{pattern}": pattern for pattern in adapter.alpha_pattern},
+    }
+    for field, pattern in given.items():
+        if isinstance(pattern, str):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"adapter.{field}: '{pattern}' is no regular expression: {error}"
+
+
+def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if recipe.model.attention != "sdpa" or recipe.batch.packing:
+        return
+    kind = model_type(recipe)
+    if kind is None and recipe.model.name is not None:
+        kind = (published.find(recipe.model.name) or {}).get("model_type")
+    if kind in WITHOUT_SDPA:
+        yield (
+            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, or "
+            "batch.packing=true"
         )
 
 

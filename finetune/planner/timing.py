@@ -91,6 +91,10 @@ class Times:
     """Of one process per step."""
     mfu: float
     overlap: float
+    flops_per_token: float
+    break_even: float
+    """Tokens of a micro-step from which copies over PCIe take less time than computing; 0 where
+    nothing is copied."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,18 +125,25 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         return 0.0
     lane = machine.gpu.pcie * PCIE_EFFICIENCY
     waiting = 2 * workload.accumulation * workload.waiting_activations / lane
+    seconds = copy_seconds(workload, machine)
     if layout.offload == "none":
         return waiting
-    mine = workload.trained / layout.group
-    seconds = mine * (workload.gradient_width + workload.compute) / lane
-    seconds += mine * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
-    if layout.offload == "all":
-        weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
-        passes = 2 * workload.accumulation
-        seconds += passes * weights / layout.group / lane
+    seconds += workload.trained / layout.group * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.device == "nvme":
         seconds += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
     return waiting + seconds
+
+
+def copy_seconds(workload: Workload, machine: Machine) -> float:
+    """Seconds of a step in which offloaded weights, gradients and updates cross PCIe."""
+    layout = workload.layout
+    if layout.offload == "none" or workload.cpu:
+        return 0.0
+    moved = workload.trained * (workload.gradient_width + workload.compute)
+    if layout.offload == "all":
+        weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
+        moved += 2 * workload.accumulation * weights
+    return moved / layout.group / (machine.gpu.pcie * PCIE_EFFICIENCY)
 
 
 def _disk_seconds(workload: Workload, lane: float) -> float:
@@ -164,4 +175,7 @@ def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
     if moving > compute:
         bound = "offload" if offload > links else "communication"
     total = tokens * workload.layout.processes
-    return Times(compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap)
+    even = copy_seconds(workload, machine) / compute * workload.tokens
+    return Times(
+        compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap, per_token, even
+    )  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size
+from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size, outer
 from finetune.planner.architecture import Architecture, Matrix
 from finetune.planner.layout import Layout
 from finetune.planner.numerics import AttentionKind, Numerics
@@ -312,9 +312,11 @@ def lora(
     def rank_of(matrix: Matrix) -> int:
         return next((r for name, r in patterns.items() if matrix.name.endswith(name)), rank)
 
-    parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for _, matrix in chosen)
+    outside = [] if only_layers else outer(shape, targets, excluded)
+    wrapped = [*(matrix for _, matrix in chosen), *outside]
+    parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for matrix in wrapped)
     rows: dict[int, int] = {}
-    for _, matrix in chosen:
+    for matrix in wrapped:
         r = rank_of(matrix)
         rows[r] = rows.get(r, 0) + r * matrix.inputs
         rows[matrix.outputs] = rows.get(matrix.outputs, 0) + r * matrix.outputs

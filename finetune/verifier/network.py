@@ -86,6 +86,11 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
                 shortened(config, layers), attn_implementation=implementation, dtype=dtype
             )
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+            if isinstance(error, KeyError) and error.args == (UNPADDED,):
+                raise FinetuneError(
+                    f"model.attention: {config['model_type']} has kernels of its own, in whose "
+                    "place none can be traced; set model.attention=eager"
+                ) from None
             raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
         if attention == "sdpa" and not network._supports_sdpa:
             raise FinetuneError(
