@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from importlib import metadata
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import psutil
@@ -27,12 +27,10 @@ from finetune.planner import Plan
 from finetune.planner.hardware import installed, machine
 from finetune.planner.predict import predict
 from finetune.record import units
+from finetune.record.environment import TRACKERS, versions
 from finetune.run import Run
 
 T = TypeVar("T")
-
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-"""Libraries of which every rank must have the same version."""
 
 
 class Job(Protocol):
@@ -84,8 +82,6 @@ class Identity:
 def identity(plan: Plan, data: Prepared) -> Identity:
     """This rank's; the data by the hash that names its folder, and the rows it really sees."""
     fields = catalog.to_fields(plan.recipe)
-    used = (*LIBRARIES, "deepspeed") if plan.backend.engine == "deepspeed" else LIBRARIES
-    versions = [f"{name} {metadata.version(name)}" for name in used]
     rows = hashlib.sha256()
     for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
         rows.update(seen.tobytes())
@@ -94,9 +90,26 @@ def identity(plan: Plan, data: Prepared) -> Identity:
         data=_short(
             f"{data.folder.name} {rows.hexdigest()} {json.dumps(data.counts, sort_keys=True)}"
         ),
-        libraries=", ".join(versions),
+        libraries=libraries(plan.backend.engine),
         settings=_short(json.dumps({**plan.summary(), "notes": None}, sort_keys=True)),
     )
+
+
+def libraries(engine: str) -> str:
+    """What takes part in the mathematics of an engine, torch first; finetune by its own source."""
+    found = versions()
+    apart = {*TRACKERS, "finetune"} | (set() if engine == "deepspeed" else {"deepspeed"})
+    names = sorted(found.keys() - apart, key=lambda name: (name != "torch", name))
+    named = [f"{name} {found[name]}" for name in names]
+    return ", ".join([*named, f"finetune {_source()}"])
+
+
+def _source() -> str:
+    package = Path(__file__).parent
+    texts = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        texts.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return texts.hexdigest()[:12]
 
 
 def _short(text: str) -> str:

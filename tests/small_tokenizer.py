@@ -13,9 +13,13 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
 def small_tokenizer(
-    *, special: Sequence[str] = SPECIAL, adds_bos: bool = False, eos: str | None = "</s>"
+    *,
+    special: Sequence[str] = SPECIAL,
+    adds_bos: bool = False,
+    eos: str | None = "</s>",
+    more: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer in which each of WORDS is one token, with or without a space before it."""
+    """A tokenizer in which each of WORDS is one token, with or without a space; so is `more`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +30,7 @@ def small_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([WORDS, *WORDS.split()], trainer)
+    tokenizer.train_from_iterator([WORDS, *WORDS.split(), *more], trainer)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from small_tokenizer import small_tokenizer
@@ -13,6 +14,8 @@ from test_prepare import CHAT, answers, problems_of, recipe_of, write_jsonl
 from finetune.data.audit import describe, mistakes
 from finetune.data.prepare import prepare
 from finetune.data.render import Chat, load_chat
+from finetune.methods import SFT
+from finetune.recipe import Data
 
 SAY: dict[str, Any] = {"messages": [
     {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"},
@@ -78,6 +81,29 @@ def test_nulls_inside_a_parquet_file_are_named(tmp_path: Path, data_format: str)
     assert problems == [f"{path} {each}" for each in told]
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_that_cannot_be_read_is_named(tmp_path: Path, suffix: str):
+    broken = pyarrow.array([b"Hi", b"a\xff"])
+    columns = {
+        "question": pyarrow.Array.from_buffers(pyarrow.string(), 2, broken.buffers()),
+        "answer": pyarrow.array(["Bye", "Bye"]),
+    }
+    late = {name: pyarrow.array(["a"]) for name in columns}
+    late["when"] = pyarrow.array([10**18], pyarrow.timestamp("ms"))
+    told = {
+        "text": "row 2: column 'question' cannot be read: 'utf-8' codec can't decode byte 0xff",
+        "date": "row 1: column 'when' cannot be read: ",
+    }
+    for name, table in (("text", pyarrow.table(columns)), ("date", pyarrow.table(late))):
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            pyarrow.feather.write_feather(table, str(path))
+        (problem,) = problems_of(recipe_of(str(path)), tmp_path / "cache")
+        assert problem.startswith(f"{path} {told[name]}")
+
+
 def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(tmp_path: Path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -90,6 +116,23 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(tmp_path:
         f"{folder}/c.txt row 1: format 'messages' needs 'messages', the row has 'text'; "
         "format 'text' would fit",
     ]
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [SAY])
+    recipe = recipe_of(str(folder), "messages")
+    assert len(describe(prepare(recipe, CHAT, tmp_path / "cache").counts["train"])) == 1
+    for name in ("b.jsonl.gz", "c.JSONL", "d.tsv", "e.md", ".hidden"):
+        (folder / name).write_text("x")
+    for source in (folder, folder / "*"):
+        recipe = recipe_of(str(source), "messages")
+        counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+        assert describe(counts)[-1] == (
+            f"not read, of no known kind: {folder}/b.jsonl.gz, {folder}/c.JSONL, {folder}/d.tsv "
+            "and 1 more"
+        )
 
 
 def test_half_a_character_is_named(tmp_path: Path):
@@ -180,6 +223,31 @@ def test_truncation_that_eats_every_answer_is_a_mistake(tmp_path: Path):
     ]
 
 
+def test_rows_that_are_empty_or_masked_or_too_long_are_told_with_the_first_of_each(tmp_path: Path):
+    asked = {"role": "user", "content": "Hi"}
+    answers = ("Bye", " \n", "Bye", "", "Bye " * 30)
+    talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
+    rows = [{"messages": each} for each in [*talks[:2], [asked], *talks[2:], [asked]]]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    recipe = recipe_of(source, "messages", max_length=32, overlong="drop")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert describe(counts)[1] == (
+        f"2 in which nothing is said to train on (first: {source} row 2), "
+        f"2 without a trained token (first: {source} row 3), "
+        f"1 dropped for their length (first: {source} row 6), 1 duplicates"
+    )
+
+
+def test_a_source_whose_rows_never_end_is_refused_beside_others_that_do(tmp_path: Path):
+    cut = write_jsonl(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
+    whole = write_jsonl(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
+    sources = (Data(source, "question_answer") for source in (whole, cut))
+    recipe = SFT().with_data(*sources).with_batch(max_length=24, overlong="truncate")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    (said,) = mistakes(counts)
+    assert said.startswith(f"{cut}: none of its 3 rows is trained to end (3 are truncated); raise")
+
+
 def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
     short = {"question": "Hi", "answer": "Bye"}
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -190,6 +258,6 @@ def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
     tokens, trained = counts["tokens"], counts["trained_tokens"]
     assert describe(counts) == [
         f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",
-        "1 truncated, 1 whose end is not trained, 3 duplicates",
+        f"1 truncated (first: {source} row 4), 1 whose end is not trained, 3 duplicates",
     ]
     assert json.dumps(counts["roles"]) == '{"assistant": 5, "user": 5}'

@@ -277,6 +277,26 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "messages[0].tool_calls[0].arguments is not JSON: Expecting property name enclosed in "
         "double quotes: line 1 column 2 (char 1)",
     ),
+    "arguments nested too deeply": (
+        "messages",
+        {"messages": [assistant("") | {"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
+        "messages[0].tool_calls[0].arguments is JSON nested too deeply",
+    ),
+    "calls that are no list": (
+        "messages",
+        {"messages": [assistant("") | {"tool_calls": 5}]},
+        "messages[0].tool_calls is a number, expected a list",
+    ),
+    "a tool whose function is text": (
+        "messages",
+        {"messages": [user("Hi")], "tools": [{"type": "function", "function": "f"}]},
+        "tools[0] has no function name",
+    ),
+    "a tool without a name": (
+        "messages",
+        {"messages": [user("Hi")], "tools": [{"name": None}]},
+        "tools[0] has no function name",
+    ),
     "a user who calls": (
         "messages",
         {"messages": [user("") | {"tool_calls": [{"name": "f", "arguments": {}}]}]},

@@ -86,8 +86,13 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
     lengths = prepared.train.lengths
     # "The", " answer", " is", " ", a number and the end; " 4" is one token.
     own = {"samples": 6, "rows": 6, "tokens": int(lengths.sum()), "trained_tokens": 6 * 6 - 1}
+    rows = hashlib.sha256(lengths.tobytes() + np.arange(7).tobytes())
+    for number in range(6):
+        for column in prepared.train.row(number):
+            rows.update(column.tobytes())
     assert prepared.counts["train"] == {
         **own,
+        "sha256": rows.hexdigest(),
         "passed_over": 0,
         "untrained": 0,
         "dropped": 0,
@@ -95,19 +100,25 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "eaten": 0,
         "split": 0,
         "overlong": 0,
+        "empty": 0,
+        "first": {},
         "documents": 6,
         "unended": 0,
         "duplicates": 0,
         "left_out": 0,
+        "unread": [],
         "longest": int(lengths.max()),
         "longest_sample": int(lengths.max()),
         "mean_length": float(lengths.mean()),
         "filled": None,
         "roles": {"assistant": 6, "user": 6},
         "by_source": [
-            {"source": source, "format": "question_answer", **own, "truncated": 0, "eaten": 0}
+            {
+                "source": source, "format": "question_answer", **own,
+                "truncated": 0, "eaten": 0, "unended": 0,
+            }
         ],
-    }
+    }  # fmt: skip
     assert prepared.counts["eval"]["rows"] == 0
 
 
@@ -453,6 +464,35 @@ def test_a_process_that_dies_while_preparing_leaves_nothing_that_is_taken_for_da
     assert answers(again.train) == SAID
 
 
+@pytest.mark.parametrize("name", ["counts.json", "documents/ids.bin", "documents/lengths.npy"])
+def test_prepared_data_that_is_damaged_is_refused(tmp_path: Path, name: str):
+    recipe = recipe_of(write_jsonl(tmp_path / "a.jsonl", PAIRS))
+    damaged = prepare(recipe, CHAT, tmp_path / "cache").folder / name
+    damaged.write_bytes(damaged.read_bytes()[:5])
+    with pytest.raises(FinetuneError, match=r"the prepared data is damaged .* delete that folder"):
+        prepare(recipe, CHAT, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("first", "second"), [("(5, 6)", "(7, 8)"), ("[0 for _ in ids]", "[]")])
+def test_a_method_that_encodes_otherwise_changes_the_key(tmp_path: Path, first: str, second: str):
+    source, folders = write_jsonl(tmp_path / "a.jsonl", PAIRS), set[Path]()
+    for untrained in (first, second):
+        code = (
+            "class Own(SFT):\n"
+            "    def encode(self, sample, chat):\n"
+            "        row = chat.render(sample, 'assistant')\n"
+            "        def kept(ids):\n"
+            f"            return [token not in {untrained} for token in ids]\n"
+            "        said = [a and b for a, b in zip(row.trained, kept(row.ids))]\n"
+            "        return type(row)(row.ids, said)\n"
+        )
+        names: dict[str, Any] = {"SFT": SFT}
+        exec(code, names)
+        recipe = names["Own"]().with_data(Data(source, "question_answer"))
+        folders.add(prepare(recipe, CHAT, tmp_path / "cache").folder)
+    assert len(folders) == 2
+
+
 def test_a_cache_under_a_file_is_refused(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     (tmp_path / "cache").write_text("a file")
@@ -507,6 +547,12 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "{path} row 2: not UTF-8 (byte 17 of the line is 0xe9); convert it: iconv -f LATIN1 "
         "-t UTF-8",
     ),
+    "UTF-16": (
+        "a.jsonl",
+        '{"question": "a", "answer": "b"}\n'.encode("utf-16"),
+        "{path} row 1: not UTF-8 (byte 0 of the line is 0xff); convert it: iconv -f UTF-16 "
+        "-t UTF-8",
+    ),
     "broken line": (
         "a.jsonl",
         b'{"question": "a", "answer": "b"}\n\n{"question": "a", "answer"\n',
@@ -539,6 +585,23 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b"question,answer\na,b\na\n",
         "{path} row 2: format 'question_answer' needs 'question' + 'answer', the row has "
         "'question', 'answer' (null)",
+    ),
+    "a column twice": (
+        "a.csv",
+        b"question,answer,answer\na,b,c\n",
+        "{path}: the header has the column 'answer' more than once",
+    ),
+    "a number too long": (
+        "a.jsonl",
+        b'{"question": "a", "answer": "b"}\n{"question": ' + b"1" * 5000 + b"}\n",
+        "{path} row 2: broken JSON: Exceeds the limit (4300 digits) for integer string "
+        "conversion: value has 5000 digits; use sys.set_int_max_str_digits() to increase the limit",
+    ),
+    "a number too long in a list": (
+        "a.json",
+        b'{"question":\n' + b"1" * 5000 + b"}",
+        "{path}: broken JSON: Exceeds the limit (4300 digits) for integer string "
+        "conversion: value has 5000 digits; use sys.set_int_max_str_digits() to increase the limit",
     ),
     "open quote": (
         "a.csv",

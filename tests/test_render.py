@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.formats import Completion, Conversation, Text, read_row
+from finetune.data.marks import CLOSE, OPEN
 from finetune.data.render import Chat, Row, load_chat
 from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
@@ -170,6 +172,17 @@ def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
     assert trained_texts(chat, row) == ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]
 
 
+@pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
+def test_an_answer_that_begins_as_its_header_ends_is_trained_whole(answer: str):
+    chat = Chat(small_tokenizer(more=["\n\n"]), CHATML_UNMARKED)
+    assert len(chat.tokenizer("\n\n")["input_ids"]) == 1
+    row = chat.render(talk("Hi", answer, "Hi", answer), "assistant")
+    assert trained_texts(chat, row) == [f"{answer}<|im_end|>"] * 2
+    prompt = chat.prompt(talk("Hi"))
+    assert row.ids[: len(prompt)] == prompt
+    assert row.trained.index(True) == len(prompt)
+
+
 def test_content_that_ends_in_white_space_keeps_it():
     chat = chat_of(CHATML_UNMARKED)
     assert trained_texts(chat, chat.render(talk("Hi", "Hello \n\n"), "assistant")) == [
@@ -177,8 +190,12 @@ def test_content_that_ends_in_white_space_keeps_it():
     ]
 
 
+SAID = st.characters(codec="utf-8", exclude_characters=f"{OPEN}{CLOSE}")
+"""What can be said: no half characters, and none of the two noncharacters that mark a chat."""
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.text(), min_size=2, max_size=6), st.booleans())
+@given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
 def test_whatever_is_said_is_what_is_trained(contents: list[str], marked: bool):
     chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
     row = chat.render(talk(*contents), "assistant")
@@ -237,13 +254,24 @@ def test_a_template_that_loops_twice_over_slices_is_marked():
     assert trained_texts(chat, row) == ["Hellothere<|im_end|>"]
 
 
-def test_a_token_across_the_end_of_the_header_is_not_trained():
+def test_a_token_across_the_end_of_the_header_is_cut_there():
     """Serving ends the prompt at the header, so a model can never say such a token."""
     tokenizer = small_tokenizer()
     tokenizer.add_tokens(["assistant\nHello"])
     chat = Chat(tokenizer, CHATML_UNMARKED)
     row = chat.render(talk("Hi", "Hello there"), "assistant")
-    assert trained_pieces(chat, row) == [[" there", "<|im_end|>"]]
+    assert trained_pieces(chat, row) == [["Hello", " there", "<|im_end|>"]]
+    assert row.ids[: row.trained.index(True)] == chat.prompt(talk("Hi"))
+
+
+def test_a_header_that_cannot_be_cut_off_is_refused_with_both_texts():
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_tokens(["assistant\nHello"])
+    chat = Chat(tokenizer, CHATML_UNMARKED)
+    with pytest.raises(FinetuneError, match="ends inside a token; tokenised at once the chat is"):
+        chat.render(talk("Hi", "Hello there"), "assistant")
 
 
 def test_the_date_of_a_template_is_fixed():

@@ -1,13 +1,13 @@
 """What a set of rows holds, counted, and what in it can only be a mistake."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from finetune.data.encode import COUNTED, Encoded, Tally
-from finetune.data.rows import Rows
+from finetune.data.rows import Rows, digest
 from finetune.recipe import Batch, Data
 
 MEANT = "if it is meant, set data_checks=report"
@@ -60,6 +60,7 @@ def count_rows(
     roles = sum((tally.roles for tally in tallies), Counter[str]())
     return {
         **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
+        "first": {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
         "rows": len(rows),
         "documents": len(rows.members),
         "tokens": tokens,
@@ -71,6 +72,7 @@ def count_rows(
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
         "filled": tokens / (len(rows) * batch.max_length) if rows.packed and len(rows) else None,
         "roles": dict(sorted(roles.items())),
+        "sha256": digest(rows),
         "by_source": [
             {
                 "source": data.source,
@@ -81,6 +83,7 @@ def count_rows(
                 "trained_tokens": int(facts.trained[members].sum()),
                 "truncated": tally.truncated,
                 "eaten": tally.eaten,
+                "unended": int(np.count_nonzero(~facts.ended[members])),
             }
             for data, tally, members in sources
         ],
@@ -96,6 +99,12 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             f"would never stop; raise batch.max_length, or set batch.overlong=drop; {MEANT}"
         )
     for each in counts["by_source"]:
+        if 0 < each["unended"] == each["rows"] and counts["unended"] < counts["documents"]:
+            yield (
+                f"{each['source']}: none of its {each['rows']} rows is trained to end "
+                f"({each['truncated']} are truncated); raise batch.max_length, or set "
+                f"batch.overlong=drop; {MEANT}"
+            )
         if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
             yield (
                 f"{each['source']}: truncation ate the whole answer of each of the "
@@ -104,8 +113,33 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             )
 
 
+def beyond_context(splits: Iterable[Rows], context: int, learned: bool) -> str | None:
+    """What there is to say of rows that are longer than what the model was made for, if any are.
+
+    Args:
+        context: most tokens of a row, by the model's configuration.
+        learned: whether it has no position at all beyond them.
+    """
+    lengths = np.concatenate([rows.documents.lengths[rows.members] for rows in splits])
+    longer, longest = np.count_nonzero(lengths > context), lengths.max(initial=0)
+    if not longer:
+        return None
+    meant = "it has no position beyond that" if learned else MEANT
+    return (
+        f"data: {longer:,} of {len(lengths):,} rows are longer than the model's context of "
+        f"{context:,} tokens, the longest {longest:,}; set batch.max_length={context}, and "
+        f"batch.overlong to drop, truncate or split; {meant}"
+    )
+
+
+def identity(counts: dict[str, Any]) -> dict[str, Any]:
+    """What tells the rows of a run from all others, by split: see `prepare.Prepared.counts`."""
+    kept = ("documents", "tokens", "sha256")
+    return {split: {name: counts[split][name] for name in kept} for split in ("train", "eval")}
+
+
 def describe(counts: dict[str, Any]) -> list[str]:
-    """A split's counts in a line, and what is unusual about it in another."""
+    """A split's counts in a line, and what is unusual about it in others."""
     if not counts["documents"]:
         return ["no rows"]
     unit = f"{counts['documents']:,} rows"
@@ -115,12 +149,23 @@ def describe(counts: dict[str, Any]) -> list[str]:
     line = (
         f"{unit}; {counts['tokens']:,} tokens, {trained:.1%} trained; longest {counts['longest']}"
     )
-    unusual = [f"{counts[name]:,} {words}" for name, words in UNUSUAL.items() if counts[name]]
-    return [line, ", ".join(unusual)] if unusual else [line]
+    first = {name: f" (first: {place})" for name, place in counts.get("first", {}).items()}
+    unusual = [
+        f"{counts[name]:,} {words}{first.get(name, '')}"
+        for name, words in UNUSUAL.items()
+        if counts.get(name)
+    ]
+    lines = [line, ", ".join(unusual)] if unusual else [line]
+    unread = counts.get("unread") or ()
+    if unread:
+        more = f" and {len(unread) - 3:,} more" if len(unread) > 3 else ""
+        lines.append(f"not read, of no known kind: {', '.join(unread[:3])}{more}")
+    return lines
 
 
 UNUSUAL = {
     "passed_over": "passed over by their format",
+    "empty": "in which nothing is said to train on",
     "untrained": "without a trained token",
     "dropped": "dropped for their length",
     "left_out": "left out by the weights of the mixture",

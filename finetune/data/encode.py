@@ -54,6 +54,8 @@ class Tally:
     """Those of them that lost every token that was to be trained."""
     split: int = 0
     """Samples cut into several rows."""
+    empty: int = 0
+    """Samples in which nothing is said to train on: the model would learn to end at once."""
     overlong: int = 0
     """Samples longer than allowed, whatever became of them."""
     longest_sample: int = 0
@@ -61,10 +63,19 @@ class Tally:
     longest_place: str = ""
     roles: Counter[str] = field(default_factory=Counter)
     """Messages by role; prompts, completions and texts by these names."""
+    first: dict[str, str] = field(default_factory=dict)
+    """The file and row of the first of each of these numbers that is not zero."""
+
+    def note(self, name: str, place: str, times: int = 1) -> None:
+        """Count what became of the sample of a place."""
+        if times:
+            setattr(self, name, getattr(self, name) + times)
+            self.first.setdefault(name, place)
 
     def add(self, other: "Tally") -> None:
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first = other.first | self.first
         if other.longest_sample > self.longest_sample:
             self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
         self.roles.update(other.roles)
@@ -72,6 +83,7 @@ class Tally:
 
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
+    "empty",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""
 
@@ -124,10 +136,11 @@ class Encoder:
 
     def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
-            tally.passed_over += 1
+            tally.note("passed_over", place)
             return []
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
+        tally.note("empty", place, _says_nothing(sample))
         batch = self.recipe.batch
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
@@ -135,7 +148,7 @@ class Encoder:
             least = characters // (4 * self._longest_token)
             if least > batch.max_length:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
-                tally.dropped += batch.overlong == "drop"
+                tally.note("dropped", place, batch.overlong == "drop")
                 return []
         return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
 
@@ -179,6 +192,19 @@ def _texts(sample: Sample) -> list[tuple[str, str]]:
             return [("text", sample.text)]
 
 
+def _says_nothing(sample: Sample) -> bool:
+    """Whether nothing stands where the model is to speak."""
+    match sample:
+        case Conversation():
+            turns = sample.messages[sample.given :]
+            said = [m for m in turns if m["role"] == "assistant"]
+            return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
+        case Completion():
+            return not sample.completion.strip()
+        case _:
+            return not sample.text.strip()
+
+
 def _digest(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
@@ -193,19 +219,19 @@ def fit(row: Row, batch: Batch, tally: Tally, place: str) -> list[Columns]:
             case "error":
                 return []
             case "drop":
-                tally.dropped += 1
+                tally.note("dropped", place)
                 return []
             case "truncate":
-                tally.truncated += 1
+                tally.note("truncated", place)
                 pieces = [(columns[0][: batch.max_length], columns[1][: batch.max_length])]
-                tally.eaten += bool(columns[1].any() and not pieces[0][1].any())
+                tally.note("eaten", place, bool(columns[1].any() and not pieces[0][1].any()))
             case "split":
-                tally.split += 1
+                tally.note("split", place)
                 pieces = list(split(columns, batch.max_length))
     for _, trained in pieces:
         trained[:1] = False
     kept = [piece for piece in pieces if piece[1].any()]
-    tally.untrained += len(pieces) - len(kept)
+    tally.note("untrained", place, len(pieces) - len(kept))
     return kept
 
 

@@ -53,7 +53,8 @@ def _message(raw: Any, where: str) -> Message:
         if raw["role"] != "assistant":
             raise RowProblem(f"{where} has tool_calls, which only an assistant makes")
         message["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            _tool_call(call, f"{where}.tool_calls[{i}]")
+            for i, call in enumerate(list_of(calls, f"{where}.tool_calls"))
         ]
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
     if reasoning is not None:  # templates read either of these two names
@@ -142,7 +143,8 @@ def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
         return ()
     tools = []
     for index, tool in enumerate(list_of(value, "tools")):
-        if not isinstance(tool, Mapping) or not ({"function", "name"} & set(tool)):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowProblem(f"tools[{index}] has no function name")
         tools.append(
             dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
@@ -153,8 +155,10 @@ def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise RowProblem(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise RowProblem(f"{where} is JSON nested too deeply") from None
 
 
 def text_of(row: Raw, column: str, where: str = "") -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -74,11 +75,17 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path) -> Prepared:
     folder = cache / key
     if not (folder / "counts.json").is_file():
         _write(folder, recipe, chat, sources, eval_sources)
-    counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    documents = open_documents(folder / "documents")
-    train, evaluation = (
-        open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
-    )
+    try:
+        counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+        documents = open_documents(folder / "documents")
+        train, evaluation = (
+            open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
+        )
+    except (OSError, ValueError, EOFError) as error:
+        raise FinetuneError(
+            f"{folder}: the prepared data is damaged ({error}); delete that folder, and the data "
+            "is prepared again"
+        ) from None
     return Prepared(train, evaluation, counts, folder)
 
 
@@ -128,6 +135,7 @@ def _fill(
             for each, m in zip(parts, mixed, strict=True)
             if each.source.data.weight is not None
         )
+        counts[name]["unread"] = [str(path) for each in parts for path in each.source.unread]
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
@@ -237,7 +245,10 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "template": chat.template,
         "tokenizer": _tokenizer_hash(chat),
         "train_sources": len(recipe.data),
-        "sources": [[dataclasses.asdict(source.data), _content(source)] for source in sources],
+        "sources": [
+            [dataclasses.asdict(source.data), _content(source), [str(p) for p in source.unread]]
+            for source in sources
+        ],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -247,10 +258,19 @@ def _code_hash(recipe: Recipe) -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    code = type(recipe).encode.__code__
-    constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
-    digest.update(repr((code.co_code, code.co_names, constants)).encode())
+    digest.update(repr(_code(type(recipe).encode.__code__)).encode())
     return digest.hexdigest()
+
+
+def _code(code: CodeType) -> list[object]:
+    """What a function does: its instructions, and what they name, with the functions in it."""
+    inside = [_code(e) if isinstance(e, CodeType) else _ordered(e) for e in code.co_consts]
+    return [code.co_code, code.co_names, inside]
+
+
+def _ordered(constant: object) -> object:
+    """A constant that is told in the same words in every process."""
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
 
 
 def _tokenizer_hash(chat: Chat) -> str:
@@ -265,5 +285,5 @@ def _content(source: Source) -> list[str]:
     hashes = []
     for path in source.files:
         with path.open("rb") as file:
-            hashes.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+            hashes.append(f"{path} {hashlib.file_digest(file, 'sha256').hexdigest()}")
     return hashes

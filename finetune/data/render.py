@@ -8,6 +8,7 @@ and with the token that ends the turn:
                                                           ^^^^^^^^^^^^^^^
 """
 
+import itertools
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -146,16 +147,47 @@ class Chat:
             for number, message in enumerate(sample.messages)
             if message["role"] == "assistant" and number >= sample.given
         ]
+        chosen = turns[-1:] if train_on == "completion" else turns
+        spans = {number: self._turns.spans(sample, marked, number) for number in chosen}
+        borders = sorted({start for each in spans.values() for start, _ in each})
+        ids, offsets = self._cut(marked.text, ids, offsets, borders)
         trained = [False] * len(ids)
         starts = [start for start, _ in offsets]
-        for number in turns[-1:] if train_on == "completion" else turns:
+        for number, said in spans.items():
             last = 0
-            for start, end in self._turns.spans(sample, marked, number):
+            for start, end in said:
                 first, behind = bisect_left(starts, start), bisect_left(starts, end)
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
             self._check_end(last, marked.written(number))
         return Row(ids, trained)
+
+    def _cut(
+        self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
+    ) -> tuple[list[int], list[Span]]:
+        """Tokens of which none lies across a border: serving puts the header there as it is.
+
+        An answer that begins with a newline may share a token with the newline of its header. Then
+        what lies before and behind the border is tokenised by itself.
+        """
+        starts = [start for start, _ in offsets]
+        before = {border: bisect_left(starts, border) - 1 for border in borders}
+        crossed = [b for b, token in before.items() if token >= 0 and offsets[token][1] > b]
+        if not crossed:
+            return ids, offsets
+        apart, places = list[int](), list[Span]()
+        for start, end in itertools.pairwise([0, *crossed, len(text)]):
+            found, spans = self._encode(text[start:end])
+            apart += found
+            places += [(start + first, start + behind) for first, behind in spans]
+        whole, joined = self.tokenizer.decode(ids), self.tokenizer.decode(apart)
+        if whole != joined:
+            raise FinetuneError(
+                "chat template: the header of an assistant turn ends inside a token; tokenised at "
+                f"once the chat is {excerpt(whole)}, cut behind the header {excerpt(joined)}; let "
+                "the header end at a word"
+            )
+        return apart, places
 
     def _check_end(self, token: int, turn: str) -> None:
         """Refuse a template after whose turns a model could not learn to stop."""

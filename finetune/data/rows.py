@@ -5,6 +5,7 @@ lengths.npy origins.npy one entry a document
 train/ eval/            which documents each row holds: one, or those that share a slot
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +70,17 @@ class Rows:
         if not len(self):
             return np.empty(0, dtype=np.int64)
         return np.add.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
+
+
+def digest(rows: Rows) -> str:
+    """A hash of what rows are: their tokens, which of them are trained, and their order."""
+    found = hashlib.sha256(rows.documents.lengths[rows.members].tobytes())
+    found.update(rows.bounds.tobytes())
+    for number in rows.members:
+        ids, trained = rows.documents.document(int(number))
+        found.update(ids.data)
+        found.update(trained.data)
+    return found.hexdigest()
 
 
 def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows:

@@ -1,5 +1,6 @@
 """Rows of files and of hub data sets, each with the place that an error message names."""
 
+import codecs
 import contextlib
 import csv
 import difflib
@@ -43,6 +44,8 @@ class Source:
 
     data: Data
     files: tuple[Path, ...]
+    unread: tuple[Path, ...] = ()
+    """Files of a folder or glob that are of no kind that is read."""
 
     def rows(self) -> Iterator[SourceRow]:
         """Rows in order; raises FinetuneError at the first that cannot be read."""
@@ -87,13 +90,13 @@ def _found(data: Data) -> Source:
     known = ", ".join(READERS)
     if glob.has_magic(data.source) and not Path(data.source).exists():
         found = sorted(Path(name) for name in glob.glob(data.source, recursive=True))
-        files = tuple(path for path in found if path.suffix in READERS and path.is_file())
+        files, unread = _by_kind(found)
         if not files:
             what = f"matches {len(found)} paths, none of them a {known} file"
             raise FinetuneError(
                 f"data.source: '{data.source}' {what if found else 'matches nothing'}"
             )
-        return Source(data, files)
+        return Source(data, files, unread)
     path = Path(data.source).expanduser()
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(str(p) for p in path.iterdir() if p.is_dir()))
@@ -101,11 +104,11 @@ def _found(data: Data) -> Source:
     if (path / "state.json").is_file():  # what `Dataset.save_to_disk` writes
         return Source(data, tuple(sorted(path.glob("*.arrow"))))
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
-        files = tuple(p for p in inside if not _hidden(p.relative_to(path)))
+        inside = sorted(p for p in path.rglob("*") if not _hidden(p.relative_to(path)))
+        files, unread = _by_kind(inside)
         if not files:
             raise FinetuneError(f"data.source: the folder {path} holds no {known} file")
-        return Source(data, files)
+        return Source(data, files, unread)
     if path.is_file():
         if path.suffix not in READERS:
             raise FinetuneError(f"data.source: {path} is no {known} file")
@@ -113,6 +116,15 @@ def _found(data: Data) -> Source:
     if path.suffix in READERS or path.is_absolute() or not HUB_NAME.fullmatch(data.source):
         raise FinetuneError(f"data.source: no such file or folder: {data.source}{_beside(path)}")
     return Source(data, ())
+
+
+def _by_kind(paths: list[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The files among some paths that can be read, and the others."""
+    files = [path for path in paths if path.is_file()]
+    return (
+        tuple(path for path in files if path.suffix in READERS),
+        tuple(path for path in files if path.suffix not in READERS),
+    )
 
 
 def _hidden(path: Path) -> bool:
@@ -146,6 +158,8 @@ def read_json(path: Path) -> Iterator[tuple[int, Any]]:
             if error.msg == "Extra data":  # a second value follows the first: JSON lines
                 yield from read_jsonl(path)
                 return
+        except (ValueError, RecursionError):
+            pass  # told below
     value = _parse(text, str(path))
     if not isinstance(value, list):
         raise FinetuneError(f"{path}: it holds one JSON value, expected a list of rows")
@@ -160,7 +174,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         table = pyarrow.parquet.ParquetFile(path)
         number = 0
         for batch in table.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
+            for row in _values(batch, path, number):
                 number += 1
                 yield number, row
     except (pyarrow.ArrowException, OSError) as error:
@@ -176,11 +190,33 @@ def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
         with pyarrow.memory_map(str(path)) as source:
             for batch in _arrow_batches(source):
                 for start in range(0, batch.num_rows, 1024):
-                    for row in batch.slice(start, 1024).to_pylist():
+                    for row in _values(batch.slice(start, 1024), path, number):
                         number += 1
                         yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
+
+
+def _values(batch: Any, path: Path, before: int) -> list[Any]:
+    """Rows of an Arrow batch behind so many others; raises FinetuneError for what is no value.
+
+    That is text that is not UTF-8, which no writer has to check, or a date out of Python's reach.
+    """
+    import pyarrow
+
+    unreadable = (ValueError, OverflowError, pyarrow.ArrowException)
+    try:
+        return batch.to_pylist()
+    except unreadable:
+        for row in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column.slice(row, 1).to_pylist()
+                except unreadable as error:
+                    raise FinetuneError(
+                        f"{path} row {before + row + 1}: column '{name}' cannot be read: {error}"
+                    ) from None
+        raise
 
 
 def _arrow_batches(source: Any) -> Iterator[Any]:
@@ -202,6 +238,10 @@ def read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     reader = csv.DictReader(_lines(path), strict=True)
     number = 0
     try:
+        names = reader.fieldnames or ()
+        for name in names:
+            if list(names).count(name) > 1:
+                raise FinetuneError(f"{path}: the header has the column '{name}' more than once")
         for row in reader:
             number += 1
             surplus = row.get(None)  # where the csv module puts cells without a column
@@ -245,9 +285,11 @@ def _lines(path: Path) -> Iterator[str]:
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
+                utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
                 raise FinetuneError(
                     f"{path} row {number}: not UTF-8 (byte {error.start} of the line is "
-                    f"0x{line[error.start]:02x}); convert it: iconv -f LATIN1 -t UTF-8"
+                    f"0x{line[error.start]:02x}); convert it: iconv -f "
+                    f"{'UTF-16' if utf16 else 'LATIN1'} -t UTF-8"
                 ) from None
 
 
@@ -264,6 +306,8 @@ def _parse(text: str, place: str) -> Any:
         raise FinetuneError(
             f"{place}: broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
         ) from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise FinetuneError(f"{place}: broken JSON: {error}") from None
     except RecursionError:
         raise FinetuneError(f"{place}: JSON nested too deeply") from None
 

@@ -140,8 +140,17 @@ def _coloured(document: Document, colours: bool) -> Text:
         if piece.trained != inside and not colours:
             text.append("⟦" if piece.trained else "⟧")
         inside = piece.trained
-        text.append(piece.text, style="bold green" if piece.trained else "dim")
+        text.append(visible(piece.text), style="bold green" if piece.trained else "dim")
     return text.append("⟧") if inside and not colours else text
+
+
+def visible(text: str) -> str:
+    """Text of which no character steers a terminal: those are shown by their symbols in Unicode."""
+    return "".join(
+        chr(0x2400 + ord(each)) if ord(each) < 0x20 and each not in "\n\t"
+        else BROKEN if 0x7F <= ord(each) < 0xA0 else each
+        for each in text
+    )  # fmt: skip
 
 
 def write_page(inspection: Inspection, title: str, path: Path) -> None:

@@ -1,0 +1,31 @@
+"""What every rank must have alike before the first step."""
+
+import dataclasses
+import re
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.readiness import Identity, agree, libraries
+from finetune.record.environment import versions
+
+
+def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source() -> None:
+    named = dict(part.split(" ") for part in libraries("deepspeed").split(", "))
+    assert next(iter(named)) == "torch"
+    for name in ("bitsandbytes", "tokenizers", "datasets", "transformers", "deepspeed"):
+        assert named.get(name) == versions().get(name)
+    assert re.fullmatch("[0-9a-f]{12}", named["finetune"])
+    assert "deepspeed" not in libraries("fsdp")
+    assert "tensorboard" not in named
+
+
+def test_a_rank_with_other_libraries_is_named() -> None:
+    mine = Identity(recipe="r", data="d", libraries="torch 1, tokenizers 2", settings="s")
+    other = dataclasses.replace(mine, libraries="torch 1, tokenizers 3")
+    with pytest.raises(FinetuneError) as caught:
+        agree([mine, mine, other])
+    assert caught.value.problems == (
+        "rank 2 has other libraries than rank 0: torch 1, tokenizers 3 instead of torch 1, "
+        "tokenizers 2",
+    )
