@@ -6,7 +6,7 @@
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
                    as the fragments that each rank held (`finetune.fragments`)
-      manifest.json   step, progress, and the size and SHA-256 of every file; written last
+      manifest.json   step, progress, the size and SHA-256 of every file and of itself; written last
 
 Files are written into a scratch folder that is renamed when it is complete. What is drawn at random
 or shuffled depends on the seed and the step alone, so no generator has a state to save.
@@ -15,7 +15,6 @@ or shuffled depends on the seed and the step alone, so no generator has a state 
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.fragments import Fragment, local, restore
-from finetune.integrity import FORMAT, read_manifest, sha256
+from finetune.integrity import FORMAT, read_manifest, sealed, sha256
 from finetune.run import Run, write_json
 
 SHARD_BYTES = 4 * 1024**3
@@ -50,6 +49,8 @@ class Progress:
     """Evaluations in a row that were not better."""
     skipped: int = 0
     """Steps that were not taken, because their gradient was not finite."""
+    data: dict[str, Any] | None = None
+    """The rows that the steps count in: see `finetune.data.audit.identity`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,38 +109,48 @@ def write(
     if engine.speaks:
         shutil.rmtree(scratch, ignore_errors=True)
     gather(engine, None, group)  # nobody writes before that is done
-    mine = _attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
+    mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
     _agree(engine, mine, folder, group)
     scalars = gather(engine, state.scalars, group)
     outcome: Any = None
     if engine.speaks:
-        outcome = _attempt(
+        outcome = attempt(
             lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, state.shapes)
         )
     sizes = _agree(engine, outcome, folder, group)
     return sizes[0]
 
 
-def _attempt(work: Any) -> Any:
-    """The result of some writing, or the error as a string: a rank must not leave the others."""
+def attempt(work: Any) -> Any:
+    """The result of some writing, or the error as a string: a rank must not leave the others.
+
+    Any error: of a full disk, tokenizers 0.23 raises a bare Exception.
+    """
     try:
         return work()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, FinetuneError) as error:
         return f"error: {error}"
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
 
 
 def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list[Any]:
     """Everybody's outcome on every rank; raises on all of them when one failed."""
     outcomes = gather(engine, mine, group)
-    errors = sorted({o for o in outcomes if isinstance(o, str) and o.startswith("error: ")})
-    if not errors:
+    causes = causes_of(outcomes)
+    if not causes:
         return outcomes
     if engine.speaks:
         shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
     kept = Run(folder.parent.parent).newest()
     standing = f"step {kept} is the newest complete one" if kept else "there is none before it"
-    causes = "; ".join(error.removeprefix("error: ") for error in errors)
     raise TrainingFailure(f"{folder}: the checkpoint could not be written ({causes}); {standing}")
+
+
+def causes_of(outcomes: list[Any]) -> str:
+    """The errors among what every rank's `attempt` gave; empty where there is none."""
+    errors = {o for o in outcomes if isinstance(o, str) and o.startswith("error: ")}
+    return "; ".join(error.removeprefix("error: ") for error in sorted(errors))
 
 
 def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
@@ -202,7 +213,7 @@ def _complete(
         "scalars": merged,
         "files": files,
     }
-    write_json(scratch / "manifest.json", manifest)
+    write_json(scratch / "manifest.json", sealed(manifest))
     _flush(scratch / "manifest.json")
     if folder.exists():
         shutil.rmtree(folder)
@@ -325,7 +336,10 @@ class Reader:
 
 
 def progress_of(folder: Path) -> Progress:
-    return Progress(**read_manifest(folder)["progress"])
+    try:
+        return Progress(**read_manifest(folder)["progress"])
+    except TypeError as error:
+        raise FinetuneError(f"{folder}/manifest.json: progress: {error}") from None
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:
@@ -387,21 +401,3 @@ def compare(engine: Engine, folder: Path) -> list[str]:
             if not all(same):
                 differing.append(fragment.name)
     return differing
-
-
-def prune(run: Run, keep: int, best: int | None) -> None:
-    """Remove complete checkpoints beyond the newest `keep` and the best, and unfinished ones."""
-    for step in run.steps()[:-keep]:
-        if step != best:
-            doomed = run.checkpoint(step)
-            (doomed / "manifest.json").unlink()  # from here on it is incomplete for everybody
-            shutil.rmtree(doomed, ignore_errors=True)
-    for partial in _unfinished(run):
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _unfinished(run: Run) -> Iterator[Path]:
-    yield from run.checkpoints.glob(".step-*.partial")
-    for folder in run.checkpoints.glob("step-????????"):
-        if not (folder / "manifest.json").exists():
-            yield folder

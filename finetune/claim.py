@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.integrity import newest_intact, read_manifest, set_aside
 from finetune.planner import Plan
-from finetune.recipe import Recipe
 from finetune.run import Run
 
 Resume = bool | Literal["auto"]
@@ -27,14 +26,15 @@ NOT_A_RUN = {"run.lock", "offload"}
 """What may lie in a directory before a run's record does, besides files that begin with a dot."""
 
 
-def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
+def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
     """The checkpoint to continue from, verified; None for a new start.
 
     Damaged checkpoints that are newer are renamed, with a line on stderr.
 
     Raises:
-        FinetuneError: the directory holds another recipe's run, one that was not asked to be
-            continued, none where one was to be continued, or no intact checkpoint of it.
+        FinetuneError: the directory holds another recipe's run, one of another precision, one that
+            was not asked to be continued, none where one was to be continued, or no intact
+            checkpoint of it.
     """
     if not run.recipe.exists():
         if resume is True:
@@ -43,7 +43,7 @@ def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
                 "--resume auto, which starts where there is nothing and else continues"
             )
         return None
-    changed = catalog.differences(catalog.load(run.recipe), recipe)
+    changed = catalog.differences(catalog.load(run.recipe), plan.recipe)
     if changed:
         raise FinetuneError(
             f"{run.root}: holds the run of another recipe; choose another --output. "
@@ -51,6 +51,8 @@ def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
             f"{', '.join(sorted(catalog.FREE_TO_CHANGE))}"
         )
     newest = run.newest()
+    if newest is not None and resume is not False:
+        _refuse_other_precision(run, plan.backend.precision)
     if resume is False:
         if newest is not None:
             raise FinetuneError(
@@ -66,6 +68,50 @@ def claim(run: Run, recipe: Recipe, resume: Resume) -> int | None:
             )
         return None
     return _intact(run)
+
+
+def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint with other rows than its steps were counted in.
+
+    One that was written before they were kept in it says nothing of them.
+
+    Raises:
+        FinetuneError: with what the rows were and are, for each split that differs.
+    """
+    then: dict[str, Any] = read_manifest(run.checkpoint(step))["progress"].get("data") or now
+    if then != now:
+        raise FinetuneError(
+            f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; put the old "
+            "data back, or choose another --output"
+        )
+
+
+def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:
+    told: list[str] = []
+    for split, purpose in (("train", "train"), ("eval", "evaluate")):
+        if then[split] != now[split]:
+            was, has = (f"{each[split]['documents']:,} rows of {each[split]['tokens']:,} tokens"
+                        for each in (then, now))  # fmt: skip
+            change = f"{was} then, {has} now" if was != has else f"{was}, but others than then"
+            told.append(f"to {purpose} on {change}")
+    return "; ".join(told)
+
+
+def _refuse_other_precision(run: Run, precision: str) -> None:
+    known = _recorded(run.plan, "precision")
+    if known not in (None, precision):
+        raise FinetuneError(
+            f"{run.root}: trained in {known}, which changes the mathematics, and is to go on in "
+            f"{precision}; continue it with --precision {known}, or choose another --output"
+        )
+
+
+def _recorded(path: Path, key: str) -> Any:
+    """A value of a record of the run; None where nothing is known of it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get(key)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -114,6 +160,8 @@ def finished(run: Run, plan: Plan) -> bool:
         return False
     if catalog.differences(catalog.load(run.recipe), plan.recipe):
         return False  # `claim` says what differs
+    if _recorded(run.plan, "precision") not in (None, plan.backend.precision):
+        return False
     ends = [record.get("reason") for record in run.read_metrics("end")]
     if not ends or ends[-1] not in ("finished", "early stop"):
         return False

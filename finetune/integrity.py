@@ -16,6 +16,10 @@ FORMAT = 1
 """Of the layout that `finetune.checkpoint` writes; 1 more where an old reader would be wrong."""
 
 
+KEYS = {"format", "step", "progress", "backend", "processes", "shapes", "scalars", "files"}
+"""Of a manifest, besides `sha256`: the hash of all the others, which one from before it lacks."""
+
+
 class OtherFormat(FinetuneError):
     """A checkpoint of another version of this toolkit."""
 
@@ -23,6 +27,20 @@ class OtherFormat(FinetuneError):
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the hash of itself."""
+    text = json.dumps({key: manifest[key] for key in manifest if key != "sha256"}, sort_keys=True)
+    return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _seal_problems(manifest: dict[str, Any]) -> list[str]:
+    if "sha256" not in manifest:
+        other = sorted(manifest.keys() ^ KEYS)
+        return [f"damaged, unknown or missing: {', '.join(other)}"] if other else []
+    whole = sealed(manifest)["sha256"] == manifest["sha256"]
+    return [] if whole else ["damaged, its own sha256 is not that of what it holds"]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -47,7 +65,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "continue it with the version of finetune in its environment.json, or start anew in "
             "another --output"
         )
-    wrong = _shape_problems(manifest)
+    wrong = _shape_problems(manifest) or _seal_problems(manifest)
     if wrong:
         raise FinetuneError(*(f"{path}: {problem}" for problem in wrong))
     return manifest
@@ -104,7 +122,7 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     for name, known in files.items():
         path = folder / name
-        if not path.is_file():
+        if not _is_file(path):
             problems.append(f"{path}: missing, though the manifest lists it")
         elif path.stat().st_size != known["bytes"]:
             size = path.stat().st_size
@@ -112,6 +130,13 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
         elif sha256(path) != known["sha256"]:
             problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
     return problems
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def newest_intact(run: Run) -> tuple[int | None, dict[int, list[str]]]:

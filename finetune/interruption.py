@@ -9,12 +9,17 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Self
 
 from finetune.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+SECONDS_OF_ONE_REQUEST = 3.0
+"""A scheduler signals every process of a job, and the launcher and torch's agent pass on what they
+get: the same signal within so long is the same request."""
 
 SECONDS_OUTSIDE_A_STEP = 10.0
 """How long a signal may take to be heard by the main thread where there is nothing to save."""
@@ -70,12 +75,12 @@ class Interruption:
         self._before = {}
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self._name, self.asked = signal.Signals(number).name, True
-        if not self.deferring:
+        again, self._name, self.asked = self.asked, signal.Signals(number).name, True
+        if not self.deferring and not again:
             raise Interrupted(f"interrupted by {self._name} outside a step: nothing new to save")
 
     def _end_at_second(self) -> None:
-        heard = 0
+        first: tuple[int, float] | None = None
         with self._hear:
             while True:
                 try:
@@ -87,7 +92,11 @@ class Interruption:
                     continue
                 if not numbers:
                     return
-                heard += sum(number in SIGNALS for number in numbers)
-                if heard > 1:
-                    os._exit(Interrupted.exit_status)
+                for number in numbers:
+                    if number not in SIGNALS:
+                        continue
+                    now = time.monotonic()
+                    first = first or (number, now)
+                    if number != first[0] or now > first[1] + SECONDS_OF_ONE_REQUEST:
+                        os._exit(Interrupted.exit_status)
                 self._hear.settimeout(SECONDS_OUTSIDE_A_STEP)

@@ -105,7 +105,8 @@ class Run:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         manifests = self.checkpoints.glob("step-????????/manifest.json")
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
+        numbers = (path.parent.name.removeprefix("step-") for path in manifests)
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def newest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -116,7 +117,13 @@ class Run:
         """Step of the best evaluation, where one was made and its checkpoint is there."""
         if not self.best.exists():
             return None
-        step = json.loads(self.best.read_text())["step"]
+        try:
+            step = json.loads(self.best.read_text(encoding="utf-8"))["step"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FinetuneError(
+                f"{self.best}: cannot be read: {error}; `--resume` writes it anew from the newest "
+                "checkpoint, and `finetune export --step` needs none"
+            ) from None
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, start, wait_for, write_recipe
+from conftest import Finetune, Finished, Tiny, start, wait_for, write_recipe
 from test_backends import losses
 from test_interruption import steps_made
 
-from finetune.integrity import FORMAT, damage, newest_intact
+from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact
 from finetune.run import Run
 
 
@@ -92,9 +92,37 @@ def test_where_nothing_is_intact_the_error_says_what_to_do(
     assert run.steps() == [3, 6]  # nothing was touched
 
 
+def test_a_kill_between_a_checkpoint_and_its_best_json_loses_nothing(
+    finetune: Finetune, trained: Run, run: Run
+) -> None:
+    right = trained.best.read_text()
+    for torn in ('{"step": 3, "loss": 9.5}', '{"st', None):
+        shutil.rmtree(run.final, ignore_errors=True)
+        run.best.unlink()
+        if torn is not None:
+            run.best.write_text(torn)
+        status, stderr = resume(finetune, trained, run, "--resume")
+        assert (status, run.best.read_text()) == (0, right), stderr
+
+
+def test_a_torn_best_json_is_told(finetune: Finetune, run: Run, tmp_path: Path) -> None:
+    run.best.write_text('{"st')
+    done = finetune("export", run.root, "--to", tmp_path / "out")
+    assert done.status == 2
+    assert f"{run.best}: cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_other_folders_beside_checkpoints_are_left_alone(run: Run) -> None:
+    shutil.copytree(run.checkpoint(3), run.checkpoints / "step-personal")
+    assert run.steps() == [3, 6]
+
+
 def rewrite(run: Run, number: int, **changes: object) -> None:
     path = run.checkpoint(number) / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    manifest = json.loads(path.read_text()) | changes
+    del manifest["sha256"]  # as one of an older version
+    path.write_text(json.dumps(manifest))
 
 
 def test_another_versions_format_is_refused_and_not_taken_for_damage(
@@ -110,6 +138,40 @@ def test_another_versions_format_is_refused_and_not_taken_for_damage(
     )
 
 
+def test_every_flipped_bit_of_a_manifest_is_found(run: Run) -> None:
+    path = run.checkpoint(6) / "manifest.json"
+    good = path.read_bytes()
+    unharmed = json.loads(good)
+    for place in range(0, len(good), 7):
+        content = bytearray(good)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            assert damage(run.checkpoint(6)) or json.loads(content) == unharmed, place
+        except OtherFormat:
+            assert b'"format"' in good[place - 12 : place]
+
+
+def other_precision(finetune: Finetune, trained: Run, run: Run, verb: str) -> Finished:
+    recipe = trained.root.parent / "r.json"
+    words = ["--precision", "bf16", "--output", run.root, "--resume", "auto"]
+    return finetune(verb, recipe, *words)
+
+
+@pytest.mark.parametrize("verb", ["train", "launch"])
+def test_a_run_is_not_continued_in_another_precision(
+    finetune: Finetune, trained: Run, run: Run, verb: str
+) -> None:
+    done = other_precision(finetune, trained, run, verb)
+    assert (done.status, done.stderr) == (
+        2,
+        f"error: {run.root}: trained in fp32, which changes the mathematics, and is to go on in "
+        "bf16; continue it with --precision fp32, or choose another --output\n",
+    )
+    shutil.copytree(trained.final, run.final)
+    assert other_precision(finetune, trained, run, verb).stderr == done.stderr  # complete too
+
+
 ENTRY = {"bytes": 1, "sha256": ""}
 
 
@@ -118,6 +180,7 @@ ENTRY = {"bytes": 1, "sha256": ""}
     [
         ({"files": {"../../recipe.json": ENTRY}}, "leaves the checkpoint's folder"),
         ({"files": {"/etc/passwd": ENTRY}}, "leaves the checkpoint's folder"),
+        ({"files": {"a" * 300: ENTRY}}, "missing, though the manifest lists it"),
         ({"files": []}, "files: expected keys and values, got []"),
         ({"step": "6"}, "step: got '6', progress has 6"),
         ({"shapes": {"w": "3"}}, "shapes: w: got '3', expected sizes"),
@@ -138,6 +201,61 @@ def test_a_recipe_with_other_mathematics_is_refused_by_its_fields(
     )  # fmt: skip
     assert status == 2
     assert "They differ in optim.lr: 0.001 -> 0.5. Free to change are backend, batch.m" in stderr
+
+
+def rows_and_tokens(run: Run, split: str) -> str:
+    counts = json.loads(run.data.read_text())[split]
+    return f"{counts['documents']} rows of {counts['tokens']:,} tokens"
+
+
+def test_a_run_goes_on_with_its_own_data_only(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    data, held = tmp_path / "data.jsonl", tmp_path / "eval.jsonl"
+    lines, others = tiny.data.read_text().splitlines(), tiny.eval_data.read_text().splitlines()
+    data.write_text("\n".join(lines))
+    held.write_text("\n".join(others))
+    fields = tiny.fields(
+        data=[{"source": str(data), "format": "messages"}],
+        eval_data=[{"source": str(held), "format": "messages"}],
+    )
+    recipe, run = write_recipe(tmp_path / "r.json", fields), Run(tmp_path / "run")
+    words = ("train", recipe, "--precision", "fp32", "--output", run.root)
+    assert finetune(*words, "max_steps=3").status == 0
+    record = run.data.read_text()
+    then = {split: rows_and_tokens(run, split) for split in ("train", "eval")}
+
+    def refused(now_train: list[str], now_eval: list[str]) -> str:
+        data.write_text("\n".join(now_train))
+        held.write_text("\n".join(now_eval))
+        done = finetune(*words, "--resume")
+        assert done.status == 2
+        assert run.steps() == [3]
+        assert run.data.read_text() == record
+        begin = f"error: {run.root}: the data is not that of the run: "
+        end = "; put the old data back, or choose another --output\n"
+        assert done.stderr.startswith(begin)
+        assert done.stderr.endswith(end)
+        return done.stderr.removeprefix(begin).removesuffix(end)
+
+    fewer = refused(lines[:30], others)
+    assert fewer.startswith(f"to train on {then['train']} then, 30 rows of ")
+    assert fewer.endswith(" tokens now")
+    swapped = refused([lines[1], lines[0], *lines[2:]], [*others[:-1], others[0]])
+    assert swapped.startswith(
+        f"to train on {then['train']}, but others than then; to evaluate on {then['eval']} then, 8 "
+    )
+    # What may change does not change the rows; and a manifest from before says nothing of them.
+    data.write_text("\n".join(lines))
+    held.write_text("\n".join(others))
+    free = ("batch.micro_rows=4", "max_steps=4", "saving.every=1", "data_checks=report")
+    assert finetune(*words, "--resume", *free).status == 0
+    assert run.steps() == [3, 4]
+    manifest = json.loads((run.checkpoint(4) / "manifest.json").read_text())
+    assert manifest["progress"].pop("data")["train"]["documents"] == 48
+    rewrite(run, 4, progress=manifest["progress"])
+    data.write_text("\n".join(lines[:30]))
+    assert finetune(*words, "--resume", "max_steps=5").status == 0
 
 
 def test_two_runs_in_one_directory_are_refused(

@@ -352,6 +352,17 @@ def test_a_file_that_is_gone_or_cut_is_named(tmp_path):
     ]
 
 
+def test_a_torn_manifest_is_told_and_an_older_checkpoint_named(tmp_path):
+    trained = lora_run(tmp_path)
+    newer = save_checkpoint(trained.run, 20, trained_adapter(tiny_llama())) / "manifest.json"
+    newer.write_bytes(newer.read_bytes()[:100])
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out")
+    (told,) = caught.value.problems
+    assert told.startswith(f"{newer}: cannot be read: ")
+    assert told.endswith("; use step 10 instead")
+
+
 def test_a_folder_with_other_files_is_never_touched(tmp_path):
     trained = lora_run(tmp_path)
     out = tmp_path / "out"

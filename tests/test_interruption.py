@@ -49,6 +49,52 @@ def test_a_signal_saves_and_ends_with_status_75(tiny: Tiny, tmp_path: Path, numb
     assert [record["reason"] for record in run.read_metrics("end")] == ["interrupted"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_launch_of_one_process_passes_a_signal_on_too(
+    tiny: Tiny, tmp_path: Path, number: int
+) -> None:
+    """`accelerate launch` runs it without torch's agent, and by itself would leave it behind."""
+    run = Run(tmp_path / "run")
+    words = ["launch", *words_of(tiny, run.root, **LONG)[1:], "--backend", "single"]
+    process = start(words, tmp_path)
+    wait_for(lambda: steps_made(run) >= 3, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    told = interrupt(process, number, run)
+    assert process.returncode == 75, told
+    assert run.newest() == steps_made(run)
+    assert "Traceback" not in told
+    assert told.count(f"interrupted by {signal.Signals(number).name} after step") == 1
+    assert not [worker for worker in workers if worker.is_running()]
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_of_a_job_is_one_request(tiny: Tiny, tmp_path: Path) -> None:
+    """As schedulers send it; the launcher and torch's agent pass on what they get besides."""
+    run = Run(tmp_path / "run")
+    slow = LONG | {"batch": {"rows": 256}}
+    process = start(words_of(tiny, run.root, "ddp", **slow), tmp_path)
+    wait_for(lambda: steps_made(run) >= 2, process)
+    job = psutil.Process(process.pid)
+    for each in reversed([job, *job.children(recursive=True)]):
+        each.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 75, stdout + stderr
+    assert run.newest() == steps_made(run)
+    assert "Traceback" not in stderr
+
+
+def test_a_signal_before_the_workers_listen_ends_with_75(tiny: Tiny, tmp_path: Path) -> None:
+    process = start(words_of(tiny, tmp_path / "run", "ddp", **LONG), tmp_path)
+    job = psutil.Process(process.pid)
+    wait_for(lambda: bool(job.children()), process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "interrupted by SIGTERM" in stderr
+    assert "Traceback" not in stderr
+
+
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2"])
 def test_launch_passes_a_signal_on_and_its_status_back(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
@@ -98,6 +144,13 @@ def test_a_second_signal_ends_at_once(tiny: Tiny, tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 75
     assert run.newest() in (None, steps_made(run))
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-1", "0", "soon"])
+def test_a_timeout_that_is_none_is_told(finetune: Finetune, minutes: str) -> None:
+    done = finetune("train", "quickstart", f"--timeout={minutes}")
+    assert done.status == 2
+    assert f"argument --timeout: got '{minutes}', expected minutes, such as" in done.stderr
 
 
 def test_resuming_where_there_is_nothing_says_what_to_do(

@@ -61,6 +61,23 @@ def test_a_folder_with_a_pickle_is_not_talked_to(
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_adapter_that_is_a_pickle_is_refused_in_words(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(tiny.model)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    done = finetune("chat", adapter, "--prompt", "Hello")
+    assert (done.status, done.stderr) == (
+        2,
+        f"error: {adapter}: has no adapter_model.safetensors; adapter_model.bin is a pickle, which "
+        "is not read: save it as safetensors\n",
+    )
+    assert not (tmp_path / "ran").exists()
+
+
 def test_code_of_a_model_folder_runs_only_where_the_recipe_says_so(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Packages that only record."""
 PACKAGES = (
     "finetune",
     "torch",
@@ -25,10 +27,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "numpy",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "trackio",
+    *TRACKERS,
 )
 """Packages whose version can change a result or how it is recorded."""
 

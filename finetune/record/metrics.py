@@ -7,6 +7,7 @@
 A line is strict JSON: a number that is not finite is written as null and read back as nan.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -229,7 +230,8 @@ class Metrics:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written has been told
+                self._file.close()
             self._file = None
 
 

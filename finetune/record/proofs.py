@@ -113,7 +113,7 @@ def _failures(record: Mapping[str, Any]) -> list[Table]:
 
 def _refused(record: Mapping[str, Any]) -> list[Table]:
     rows = [(KINDS[r["kind"]], r["backend"], r["reason"]) for r in record["refused"]]
-    return [Table(rows, ("trained", "backend", "why"), "refused by the planner")] if rows else []
+    return [Table(rows, ("trained", "backend", "why"), "not tried")] if rows else []
 
 
 def write_page(source: Path, target: Path) -> None:

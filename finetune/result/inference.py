@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.loading import context_length
 from finetune.recipe import Recipe
 from finetune.result.trained import (
     Step,
@@ -118,9 +119,7 @@ def _loaded(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBa
     stops = stop_ids(network.generation_config, tokenizer)
     # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
     network.generation_config = GenerationConfig()
-    fields = network.config.get_text_config().to_dict()
-    context = fields.get("max_position_embeddings") or fields.get("n_positions")
-    return Loaded(model, tokenizer, stops, context)
+    return Loaded(model, tokenizer, stops, context_length(network.config))
 
 
 # --- the words around an answer ----------------------------------------------------------------

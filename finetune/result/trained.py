@@ -27,7 +27,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
-from finetune.integrity import differing
+from finetune.integrity import differing, read_manifest
+from finetune.loading import unfilled
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import Recipe
 from finetune.run import Run
@@ -66,7 +67,10 @@ def find_checkpoint(run: Run, step: Step | None = None) -> Path:
 
 def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
     """What differs from the manifest in these folders of a checkpoint, one line a file."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except FinetuneError as error:
+        return list(error.problems)
     inside = {name: known for name, known in files.items() if name.split("/")[0] in folders}
     return differing(checkpoint, inside)
 
@@ -175,10 +179,7 @@ def load_weights(
     except (OSError, ValueError) as error:
         raise _unloadable(name, error) from None
     model, info = loaded
-    # transformers fills what is missing with random numbers, and only warns.
-    problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
-    for key, stored, wanted in sorted(info["mismatched_keys"]):
-        problems.append(f"the tensor {key} is {list(stored)} instead of {list(wanted)}")
+    problems = unfilled(info)
     if problems:
         raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
     if quantization == "nf4":
@@ -265,6 +266,10 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
 
 
 def adapter_config(adapter: Path) -> LoraConfig:
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        pickled = (adapter / "adapter_model.bin").is_file()
+        instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
+        raise FinetuneError(f"{adapter}: has no {ADAPTER_WEIGHTS}{instead if pickled else ''}")
     config = LoraConfig.from_pretrained(str(adapter))
     if not isinstance(config, LoraConfig):
         raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
