@@ -6,6 +6,7 @@ accelerator every backend runs for real over gloo, with the same configuration f
 
 import datetime
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,18 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from finetune import backend as backends
 from finetune import nvme
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+
+Compare = Callable[[str, object, object], None]
+"""Notes a difference: what it is in, what the plan has, what was built."""
 
 ENGINE_TYPES = {
     "single": {DistributedType.NO},
@@ -171,11 +178,7 @@ def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:
     """
     expected = ENGINE_TYPES[plan.backend.engine]
     differences: list[str] = []
-
-    def compare(what: str, asked: object, built: object) -> None:
-        if asked != built:
-            differences.append(f"{what}: the plan has {asked}, Accelerate built {built}")
-
+    compare = _comparing(differences)
     if accelerator.distributed_type not in expected:
         asked = " or ".join(sorted(kind.value for kind in expected))
         compare("distributed type", asked, accelerator.distributed_type.value)
@@ -194,6 +197,80 @@ def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:
         compare("shard", plan.backend.shard, stage)
     if differences:
         raise FinetuneError(*differences)
+
+
+def refuse_other_engine(plan: Plan, model: nn.Module) -> None:
+    """Compare what the model was wrapped in with what the plan asked for, on the wrapper itself.
+
+    Raises:
+        FinetuneError: with every difference.
+    """
+    differences: list[str] = []
+    compare = _comparing(differences)
+    compare("engine", plan.backend.engine, _wrapped_by(model))
+    if not differences:
+        if plan.backend.engine == "fsdp":
+            _compare_fsdp(plan, model, compare)
+        elif plan.backend.engine == "deepspeed":
+            _compare_deepspeed(plan, model, compare)
+    if differences:
+        raise FinetuneError(*differences)
+
+
+def _wrapped_by(model: nn.Module) -> str:
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if isinstance(model, FSDPModule):
+        return "fsdp"
+    return "deepspeed" if type(model).__name__ == "DeepSpeedEngine" else "single"
+
+
+def _compare_fsdp(plan: Plan, model: nn.Module, compare: Compare) -> None:
+    """FSDP2's own state of each of its modules, which torch 2.13 keeps in private attributes.
+
+    Accelerate 1.15 leaves the head, and what is in no block, whole from forward to backward.
+    """
+    blocks = {
+        block for each in model.modules() if isinstance(each, nn.ModuleList) for block in each
+    }
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    compare("parameters that are not sharded", [], whole[:3])
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+        if group is None:  # all of its parameters belong to modules within it
+            continue
+        place = f"of {name or 'the model'}"
+        compare(f"processes {place}", plan.processes, group.mesh_info.mesh.size())
+        reshards = group.post_forward_mesh_info is not None
+        if module in blocks:
+            compare(f"reshard_after_forward {place}", plan.backend.shard == "params", reshards)
+        offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
+        compare(f"offload {place}", plan.backend.offload == "all", offloaded)
+
+
+def _compare_deepspeed(plan: Plan, model: Any, compare: Compare) -> None:
+    backend = plan.backend
+    compare("shard", backend.shard, backends.ZERO_SHARDS[model.zero_optimization_stage()])
+    asked = {
+        "optimizer": (backend.offload != "none", model.zero_offload_optimizer()),
+        "parameters": (backend.offload == "all", model.zero_offload_param()),
+    }
+    for what, (offloads, built) in asked.items():
+        device = "none" if built is None else built.device
+        compare(f"offload of {what}", backend.device if offloads else "none", device)
+    compare("max_grad_norm", plan.recipe.optim.max_grad_norm or 0.0, model.gradient_clipping())
+
+
+def _comparing(differences: list[str]) -> Compare:
+    """What notes each difference between what the plan has and what was built."""
+
+    def compare(what: str, asked: object, built: object) -> None:
+        if asked != built:
+            differences.append(f"{what}: the plan has {asked}, Accelerate built {built}")
+
+    return compare
 
 
 def _precision(accelerator: Accelerator) -> str:

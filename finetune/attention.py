@@ -33,6 +33,8 @@ SHOWN_EXACT = (
 Others may carry a state across documents (state spaces, convolutions) or mask in ways of their own.
 """
 
+VARLEN_FROM = (8, 0)
+"""Compute capability (Ampere) from which PyTorch 2.13 has a variable-length flash kernel."""
 LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -71,6 +73,25 @@ def check_packing(config: PreTrainedConfig) -> None:
             )
     if problems:
         raise FinetuneError(*problems)
+
+
+def attention_notes(config: PreTrainedConfig, precision: str) -> list[str]:
+    """Why documents side by side are not one kernel on this machine's GPU; nothing without one."""
+    if not torch.cuda.is_available():
+        return []
+    reasons = {
+        "fp32 has none": precision == "fp32",
+        "it does not cap scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
+        "this GPU is older than Ampere": torch.cuda.get_device_capability() < VARLEN_FROM,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if not found:
+        return []
+    return [
+        "model.attention: each document by itself, not all in one variable-length kernel: "
+        + " and ".join(found)
+    ]
 
 
 def attend(
@@ -200,7 +221,7 @@ def _has_varlen(query: torch.Tensor) -> bool:
     """Whether flash attention of PyTorch 2.13 takes these: 16 bits, Ampere or newer, 256 a head."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= VARLEN_FROM
 
 
 def _varlen(

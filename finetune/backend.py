@@ -350,13 +350,30 @@ def launcher() -> int | None:
 
 
 def _launcher_arguments() -> list[str]:
-    """The words after `launch` of the `accelerate launch` that started this process."""
+    """The words of the `accelerate launch` that started this process, flags with underscores."""
     for parent in psutil.Process().parents():
         try:
             words = parent.cmdline()
         except psutil.Error:
             return []
-        if "launch" in words and any("accelerate" in word for word in words[:3]):
-            given = words[words.index("launch") + 1 :]
-            return [part for word in given for part in word.split("=", 1)]
+        if (given := launch_words(words)) is not None:
+            return given
     return []
+
+
+def launch_words(command: list[str]) -> list[str] | None:
+    """What a command gives to `accelerate launch`, one word a part; None for another command.
+
+    That has three spellings: `accelerate launch`, `accelerate-launch` and
+    `python -m accelerate.commands.launch`; each takes its flags with dashes or underscores.
+    """
+    for place, word in enumerate(command[:4]):
+        name, before = Path(word).name, Path(command[place - 1]).name if place else ""
+        if (
+            name in ("accelerate-launch", "accelerate.commands.launch")
+            or (name == "launch" and "accelerate" in before)
+            or word.endswith("accelerate/commands/launch.py")
+        ):
+            parts = [part for given in command[place + 1 :] for part in given.split("=", 1)]
+            return [f"--{p[2:].replace('-', '_')}" if p.startswith("--") else p for p in parts]
+    return None

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finetune import accelerator
-from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.planner.deepspeed import REDUCE_BUCKET
 
@@ -100,10 +99,7 @@ class Engine:
         if self.deepspeed:
             self._fit_buckets(model)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
-        if self.deepspeed and self.model.gradient_clipping() != self._clip():
-            raise FinetuneError(
-                f"DeepSpeed clips at {self.model.gradient_clipping()}, the recipe at {self._clip()}"
-            )
+        accelerator.refuse_other_engine(self.plan, self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:
         """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
@@ -114,9 +110,6 @@ class Engine:
         sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
         bucket = min(REDUCE_BUCKET, sum(sizes))
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
-
-    def _clip(self) -> float:
-        return self.plan.recipe.optim.max_grad_norm or 0.0
 
     def close(self) -> None:
         """Leave the job: trackers, then the process group.

@@ -5,11 +5,12 @@ import functools
 import pickle
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
@@ -20,25 +21,28 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune.attention import check_packing, implementation
+from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
+from finetune.loading import other_shapes, unfilled
 from finetune.planner import Plan
-from finetune.planner.kernels import choices
+from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
-    "norm": (fuse_norms, FusedNorm, "norms"),
-    "activation": (fuse_activations, FusedGate, "feed-forward layers"),
-    "rotary": (fuse_rotations, FusedRotation, "attention layers"),
+    "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
+    "activation": (fuse_activations, FusedGate, PARTS["activation"]),
+    "rotary": (fuse_rotations, FusedRotation, PARTS["rotary"]),
 }
 """What makes each part of a model one operation, the class that it then has, and its name."""
+ENDINGS = {"norm": ("Norm",), "activation": ("MLP", "Experts"), "rotary": ("Attention",)}
+"""How transformers ends the names of the classes of each part."""
 
 ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
 """Parts of the names of torch's operations that are a whole attention."""
@@ -75,6 +79,10 @@ def build(engine: Engine, seed: int) -> nn.Module:
     """
     plan = engine.plan
     recipe = plan.recipe
+    if recipe.model.attention == "flex_attention" and engine.device.type == "cpu":
+        raise FinetuneError(
+            "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
+        )
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     if recipe.batch.packing:
@@ -125,11 +133,25 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
-    return notes + [
-        f"kernels.{lever}: plain, because the {parts} of this model are not known here"
-        for lever, (_, kind, parts) in FUSED.items()
-        if chosen[lever] == "fused" and not any(isinstance(m, kind) for m in model.modules())
-    ]
+    for lever, (_, kind, parts) in FUSED.items():
+        alike = [each for each in model.modules() if _is_part(each, lever)]
+        plain = sorted({type(each).__name__ for each in alike if not isinstance(each, kind)})
+        if chosen[lever] == "fused" and plain:
+            some = any(isinstance(each, kind) for each in alike)
+            which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
+            told = f"those {parts} are" if some else f"the {parts} of this model are"
+            notes.append(f"kernels.{lever}: {which}, because {told} not known here")
+    if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
+        notes += attention_notes(model.config.get_text_config(), plan.backend.precision)
+    return notes
+
+
+def _is_part(module: nn.Module, lever: str) -> bool:
+    """Whether a lever is made for such a module, by the name that transformers gives to its class.
+
+    A feed-forward layer of experts is one that holds all of them.
+    """
+    return type(module).__name__.removeprefix("FSDP").endswith(ENDINGS[lever])
 
 
 def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:
@@ -187,10 +209,13 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     model = plan.recipe.model
     # An adapter that starts from a decomposition of the base weights must see them whole.
     whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    loaded: Any = None
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():
-            return AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
                 attn_implementation=implementation(plan.recipe),
@@ -201,10 +226,27 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
                 ),
             )
-    except (OSError, ValueError, ImportError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
         raise FinetuneError(
             f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{advice(error)}"
         ) from None
+    except RuntimeError as error:
+        problems = other_shapes(error)
+        if not problems:
+            raise
+    else:
+        loaded, info = loaded
+        problems = unfilled(info)
+    if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
+        seen = [problems]
+        torch.distributed.broadcast_object_list(seen, src=0)
+        (problems,) = seen
+    if problems:
+        raise FinetuneError(
+            f"model.name: the weights of '{model.name}' do not fit its config.json: "
+            f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
+        )
+    return loaded
 
 
 def advice(error: Exception) -> str:
@@ -249,12 +291,32 @@ def lora_config(adapter: LoRA) -> LoraConfig:
 
 def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
     try:
+        strays = list(_strays(model, adapter))
+        if strays:
+            raise FinetuneError(*strays)
         return get_peft_model(model, lora_config(adapter))
     except ValueError as error:
-        names = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _linear(m)})
         raise FinetuneError(
-            f"adapter.targets: {_first_line(error)}; linear modules here: {', '.join(names)}"
+            f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
         ) from None
+
+
+def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
+    """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
+    modules = [name for name, _ in model.named_modules() if name]
+    last = {name.rsplit(".", 1)[-1] for name in modules}
+    for field in ("targets", "modules_to_save", "exclude_modules"):
+        given = getattr(adapter, field)
+        for word in () if isinstance(given, str) else given:
+            end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
+            if not any(name == word or name.endswith(end) for name in modules):
+                told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
+                yield told + (_linear_modules(model) if field == "targets" else "")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(adapter, field):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+                told = f"adapter.{field}: no module matches '{pattern}'"
+                yield f"{told}{did_you_mean(pattern, last)}"
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
@@ -268,8 +330,9 @@ def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+def _linear_modules(model: nn.Module) -> str:
+    linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    return f"; linear modules here: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
 
 
 def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:

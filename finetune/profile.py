@@ -37,6 +37,8 @@ COPYING = (
     "Memcpy", "Memset",
 )  # fmt: skip
 LOSSES = ("log_softmax", "nll_loss", "ChunkedLoss")
+COMPILED = "## Call CompiledFxGraph"
+"""How the event of compiled operations begins; its own time is theirs."""
 EXCHANGES = (
     "c10d", "gloo", "nccl", "record_param_comms", "all_gather", "all_reduce", "reduce_scatter",
     "allreduce", "allgather",
@@ -101,6 +103,9 @@ def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str
     above = list(_above(event))
     if any(word.startswith(("Optimizer.step", "clip_grad")) for word in (name, *above)):
         return OPTIMIZER
+    works = name.startswith(("aten::", "void ", COMPILED))
+    if works and any("ttention" in each for each in above):  # also products within one of ours
+        return ATTENTION
     if name.startswith(PRODUCTS):
         sizes = {size for shape in event.input_shapes or () for size in shape if shape}
         if any(size == vocabulary for size in sizes):
@@ -116,7 +121,7 @@ def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str
         return LOSS
     if name in COPYING or name.startswith(("Memcpy", "Memset")):
         return COPIES
-    return ELEMENTWISE if name.startswith(("aten::", "void ")) else None
+    return ELEMENTWISE if works else None
 
 
 def _above(event: FunctionEvent) -> Iterator[str]:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from finetune.data.formats import Sample
     from finetune.data.render import Chat, Row
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True)
+STRICT = ConfigDict(
+    extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
+)
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -229,7 +231,7 @@ class Recipe:
     eval_rows: Positive | None = None
     """Hold out so many rows of `data` for evaluation when there is no `eval_data`."""
     data_checks: Literal["refuse", "report"] = "refuse"
-    """What happens to data that can only be a mistake: nothing ends, truncation eats answers."""
+    """What happens to data that can only be a mistake: rows without end, or beyond the context."""
     adapter: LoRA | None = None
     """Low-rank adapter; null trains all weights."""
     batch: Batch = Field(default_factory=Batch)

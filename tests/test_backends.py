@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Finished, Tiny, write_recipe
+from conftest import ROOT, Finetune, Finished, Tiny, run_command, write_recipe
 from safetensors import safe_open
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.launcher import free_port
 from finetune.nvme import require_room
 from finetune.planner import nvme, plan, predict
 from finetune.run import Run
@@ -218,6 +220,57 @@ def test_a_checkpoint_continues_on_another_backend(
     resumed = cut_off(straight, tmp_path / "run", step=3)
     launch(finetune, straight.root.parent.parent / "full.json", continued, resumed.root, "--resume")
     assert largest(losses(resumed), losses(straight)) < FP32
+
+
+CHANGED = """
+from finetune.cli import run
+from finetune.engine import Engine
+
+prepare = Engine.prepare
+
+def prepare_another(self, model, optimizers):
+    state = self.accelerator.state
+    {change}
+    prepare(self, model, optimizers)
+
+Engine.prepare = prepare_another
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "told"),
+    [
+        (
+            "fsdp_full_shard",
+            "state.fsdp_plugin.reshard_after_forward = False",
+            "error: reshard_after_forward of model.layers.0: the plan has True, Accelerate built "
+            "False\nerror: reshard_after_forward of model.layers.1: the plan has True, Accelerate "
+            "built False\n",
+        ),
+        (
+            "zero2",
+            "state.deepspeed_plugin.deepspeed_config['zero_optimization']['stage'] = 1",
+            "error: shard: the plan has grads, Accelerate built optimizer\n",
+        ),
+    ],
+)
+def test_an_engine_that_is_not_what_the_plan_says_is_refused(
+    tiny: Tiny, tmp_path: Path, backend: str, change: str, told: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CHANGED.format(change=change))
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+        str(ROOT / f"accelerate_configs/{backend}.yaml"), "--num_processes", "2",
+        "--mixed_precision", "no", "--main_process_port", str(free_port()), str(script),
+        "train", str(recipe), "--output", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = run_command(command, tmp_path / "cache", cwd=tmp_path)
+    assert done.status != 0
+    assert told in done.stderr
+    assert Run(tmp_path / "run").steps() == []
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def test_a_run_continues_with_other_kernels(
             {"adapter": {"r": 4, "targets": ["q_proj", "lm_head"]}},
             "kernels.head: whole, because the head has an adapter",
         ),
+        (
+            {"adapter": {"r": 4, "targets": ".*(q_proj|lm_head)"}},
+            "kernels.head: whole, because the head has an adapter",
+        ),
     ],
 )
 def test_the_plan_and_the_run_say_what_falls_back(

@@ -8,8 +8,11 @@ import torch
 from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
 from torch import nn
 
+from finetune import SFT, Data, Model, backend
 from finetune.kernels import activation, chains, head, norm, rotary
-from finetune.model import FUSED
+from finetune.model import FUSED, kernel_notes
+from finetune.planner import plan
+from finetune.planner.kernels import LOGITS, choices
 
 FP32 = 2e-6
 """Relative, of a loss and of the whole gradient: sums in another order move the seventh digit."""
@@ -38,6 +41,38 @@ def fused(plain: nn.Module, lever: str) -> nn.Module:
     fuse(given)
     assert any(isinstance(module, kind) for module in given.modules())
     return given
+
+
+SIZED = {
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_the_plan_knows_which_parts_of_a_type_are_known_here(kind: str) -> None:
+    model = build(kind, **SIZED.get(kind, {}))
+    recipe = SFT(Model(config={"model_type": kind}))
+    planned = {each.lever: each for each in choices(recipe, backend.load("single"), kind)}
+    for lever, (fuse, known) in LEVERS.items():
+        fuse(model)
+        fuses = any(isinstance(module, known) for module in model.modules())
+        assert planned[lever].value == ("fused" if fuses else "plain")
+        assert bool(planned[lever].fallback) != fuses
+
+
+def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
+    given = Model(config={"model_type": "qwen2_moe"}, tokenizer="t")
+    recipe = SFT(given).with_data(Data("a.jsonl", "messages"))
+    settled = plan(recipe, "single", 1)
+    model = build("qwen2_moe", **SIZED["qwen2_moe"])
+    for fuse, _ in LEVERS.values():
+        fuse(model)
+    assert kernel_notes(model, settled) == [
+        "kernels.activation: fused, but plain in Qwen2MoeExperts, because those feed-forward "
+        "layers are not known here"
+    ]
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
@@ -169,7 +204,11 @@ def test_what_is_compiled_follows_from_the_tokens_of_the_run(
 ) -> None:
     if reason := chains.reason_against(torch.device("cpu")):
         pytest.skip(reason)
-    assert chains.settle(asked, torch.device("cpu"), tokens)[0] == compiled
+    found, note = chains.settle(asked, torch.device("cpu"), tokens)
+    assert found == compiled
+    said = f"kernels.pointwise: eager, for {tokens:,} tokens in each process (compiled from"
+    assert (note is None) == (asked == "eager")
+    assert str(note).startswith(said) == (asked == "auto" and not compiled)
 
 
 def test_without_a_compiler_chains_are_eager_and_it_is_said(

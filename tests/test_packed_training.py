@@ -118,6 +118,13 @@ def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) 
         train(tiny, tmp_path / "run", batch={"micro_tokens": 100})
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="flex_attention can train there")
+def test_flex_attention_is_refused_on_a_cpu(tiny: Tiny, tmp_path: Path) -> None:
+    model = {"name": str(tiny.model), "attention": "flex_attention"}
+    with pytest.raises(FinetuneError, match="flex_attention of PyTorch cannot train on a CPU"):
+        train(tiny, tmp_path / "run", model=model)
+
+
 def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny: Tiny, tmp_path: Path) -> None:
     recipe = catalog.from_fields(tiny.fields(**PACKED))
     rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train

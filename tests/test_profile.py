@@ -8,9 +8,21 @@ import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
 
+from finetune.kernels.attention import ShortAttention
+from finetune.kernels.chains import Chain, compile_chains
 from finetune.planner.families import read
 from finetune.planner.timing import step_flops
-from finetune.profile import ADAPTERS, COMMUNICATION, HEAD, MATMUL, ROWS, Profile
+from finetune.profile import (
+    ADAPTERS,
+    ATTENTION,
+    COMMUNICATION,
+    ELEMENTWISE,
+    HEAD,
+    MATMUL,
+    REST,
+    ROWS,
+    Profile,
+)
 from finetune.rate import matmul_flops
 from finetune.run import Run
 
@@ -56,6 +68,42 @@ def test_products_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
     }
     assert found[COMMUNICATION] == 0
     assert told[0].startswith("where a step of ")
+
+
+def test_products_of_our_attention_are_attention(tmp_path: Path) -> None:
+    """Heads of 32 are as wide as two adapters of rank 16."""
+    traced = Profile(tmp_path, 0, None, vocabulary=320, ranks=frozenset({16}))
+    query, key, value = (torch.randn(1, 4, 200, 32, requires_grad=True) for _ in range(3))
+    with traced.of_step(2):
+        ShortAttention.apply(query, key, value, [0, 120, 200], 0.1).sum().backward()
+    found = json.loads((tmp_path / "where-rank-00000.json").read_text())
+    assert found[ADAPTERS] == found[MATMUL] == 0
+    assert found[ATTENTION] > 0.5 * (sum(found.values()) - found[REST])
+
+
+@pytest.mark.slow
+def test_compiled_operations_are_no_waiting(tmp_path: Path) -> None:
+    chain = Chain(lambda x: (x.sin() * x.cos()).exp().tanh())
+    traced, given = Profile(tmp_path, 0, None, 320, frozenset()), torch.randn(2000, 2000)
+    compile_chains(True)
+    try:
+        chain(given)
+        with traced.of_step(2):
+            for _ in range(20):
+                chain(given)
+    finally:
+        compile_chains(False)
+    found = json.loads((tmp_path / "where-rank-00000.json").read_text())
+    assert found[ELEMENTWISE] > found[REST]
+
+
+def test_a_run_that_ends_before_the_step_that_is_traced_says_so(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
+    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    assert "--profile: nothing is traced" in " ".join(done.output.split())
 
 
 def test_a_run_tells_its_rates_and_traces_one_step(

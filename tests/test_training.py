@@ -1,12 +1,14 @@
 """The loop is exact, a killed run loses nothing, and a bad start is refused with its reason."""
 
 import contextlib
-import json
+import resource
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import Finetune, Tiny, end_tree, start, wait_for, write_recipe
@@ -164,37 +166,41 @@ def test_the_schedule_counts_optimizer_steps_of_the_job() -> None:
     assert rates[10] == pytest.approx(0.1)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True
-    )
-    if mounted.returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
-    try:
-        sections = {"saving": {"every": 1, "keep": 3}, "max_steps": 400}
-        recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
-        run = Run(place / "run")
-        words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
-        process = start(words, tmp_path)
-        wait_for(lambda: (run.newest() or 0) >= 2, process)
-        with contextlib.suppress(OSError), (place / "somebody else's").open("wb") as other:
-            while True:
-                other.write(bytes(2**16))
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 1
-        assert "Traceback" not in told
-        newest = run.newest()
-        assert newest is not None
-        assert f"step {newest} is the newest complete one" in told
-        assert not list(run.checkpoints.glob(".*"))
-        for name, entry in json.loads((run.checkpoint(newest) / "manifest.json").read_text())[
-            "files"
-        ].items():
-            assert (run.checkpoint(newest) / name).stat().st_size == entry["bytes"]
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    with contextlib.suppress(OSError), (place / "somebody else's").open("wb") as other:
+        while True:
+            other.write(bytes(2**16))
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    tiny: Tiny, tmp_path: Path, small_disk: Path
+) -> None:
+    sections = {"saving": {"every": 1, "keep": 3}, "max_steps": 400}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    run = Run(small_disk / "run")
+    words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
+    process = start(words, tmp_path)
+    wait_for(lambda: (run.newest() or 0) >= 2, process)
+    fill(small_disk)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "Traceback" not in told
+    newest = run.newest()
+    assert newest is not None
+    assert f"step {newest} is the newest complete one" in told
+    assert not list(run.checkpoints.glob(".*"))
+    assert damage(run.checkpoint(newest)) == []
 
 
 def test_saving_in_the_background_writes_the_same_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
@@ -209,3 +215,79 @@ def test_saving_in_the_background_writes_the_same_checkpoints(tiny: Tiny, tmp_pa
         assert damage(going_on.checkpoint(step)) == []
     assert sorted(r["step"] for r in going_on.read_metrics("save")) == [1, 2, 3, 4, 5, 6]
     assert going_on.best_step() == waiting.best_step()
+
+
+TWO = ["--backend", "ddp", "--processes", "2", "--precision", "fp32", "--output"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fills_between_checkpoints_is_told(
+    tiny: Tiny, tmp_path: Path, small_disk: Path, processes: int
+) -> None:
+    sections = {"saving": {"every": 100_000}, "max_steps": 400, "evaluation": {"every": None}}
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    run = Run(small_disk / "run")
+    words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
+    if processes == 2:
+        words = ["launch", str(recipe), *TWO, str(run.root)]
+    process = start(words, tmp_path)
+    wait_for(lambda: any(run.read_metrics("train")), process)
+    fill(small_disk)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"{run.metrics}: cannot be written (No space left on device); make room" in told
+    assert "Traceback" not in told
+
+
+def on_two(
+    tiny: Tiny, tmp_path: Path, sections: dict[str, Any]
+) -> tuple[Run, "subprocess.Popen[str]"]:
+    """A run on two processes that has just been started."""
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    run = Run(tmp_path / "run")
+    return run, start(["launch", str(recipe), *TWO, str(run.root)], tmp_path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_that_tokenizers_gives_no_name_ends_every_rank_with_the_cause(
+    tiny: Tiny, tmp_path: Path, background: bool
+) -> None:
+    """A limit on the size of files, set while it runs: the state fits, tokenizer.json does not."""
+    sections = {
+        "adapter": {"r": 1, "targets": ["q_proj"]},
+        "saving": {"every": 1, "background": background},
+        "evaluation": {"every": None},
+        "max_steps": 400,
+    }
+    run, process = on_two(tiny, tmp_path, sections)
+    wait_for(lambda: (run.newest() or 0) >= 1, process)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (8000, 8000))
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    newest = run.newest()
+    assert (
+        f"{run.checkpoint((newest or 0) + 1)}: the checkpoint could not be written (Exception: "
+        f"File too large (os error 27)); step {newest} is the newest complete one"
+    ) in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_best_json_that_cannot_be_written_ends_every_rank(
+    tiny: Tiny, tmp_path: Path, background: bool
+) -> None:
+    sections = {
+        "saving": {"every": 10_000, "background": background},
+        "evaluation": {"every": 20},
+        "max_steps": 400,
+    }
+    run, process = on_two(tiny, tmp_path, sections)
+    wait_for(lambda: any(run.read_metrics("train")), process)
+    run.best.mkdir()  # no file can take its place
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"{run.root}: the checkpoint of step 20 is complete, but best.json could not" in told
+    assert "Is a directory" in told
+    assert "Traceback" not in told
+    assert damage(run.checkpoint(20)) == []

@@ -61,8 +61,11 @@ def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str |
         tokens: that this process computes in the whole run.
     """
     least = COMPILE_FROM.get(device.type)
-    if asked == "eager" or (asked == "auto" and (least is None or tokens < least)):
+    if asked == "eager":
         return False, None
+    if asked == "auto" and (least is None or tokens < least):
+        rule = f"compiled from {least:,} on" if least else f"never compiled on {device.type}"
+        return False, f"kernels.pointwise: eager, for {tokens:,.0f} tokens in each process ({rule})"
     reason = reason_against(device)
     if reason is not None:
         return False, f"kernels.pointwise: eager, because {reason}"

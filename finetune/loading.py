@@ -1,0 +1,63 @@
+"""What was loaded: whether all of its weights were there, and what it can read."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+MOST_NAMED = 5
+"""Tensors that are told by name; a whole layer may be missing."""
+
+
+def unfilled(info: dict[str, Any]) -> list[str]:
+    """What transformers 5.23 fills with random numbers, and only warns of.
+
+    Args:
+        info: what `from_pretrained(..., output_loading_info=True)` gives beside the model. Tied
+            weights and buffers that are computed are not among its missing keys.
+    """
+    problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        problems.append(f"the tensor {key} is {list(stored)} instead of {list(wanted)}")
+    return _first(problems)
+
+
+def other_shapes(error: RuntimeError) -> list[str]:
+    """The same from the error with which ZeRO-3's own loading ends; none where it is another."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return _first([line.rstrip(".") for line in lines if line.startswith("size mismatch for ")])
+
+
+def _first(problems: list[str]) -> list[str]:
+    left = len(problems) - MOST_NAMED
+    return [*problems[:MOST_NAMED], *([f"and {left} more are as wrong"] if left > 0 else [])]
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Most tokens of a row, as a configuration states them; None where it names no limit."""
+    fields = config.get_text_config().to_dict()
+    return fields.get("max_position_embeddings") or fields.get("n_positions")
+
+
+def token_rows(model: nn.Module) -> int | None:
+    """Rows of the table of tokens, within what an adapter puts round it; None without a table."""
+    return min((table.num_embeddings for table in _token_tables(model)), default=None)
+
+
+def has_learned_positions(model: nn.Module, context: int) -> bool:
+    """Whether positions are rows of a table of their own, which ends with the context.
+
+    OPT and its like have two rows in front of the first position; GPT-J and CodeGen keep angles
+    that were computed once in a buffer of that length (transformers 5.23).
+    """
+    tokens = _token_tables(model)
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
+    learned = any(
+        table.num_embeddings in (context, context + 2) for table in tables if table not in tokens
+    )
+    return learned or any(name.endswith("embed_positions") for name, _ in model.named_buffers())
+
+
+def _token_tables(model: nn.Module) -> list[nn.Embedding]:
+    table: nn.Module = model.get_input_embeddings()
+    return [each for each in table.modules() if isinstance(each, nn.Embedding)]
