@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from conftest import Finetune, Finished, Tiny, write_recipe
+from conftest import ROOT, Finetune, Finished, Tiny, start, wait_for, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,7 +21,7 @@ from finetune.planner import plan
 from finetune.prover import checks, packing
 from finetune.prover.delivery import Delivery, check_deliveries
 from finetune.prover.pairs import FP32, Request, settle
-from finetune.prover.proof import Check, Proof
+from finetune.prover.proof import Check, Proof, Refused
 from finetune.prover.runs import Trial
 from finetune.prover.subject import Shape, Subject, make_subject, of_kind, shrink
 from finetune.recipe import Recipe
@@ -189,6 +191,7 @@ def test_lost_memory_of_the_best_evaluation_is_found(proved: Proved, tmp_path: P
     path = run.checkpoint(10) / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["progress"] |= {"best_step": 5, "stale": 1}
+    del manifest["sha256"]
     path.write_text(json.dumps(manifest))
     check = checks.check_equal("own", "ddp", proved.reference, run, FP32, 10)
     assert check.passed is False
@@ -242,6 +245,81 @@ def proof_of(proved: Proved, *found: Check) -> Proof:
     """A proof with these checks in place of its own."""
     fields = {field.name: proved.record[field.name] for field in dataclasses.fields(Proof)}
     return Proof(**(fields | {"checks": found, "tolerance": FP32, "refused": ()}))
+
+
+LACKING = Refused("own", "zero3", "zero3 needs DeepSpeed: pip install deepspeed", missing=True)
+
+
+@pytest.mark.parametrize(
+    ("not_tried", "proved_all_the_same", "said"),
+    [
+        ((LACKING,), True, "; 1 pairs not proved, because zero3 needs DeepSpeed: pip install"),
+        ((dataclasses.replace(LACKING, named=True),), False, "not proved: 0 of 6 checks failed; 1"),
+        ((Refused("own", "zero2", "why", named=True),), True, "; 1 pairs are refused by the plann"),
+    ],
+)
+def test_a_backend_that_was_named_and_cannot_run_here_is_not_proved(
+    not_tried: tuple[Refused, ...], proved_all_the_same: bool, said: str
+) -> None:
+    checks_of_ddp = (Check("own", "ddp", "equal", True, ""),) * 6
+    proof = Proof({}, {}, {}, FP32, checks_of_ddp, not_tried, {}, seconds=1.0, launches=1)
+    assert proof.proved is proved_all_the_same
+    assert said in proof.verdict
+
+
+@pytest.mark.slow
+def test_a_machine_without_deepspeed_proves_the_rest_and_ends_with_1(
+    proved: Proved, finetune: Finetune, tmp_path: Path
+) -> None:
+    """A machine without it, to this process: what is imported first has no such package."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: (\n"
+        "    None if name == 'deepspeed' else find(name, *rest))\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = ["prove", proved.recipe, "--backends", "zero3,single", "--output", tmp_path / "proof"]
+    done = finetune(*words, env=env)
+    assert done.status == 1, done.output
+    told = " ".join(done.stdout.split())  # the terminal's lines are folded
+    assert "not possible here: the recipe on zero3: zero3 needs DeepSpeed" in told
+    assert "1 pairs not proved, because zero3 needs DeepSpeed: pip install deepspeed" in told
+    assert "not proved: 0 of " in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_proof_with_every_process_of_it(
+    tiny: Tiny, tmp_path: Path, number: int, status: int
+) -> None:
+    output = tmp_path / "proof"
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**LORA))
+    words = ["prove", str(recipe), "--backends", "ddp,fsdp_full_shard", "--jobs", "2"]
+    process = start([*words, "--output", str(output)], tmp_path)
+    root = psutil.Process(process.pid)
+    seen: set[psutil.Process] = set()
+
+    def workers_are_there() -> bool:
+        seen.update(root.children(recursive=True))
+        return sum("train" in words_of(each) for each in seen) >= 2
+
+    wait_for(workers_are_there, process)
+    workers_are_there()
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == status, told
+    assert told.endswith(f"interrupted by {signal.Signals(number).name}: nothing is proved\n")
+    assert "Traceback" not in told
+    assert [each for each in psutil.process_iter() if str(output) in " ".join(words_of(each))] == []
+    assert [each for each in seen if each.is_running()] == []
+    assert not (output / "proof.json").exists()
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @pytest.mark.slow

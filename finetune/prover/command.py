@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rich.table import Table
 from finetune import backend as known
 from finetune.cache import cache
 from finetune.errors import FinetuneError
+from finetune.interruption import SIGNALS
 from finetune.prover.job import carry_out
 from finetune.prover.pairs import Request
 from finetune.prover.proof import Proof
@@ -47,6 +50,7 @@ def prove(
     request = Request(
         recipe=recipe,
         backends=named_backends(backends, recipe, shape),
+        named=backends != "all",
         output=Path(output),
         kinds=named_kinds(kinds),
         shape=shape,
@@ -64,8 +68,30 @@ def prove(
         )
 
 
+class Ended(BaseException):
+    """By a signal, whose number it has."""
+
+
 def run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
-    """Prove, tell, and return the exit status: 0 where everything holds, else 1."""
+    """Prove, tell, and return the exit status: 0 where everything holds, else 1.
+
+    A signal ends every process that was started; the status is then 128 and its number.
+    """
+
+    def end(number: int, _: object) -> None:
+        raise Ended(number)
+
+    for number in SIGNALS:  # in a script's background SIGINT would be ignored
+        signal.signal(number, end)
+    try:
+        return _run(arguments, recipe, name)
+    except Ended as ended:
+        (number,) = ended.args
+        print(f"interrupted by {signal.Signals(number).name}: nothing is proved", file=sys.stderr)
+        return 128 + number
+
+
+def _run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
     console = Console(stderr=arguments.json)
     output = arguments.output or Path("proofs") / Path(name).stem
     proof = prove(
@@ -122,10 +148,9 @@ def tell(proof: Proof, output: Path, console: Console) -> None:
             where = f"{KINDS[check.kind]} on {check.backend}, {check.name}"
             console.print(f"[red]failed[/]  {where}: {escape(check.summary)}", highlight=False)
     for refused in proof.refused:
-        console.print(
-            f"[dim]refused {KINDS[refused.kind]} on {refused.backend}: {escape(refused.reason)}[/]",
-            highlight=False,
-        )
+        word = "not possible here:" if refused.missing else "refused"
+        where = f"{KINDS[refused.kind]} on {refused.backend}"
+        console.print(f"[dim]{word} {where}: {escape(refused.reason)}[/]", highlight=False)
     colour = "green" if proof.proved else "red"
     console.print(f"[bold {colour}]{proof.verdict}[/]", highlight=False)
     console.print(f"{output / 'proof.html'} has every number", highlight=False)

@@ -41,6 +41,8 @@ class Request:
     """Continue a checkpoint between every two backends, not between each and another."""
     jobs: int = 1
     """Launches at a time."""
+    named: bool = True
+    """Whether the backends were asked for by name, not as `all`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,11 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
         for name in request.backends:
             machine = backends.load(name)
             processes = 1 if machine.engine == "single" else request.shape.processes
+            missing = _missing(machine)
+            if missing is not None:
+                refused.append(Refused(kind, name, missing, missing=True, named=request.named))
+                continue
             try:
-                _require(machine)
                 settled = plan(subject.recipe, machine, processes, request.precision)
                 pairs.append(Pair(kind, settled))
             except FinetuneError as error:
@@ -99,12 +104,13 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
     return pairs, refused
 
 
-def _require(machine: backends.Backend) -> None:
+def _missing(machine: backends.Backend) -> str | None:
     """What a backend needs of this machine besides Python packages that are always there."""
     if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise FinetuneError(f"{machine.name} needs DeepSpeed: pip install deepspeed")
+        return f"{machine.name} needs DeepSpeed: pip install deepspeed"
     if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
-        raise FinetuneError(f"{machine.name} needs libaio with its headers: apt install libaio-dev")
+        return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
+    return None
 
 
 # Who continues whom -------------------------------------------------------------------------------

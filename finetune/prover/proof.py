@@ -1,6 +1,7 @@
 """What a proof found: its checks, their numbers, and the verdict."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,11 +36,15 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A pair that the planner refuses, with its reason."""
+    """A pair that was not tried, with the reason."""
 
     kind: str
     backend: str
     reason: str
+    missing: bool = False
+    """This machine lacks what the backend needs; else the planner refuses the pair."""
+    named: bool = False
+    """The backend was asked for by its name: where something is missing, that is a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +85,28 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """Nothing failed, and something was shown."""
-        return not self.failures and any(check.passed for check in self.checks)
+        """Nothing failed, nothing that was named is missing, and something was shown."""
+        lacking = any(each.missing and each.named for each in self.refused)
+        return not self.failures and not lacking and any(check.passed for check in self.checks)
 
     @property
     def verdict(self) -> str:
         """The proof in a sentence."""
         pairs = len({(check.kind, check.backend) for check in self.checks})
         passed = sum(check.passed is True for check in self.checks)
-        refused = f"; {len(self.refused)} pairs are refused by the planner" if self.refused else ""
+        rest = "".join(f"; {part}" for part in self._not_tried())
         if self.proved:
-            return f"proved: {passed} checks of {pairs} pairs hold{refused}"
+            return f"proved: {passed} checks of {pairs} pairs hold{rest}"
         failed = len(self.failures)
-        return f"not proved: {failed} of {failed + passed} checks failed{refused}"
+        return f"not proved: {failed} of {failed + passed} checks failed{rest}"
+
+    def _not_tried(self) -> Iterator[str]:
+        planner = sum(not each.missing for each in self.refused)
+        if planner:
+            yield f"{planner} pairs are refused by the planner"
+        missing = [each.reason for each in self.refused if each.missing]
+        for reason in dict.fromkeys(missing):
+            yield f"{missing.count(reason)} pairs not proved, because {reason}"
 
 
 def write_proof(proof: Proof, path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -43,14 +44,44 @@ class Trial:
         return self.run.root / "killed.jsonl"
 
 
-def carry_out(trial: Trial, log: Path) -> None:
+class Launches:
+    """The launches under way. They have sessions of their own: no signal reaches them by itself."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._lock = threading.Lock()
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, trial: Trial, log: Path) -> subprocess.Popen[bytes]:
+        """Start one; raises TrainingFailure once `end_all` was called."""
+        with self._lock:
+            if self.closed:
+                raise TrainingFailure("not started: the proof was interrupted")
+            process = begin(_words(trial), log, max(1, (os.cpu_count() or 1) // trial.processes))
+            self._running = [each for each in self._running if each.poll() is None]
+            self._running.append(process)
+            return process
+
+    def end_all(self) -> None:
+        """End every one with all that it started, and let no other begin."""
+        with self._lock:
+            self.closed = True
+            for process in self._running:
+                if process.poll() is None:
+                    for each in reversed(family_of(process.pid)):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            each.suspend()  # so that none starts another behind the list below
+                    end(family_of(process.pid))
+
+
+def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
     """Run to the end, or to the kill.
 
     Raises:
         TrainingFailure: it ended otherwise; with the last lines of what it printed.
     """
     for _ in range(KILL_TRIES if trial.kill_after is not None else 1):
-        process = begin(_words(trial), log, max(1, (os.cpu_count() or 1) // trial.processes))
+        process = launches.begin(trial, log)
         try:
             if trial.kill_after is None:
                 if process.wait(LIMIT_SECONDS):

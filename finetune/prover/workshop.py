@@ -1,8 +1,11 @@
 """The launches of a proof: one process alone, each pair killed and continued, here or elsewhere."""
 
+import contextlib
 import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,10 +13,11 @@ from rich.markup import escape
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.interruption import SIGNALS
 from finetune.planner import Plan
 from finetune.prover import packing
 from finetune.prover.pairs import Crossing, Pair, Request, single_of
-from finetune.prover.runs import Trial, carry_out, cut
+from finetune.prover.runs import Launches, Trial, carry_out, cut
 from finetune.prover.subject import Kind, Subject, make_subject, of_kind
 from finetune.run import Run, write_json
 
@@ -32,6 +36,7 @@ class Workshop:
         self.failed: dict[Path, str] = {}
         """Runs that could not be carried out, and why."""
         self.launches = 0
+        self.under_way = Launches()
         self.subjects: dict[Kind, Subject] = {}
         for kind in request.kinds:
             folder = request.output / "subject" / kind
@@ -79,8 +84,10 @@ class Workshop:
         begun = time.perf_counter()
         name = "-".join(trial.run.root.parts[-2:]) + ("-resume" if trial.resume else "")
         try:
-            carry_out(trial, self.request.output / "logs" / f"{name}.log")
+            carry_out(trial, self.request.output / "logs" / f"{name}.log", self.under_way)
         except FinetuneError as error:
+            if self.under_way.closed:
+                return
             self.failed[trial.run.root] = str(error)
             self.say(f"[red]failed[/]  {what}: {escape(str(error))}")
         else:
@@ -88,10 +95,28 @@ class Workshop:
         self.launches += 1
 
     def each(self, works: Iterable[Callable[[], None]]) -> None:
-        """Do works, as many at a time as were asked for."""
+        """Do works, as many at a time as were asked for; what was started ends with this."""
         with ThreadPoolExecutor(self.request.jobs) as pool:
-            for done in [pool.submit(work) for work in works]:
-                done.result()
+            try:
+                for done in [pool.submit(work) for work in works]:
+                    done.result()
+            except BaseException:
+                with deaf():
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    self.under_way.end_all()
+                raise
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Within it, no further signal interrupts what is left to do."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # The launches ------------------------------------------------------------------------------------
