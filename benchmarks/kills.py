@@ -28,15 +28,19 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from benchmarks.record import ROOT, Circumstances, Result, write
+from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.integrity import sha256
 from finetune.quiet import quiet
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
 from finetune.worker import train
 
-BACKENDS = ("single", "ddp", "fsdp_full_shard", "zero2", "zero3")
+BACKENDS = tuple(name for name in backends.names() if backends.load(name).device != "nvme")
 STEPS = 40
+BACKGROUND = 3
+"""Every so many runs saves in the background."""
 DONE_SECONDS = 180.0
 """An attempt that is not killed takes seconds; one that takes so long hangs."""
 
@@ -71,24 +75,26 @@ class Bench:
         self.folder, self.rng = folder, rng
         self.counts: dict[str, dict[str, int]] = {}
         self.wrong: list[str] = []
+        self.background = False
         self.parts: list[dict[str, Any]] = []
         self.recipe = write_recipe(folder)
         os.environ["FINETUNE_CACHE"] = str(folder / "cache")
         os.environ["DS_ACCELERATOR"] = "cpu"
 
-    def go(self, backends: Sequence[str], count: int, until: float) -> None:
+    def go(self, names: Sequence[str], count: int, until: float) -> None:
         """Kill `count` times, the backends in turn, each time until a run is complete."""
-        straight: dict[str, list[tuple[int, float]]] = {}
+        straight: dict[str, Outcome] = {}
         number = 0
         while self.kills < count and time.monotonic() < until:
-            backend = backends[number % len(backends)]
-            if backend not in straight:
-                run, seconds = Run(self.folder / f"straight-{backend}"), time.monotonic()
-                self.attempt(backend, run)
-                straight[backend] = losses(run)
-                self.counts[backend] = dict.fromkeys(KINDS, 0)
-                self.counts[backend]["milliseconds"] = int(1e3 * (time.monotonic() - seconds))
-            self.one_run(backend, number, straight[backend], count, until)
+            name = names[number % len(names)]
+            self.background = number % BACKGROUND == BACKGROUND - 1
+            if name not in straight:
+                run, seconds = Run(self.folder / f"straight-{name}"), time.monotonic()
+                self.attempt(name, run)
+                straight[name] = outcome(run)
+                self.counts[name] = dict.fromkeys(KINDS, 0)
+                self.counts[name]["milliseconds"] = int(1e3 * (time.monotonic() - seconds))
+            self.one_run(name, number, straight[name], count, until)
             number += 1
 
     @property
@@ -96,7 +102,7 @@ class Bench:
         return sum(counts["kills"] for counts in self.counts.values())
 
     def one_run(
-        self, backend: str, number: int, straight: list[tuple[int, float]], count: int, until: float
+        self, backend: str, number: int, straight: "Outcome", count: int, until: float
     ) -> None:
         """Kill a run again and again, at most eight times, and let it come to its end."""
         run, counts = Run(self.folder / f"{number}-{backend}"), self.counts[backend]
@@ -111,11 +117,14 @@ class Bench:
         with contextlib.suppress(TimeoutError):
             self.attempt(backend, run)
         counts["runs"] += 1
-        if losses(run) == straight and run.final.exists():
+        found = outcome(run)
+        if found == straight:
             counts["right"] += 1
             shutil.rmtree(run.root)
         else:
-            self.wrong.append(f"{backend} run {number}: {losses(run)[-1:]} of {straight[-1:]}")
+            differing = [each for each in found if found[each] != straight[each]]
+            told = "; ".join(f"{each}: {found[each]} of {straight[each]}" for each in differing)
+            self.wrong.append(f"{backend} run {number}: {told}")
             print(f"WRONG {self.wrong[-1]}", flush=True)
         print(
             f"{self.kills} kills, run {number} on {backend} is right: {not self.wrong}", flush=True
@@ -125,7 +134,8 @@ class Bench:
         """Start the workers; returns the kind of their end: None where they came to it."""
         world = 1 if backend == "single" else 2
         environments = worker_environments(backend, world)
-        workers = [fork(self.recipe, run, environment) for environment in environments]
+        recipe = self.recipe.with_saving(every=2, background=self.background)
+        workers = [fork(recipe, run, environment) for environment in environments]
         if not kill:
             wait(workers, DONE_SECONDS)
             return None
@@ -178,9 +188,10 @@ class Bench:
         ]
         how = (
             f"Runs of {STEPS} steps with a checkpoint after each second one, killed by SIGKILL at "
-            f"random moments and continued with `--resume auto`: {self.kills} kills in all. A run "
-            "is right where every step's loss is, bit for bit, that of a run that was never "
-            "killed, and its result is there."
+            f"random moments and continued with `--resume auto`: {self.kills} kills in all; one of "
+            f"{BACKGROUND} runs saves in the background. A run is right where every step's and "
+            "evaluation's loss, `best.json` and the weights of its result are, bit for bit, those "
+            "of a run that was never killed. Parts before the last compared the losses of steps."
         )
         values = {
             "kills": self.kills,
@@ -194,8 +205,18 @@ class Bench:
 KINDS = ("runs", "right", "kills", "in_save", "one_rank", "elsewhere")
 
 
-def losses(run: Run) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in run.read_metrics("train")]
+Outcome = dict[str, Any]
+"""What has to be the same, bit for bit, however often a run was killed."""
+
+
+def outcome(run: Run) -> Outcome:
+    found: Outcome = {
+        kind: [(record["step"], record["loss"]) for record in run.read_metrics(kind)]
+        for kind in ("train", "eval")
+    }
+    found["best"] = json.loads(run.best.read_text()) if run.best.exists() else None
+    weights = sorted(run.final.glob("*.safetensors"))
+    return found | {"result": {path.name: sha256(path) for path in weights}}
 
 
 def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:

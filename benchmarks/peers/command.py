@@ -16,7 +16,10 @@ from benchmarks.record import ROOT, Circumstances, write
 from finetune.record.environment import commit
 from finetune.run import write_json
 
-PEERS = {"trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_lora": None}
+PEERS = {
+    "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_compiled": None,
+    "ours_lora": None,
+}  # fmt: skip
 """Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""
 GPU_PEERS = PEERS | {"unsloth": "unsloth"}
 

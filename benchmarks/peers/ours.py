@@ -6,6 +6,7 @@
 import datetime
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from finetune import SFT, Data, Model, model, optim
 from finetune.data.order import permutation
 from finetune.data.rows import Documents, Rows
 from finetune.engine import Engine
+from finetune.kernels import chains
 from finetune.loop import train_step
 from finetune.planner import plan
 
@@ -43,6 +45,14 @@ def ours(job: Job, place: Path, turns: Turns) -> None:
 def ours_lora(job: Job, place: Path, turns: Turns) -> None:
     """The same with LoRA on a base in bf16, whatever the job's method."""
     train(job, place, turns, "lora")
+
+
+def ours_compiled(job: Job, place: Path, turns: Turns) -> None:
+    """The same with cheap operations compiled, as in a long run; its cache of code is empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        chains.compile_chains(True)
+        train(job, place, turns, job.workload.method)
 
 
 def train(job: Job, place: Path, turns: Turns, method: str) -> None:
@@ -168,6 +178,7 @@ class Floor:
 
 CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {
     "ours": ours,
+    "ours_compiled": ours_compiled,
     "ours_lora": ours_lora,
     "products": products,
 }
