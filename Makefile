@@ -74,8 +74,8 @@ endif
 
 # --- set-up: once, and again when a pin or a dependency changes -----------------------------------
 # An interrupted set-up leaves its mark in .venv, and the next one starts from an empty folder: a
-# package that pip had half written would otherwise pass for installed. pip compiles what it installs: with
-# PYTHONDONTWRITEBYTECODE set, as in many containers, Python would else compile at every import.
+# package that pip had half written would otherwise pass for installed. What is installed is compiled:
+# with PYTHONDONTWRITEBYTECODE set, as in many containers, Python would else compile at every import.
 
 define find_python
 for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
@@ -138,5 +138,6 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(make_venv)
 	@$(install_torch)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q finetune recipes
 	@touch $(READY) && rm -f $(UNFINISHED)
 	@echo "set-up is done: .venv/bin/finetune"

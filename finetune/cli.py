@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean
 from finetune.quiet import quiet
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return arguments.verb(arguments)
     except FinetuneError as error:
-        return _tell(error)
+        from finetune import last_words
+
+        return last_words.tell(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -88,19 +90,6 @@ def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
         known = [option for option in arguments.words.format_usage().split() if "--" in option]
         hint = did_you_mean(arguments.flags[0], [option.strip("[]|") for option in known])
         arguments.words.error(f"unrecognized arguments: {' '.join(arguments.flags)}{hint}")
-
-
-def _tell(error: FinetuneError) -> int:
-    """Say what is wrong once: to the launcher where there is one, else from one rank."""
-    from finetune import backend, launcher
-
-    if not launcher.leave_status(error):
-        rank = backend.rank()
-        told = rank == 0 or isinstance(error, TrainingFailure)
-        place = f" [rank {rank}]" if rank else ""
-        for problem in error.problems if told else ():
-            print(f"error{place}: {problem}", file=sys.stderr)
-    return error.exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -190,6 +179,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
+
+
 def _recipe_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="name or file of a recipe")
     parser.add_argument(
@@ -215,7 +211,7 @@ def _run_words(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
     parser.add_argument(
-        "--timeout", type=float, default=30.0, help="minutes a rank waits for others"
+        "--timeout", type=_minutes, default=30.0, help="minutes a rank waits for others"
     )
     parser.add_argument(
         "--profile", action="store_true", help="trace the third step, and say where it went"
@@ -275,11 +271,11 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend, catalog
-    from finetune.planner import command
+    from finetune.planner import command, hybrid
     from finetune.preflight import check
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
-    if arguments.gpu is None and arguments.gpus is None:
+    if not (arguments.gpu or arguments.gpus or arguments.backend in hybrid.SHARDS):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
     if not arguments.verify:
@@ -310,10 +306,10 @@ def inspect_recipe(arguments: argparse.Namespace) -> int:
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import catalog, launcher
+    from finetune import catalog, last_words
     from finetune.preflight import check_here
 
-    launcher.forget_earlier_attempts()
+    last_words.forget_earlier_attempts()
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     from finetune.worker import Options, train

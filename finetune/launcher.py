@@ -14,11 +14,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from finetune import backend as backends
 from finetune import catalog
 from finetune.claim import Resume, claim, finished
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.interruption import SIGNALS
+from finetune.last_words import STATUS_FILE
 from finetune.planner import Plan
 from finetune.planner.predict import config_of
 from finetune.planner.workload import Workload
@@ -27,9 +30,6 @@ from finetune.recipe import Recipe
 from finetune.run import Run, write_json
 from finetune.verifier import comparison
 from finetune.verifier.comparison import Verification
-
-STATUS_FILE = "FINETUNE_STATUS_FILE"
-"""Variable that names the file in which a worker leaves its error for the launcher."""
 
 LAUNCHER = "FINETUNE_LAUNCHER"
 """Variable with the process number of the launcher: when that is gone, a worker ends."""
@@ -74,7 +74,7 @@ def launch(
     if max_restarts:
         # A process that starts anew has the words of the first one: `auto` serves both, once it is
         # known here that the first one may begin.
-        claim(Run(root), recipe, resume)
+        claim(Run(root), settled, resume)
         resume, flags = "auto", ["--max_restarts", str(max_restarts), *flags]
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         recipe_file, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
@@ -113,7 +113,7 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     command = [script, "launch"] if script else module
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
-    if settled.backend.engine == "deepspeed" and any("--num_machines" in flag for flag in flags):
+    if settled.backend.engine == "deepspeed" and machines(flags) > 1:
         # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
         # starts them all from the first machine, by pdsh.
         command += ["--deepspeed_multinode_launcher", "standard"]
@@ -177,63 +177,75 @@ def _run(command: list[str], status: Path, threads: int) -> None:
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES),
     }
     environment |= os.environ | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
-    process = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True,
-    )  # fmt: skip
-    with _passed_on(process):
+    with _started(command, environment) as (process, heard):
         assert process.stderr is not None
         for line in process.stderr:
-            # What torch's agent prints after a worker has said what is wrong is a traceback of its
-            # own, of no use to a person.
-            if not status.exists():
+            # What torch's agent prints after a worker has said what is wrong, or after a signal, is
+            # a traceback of its own, of no use to a person.
+            if not status.exists() and not heard:
                 sys.stderr.write(line)
         code = process.wait()
     told = json.loads(status.read_text()) if code and status.exists() else None
     if told is not None:
         kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
         raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
+    if code and heard:
+        raise Interrupted(
+            f"interrupted by {heard[0]}; no process said that it saved: continue with --resume auto"
+        )
     if code == ARGUMENTS_REFUSED:
-        raise FinetuneError("`accelerate launch` does not know these flags; its answer is above")
+        raise FinetuneError(
+            "`accelerate launch` does not know these flags; its answer is above; those of this "
+            "command: finetune launch --help"
+        )
     if code:
         raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
 
 
 @contextlib.contextmanager
-def _passed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Within it, signals to this process go to the job instead; at its end, the job has ended."""
+def _started(
+    command: list[str], environment: dict[str, str]
+) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
+    """A job. Within it, signals to this process go to the job instead; at its end, it has ended.
+
+    Yields it with the names of the signals that came. Torch's agent hands one on by itself; what
+    starts a single process in its place does not, and would leave it behind: that process gets it.
+    """
+    heard: list[str] = []
+    jobs: list[subprocess.Popen[str]] = []
 
     def send(number: int, _: object) -> None:
-        process.send_signal(number)
+        heard.append(signal.Signals(number).name)
+        for job in jobs:
+            (worker_alone(job.pid) or job).send_signal(number)
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, send) for number in SIGNALS} if main else {}
     try:
-        yield
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True,
+        )  # fmt: skip
+        jobs.append(process)
+        if heard:  # before it was there
+            process.terminate()
+        yield process, heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        for job in jobs:
+            if job.poll() is None:
+                job.terminate()
+                job.wait()
 
 
-def leave_status(error: FinetuneError) -> bool:
-    """In a worker: leave the error for the launcher to tell; False where there is no launcher."""
-    path = os.environ.get(STATUS_FILE)
-    if path is None:
-        return False
-    left = {"attempt": backends.restarts(), "status": error.exit_status}
-    write_json(Path(path), left | {"problems": list(error.problems)})
-    return True
-
-
-def forget_earlier_attempts() -> None:
-    """In a worker that was started again: an earlier attempt's error is not this one's."""
-    path = Path(os.environ.get(STATUS_FILE, ""))
-    with contextlib.suppress(FileNotFoundError):  # another rank was faster
-        if path.is_file() and json.loads(path.read_text())["attempt"] < backends.restarts():
-            path.unlink()
+def worker_alone(pid: int) -> psutil.Process | None:
+    """The one process that `accelerate launch` runs without torch's agent, once it is there."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            if os.getpgid(child.pid) == pid and "train" in child.cmdline():
+                return child
+    return None
 
 
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import signal
 import sys
@@ -17,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, model, optim
+from finetune import checkpoint, loading, model, optim
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
-from finetune.claim import Resume, claim, finished, locked
-from finetune.data.audit import mistakes
+from finetune.claim import Resume, claim, finished, locked, refuse_other_data
+from finetune.data.audit import MEANT, beyond_context, identity, mistakes
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
@@ -33,7 +34,7 @@ from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
-from finetune.profile import Profile
+from finetune.profile import STEP, Profile
 from finetune.readiness import make_sure
 from finetune.recipe import Recipe
 from finetune.record import inspection
@@ -42,7 +43,7 @@ from finetune.record.inspection import Inspection
 from finetune.recorder import Reason, Recorder
 from finetune.result.publish import publish
 from finetune.run import Run
-from finetune.saver import Saver
+from finetune.saver import Saver, restore_best
 
 T = TypeVar("T")
 
@@ -152,6 +153,8 @@ class Training:
         self.resumed = self.on_one(self._claim)
         self.tokenizer, self.pad_id = self._tokenizer()
         self.data = self._data()
+        if self.resumed is not None:
+            refuse_other_data(self.run, self.resumed, identity(self.data.counts))
         self.steps = self.plan.steps(len(self.data.train))
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.meter = Meter(self.engine.device)
@@ -163,9 +166,15 @@ class Training:
 
     def _claim(self) -> int | None:
         self.held.enter_context(locked(self.run))
-        return claim(self.run, self.recipe, self.options.resume)
+        return claim(self.run, self.plan, self.options.resume)
 
     def _train(self) -> None:
+        left = self.steps - self.progress.step
+        if self.options.profile and left <= STEP:
+            self.notes.append(
+                f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
+                f"and {left} are left"
+            )
         self.recorder.open(self.progress, self.resumed, self.parameters, self.notes)
         try:
             self._loop()
@@ -182,10 +191,14 @@ class Training:
             backends.meeting_point(),
             backends.launcher(),
             dumps=self.run.flight_records,
-            on_orphan=lambda: os.kill(os.getpid(), signal.SIGTERM),
+            on_orphan=self._end_as_orphan,
             on_loss=lost,
             standing=self._standing,
         )
+
+    def _end_as_orphan(self) -> None:
+        if not self.interruption.asked:  # else it is ending already
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _standing(self) -> str:
         newest = self.run.newest()
@@ -232,10 +245,12 @@ class Training:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
         engine = self.engine
         network = model.build(engine, self.recipe.seed)
+        self._refuse_another_vocabulary(network)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
-            *self.plan.notes(), *model.kernel_notes(network, self.plan), *self._settle_chains(),
+            *self.plan.notes(), *self._check_context(network),
+            *model.kernel_notes(network, self.plan), *self._settle_chains(),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
@@ -246,10 +261,37 @@ class Training:
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
         engine.prepare(network, rules)
+        rows = identity(self.data.counts)
         if folder is None:
-            return Progress()
+            return Progress(data=rows)
         checkpoint.load_state(engine, folder)
-        return checkpoint.progress_of(folder)
+        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows)
+        self.on_one(lambda: restore_best(self.run, progress))
+        return progress
+
+    def _refuse_another_vocabulary(self, network: torch.nn.Module) -> None:
+        """Refuse tokens that the model has no row for: its lookup would fail, or read elsewhere."""
+        rows = loading.token_rows(network)
+        highest = int(self.data.train.documents.ids.max())
+        if rows is not None and highest >= rows:
+            named = self.recipe.model.tokenizer or self.recipe.model.name
+            raise FinetuneError(
+                f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}; "
+                "name the tokenizer that belongs to it"
+            )
+
+    def _check_context(self, network: torch.nn.Module) -> list[str]:
+        """Refuse rows longer than the model's context; notes of those that are to pass."""
+        context = loading.context_length(network.config)
+        if context is None:
+            return []
+        learned = loading.has_learned_positions(network, context)
+        problem = beyond_context((self.data.train, self.data.eval), context, learned)
+        if problem is None:
+            return []
+        if learned or self.recipe.data_checks == "refuse":
+            raise FinetuneError(problem)
+        return [problem.removesuffix(f"; {MEANT}")]
 
     def _settle_chains(self) -> list[str]:
         """Decide whether cheap operations are compiled; returns what is to be said of it."""
@@ -330,17 +372,29 @@ class Training:
 
     def _end(self, reason: Reason) -> None:
         """Write the result and the end of the record."""
-        if self.engine.speaks:
-            with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
-                publish(self.run)
+        self.on_one(lambda: self._finish_record(self._publish))
         self.recorder.end(self.progress.step, reason, self.peak)
-        if self.engine.speaks:
-            from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
-
-            plot_loss(self.run)
-            if self.run.final.exists():
-                write_card(self.run, self.run.final)
+        self.on_one(lambda: self._finish_record(self._describe))
         self.engine.accelerator.wait_for_everyone()
+
+    def _finish_record(self, work: Callable[[], None]) -> None:
+        causes = checkpoint.causes_of([checkpoint.attempt(work)])
+        if causes:
+            raise TrainingFailure(
+                f"{self.run.root}: trained to the end, but the result could not be written "
+                f"({causes}); its checkpoint is whole: make room or allow writing, and resume"
+            )
+
+    def _publish(self) -> None:
+        with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
+            publish(self.run)
+
+    def _describe(self) -> None:
+        from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
+
+        plot_loss(self.run)
+        if self.run.final.exists():
+            write_card(self.run, self.run.final)
 
     def _evaluate_if_due(self, done: bool) -> bool:
         """Evaluate where it is due; returns whether it was the best so far."""
@@ -350,7 +404,7 @@ class Training:
             return False
         result = evaluate(self.engine, self.data.eval, self.pad_id)
         best = self.progress.best_loss
-        better = best is None or result.loss < best
+        better = math.isfinite(result.loss) and (best is None or result.loss < best)
         if better:
             self.progress = dataclasses.replace(
                 self.progress, best_loss=result.loss, best_step=self.progress.step, stale=0

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from conftest import ROOT, Finetune, Finished, Tiny, environment, write_recipe
 from finetune import backend, catalog
 from finetune.cli import main
 from finetune.data.formats import FORMATS
-from finetune.launcher import EPHEMERAL, free_port, machines
+from finetune.launcher import EPHEMERAL, build_command, free_port, machines
+from finetune.planner import plan
 from finetune.run import Run, write_json
 
 BACKENDS = ", ".join(backend.names())
@@ -104,6 +106,13 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
         ["show", "quickstart", "adapter.r=0"],
         ["override: adapter.r: Input should be greater than 0, got 0"],
     ),
+    "numbers without an end": (
+        ["show", "quickstart", "epochs=inf", "optim.lr=nan"],
+        [
+            "override: optim.lr: Input should be a finite number, got nan",
+            "override: epochs: Input should be a finite number, got inf",
+        ],
+    ),
     "an unknown method": (
         ["show", "quickstart", "method=stf"],
         ["override: method: got 'stf', expected one of sft, pretrain; did you mean 'sft'?"],
@@ -150,6 +159,15 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
             "(16 x 2 = 32); use batch.rows=32",
             "data.format: 'mesages' is not a format; did you mean 'messages'? "
             f"(known: {KNOWN_FORMATS})",
+        ],
+    ),
+    "patterns that are none": (
+        ["plan", "quickstart", "adapter.targets=[q_proj", 'adapter.rank_pattern={"(v":4}'],
+        [
+            "adapter.targets: '[q_proj' is no regular expression: unterminated character set at "
+            "position 0",
+            "adapter.rank_pattern.(v: '(v' is no regular expression: missing ), unterminated "
+            "subpattern at position 0",
         ],
     ),
     "a backend that this process cannot be": (
@@ -392,14 +410,159 @@ def test_targets_that_match_nothing_leave_nothing_to_train(
     )
 
 
-def test_rows_longer_than_the_context_are_counted_under_every_rule(
+def test_each_name_in_an_adapter_that_no_module_has_is_told(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
+    adapter = {
+        "targets": ["q_proj", "v_porj"],
+        "modules_to_save": ["embed_token"],
+        "exclude_modules": ["mlp.up_prj"],
+        "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2},
+        "alpha_pattern": {"[qv]_proj": 4, "zz": 3},
+    }
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, adapter=adapter))
+    assert errors(run_here("train", recipe, "--output", tmp_path / "run")) == [
+        "adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'?; linear modules "
+        "here: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
+        "adapter.modules_to_save: no module is named 'embed_token'; did you mean 'embed_tokens'?",
+        "adapter.exclude_modules: no module is named 'mlp.up_prj'; did you mean 'up_proj'?",
+        "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?",
+        "adapter.alpha_pattern: no module matches 'zz'",
+    ]
+
+
+def test_a_tokenizer_of_another_model_is_told(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    config = json.loads((tiny.model / "config.json").read_text()) | {"vocab_size": 20}
+    model = {"config": config, "tokenizer": str(tiny.model), "name": None}
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model=model))
+    (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
+    assert told.startswith(f"model.tokenizer: '{tiny.model}' gave the token ")
+    assert told.endswith("but the model has 20; name the tokenizer that belongs to it")
+
+
+def test_weights_that_are_cut_short_are_told(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
+    (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
+    assert told.startswith(f"model.name: '{model}' cannot be loaded: ")
+
+
+def lengths_of(tiny: Tiny, file: Path) -> list[int]:
+    """Tokens of each conversation of a file."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    rows = [json.loads(line)["messages"] for line in tiny.data.read_text().splitlines()]
-    lengths = [len(tokenizer.apply_chat_template(row)["input_ids"]) for row in rows]
+    rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    return [len(tokenizer.apply_chat_template(row)["input_ids"]) for row in rows]
+
+
+def with_config(tiny: Tiny, folder: Path, **changes: Any) -> Path:
+    """A copy of the tiny model whose config.json says something else."""
+    shutil.copytree(tiny.model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_anything_is_made(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    absent = [name for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None]
+    if not absent:
+        pytest.skip("every tracker is installed")
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny) | {"trackers": absent})
+    assert errors(run_here("train", recipe, "--output", tmp_path / "run")) == [
+        f"trackers: '{name}' is not installed; run: pip install {name}" for name in absent
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_do_not_fit_their_config_are_told(
+    tiny: Tiny, run_here: InProcess, finetune: Finetune, tmp_path: Path
+) -> None:
+    deeper = with_config(tiny, tmp_path / "deeper", num_hidden_layers=3)
+    wider = with_config(tiny, tmp_path / "wider", intermediate_size=200)
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
+    advice = "; mend config.json, or name a folder whose weights are whole"
+
+    (told,) = errors(run_here("train", recipe, f"model.name={deeper}", "--output", tmp_path / "a"))
+    assert told.startswith(
+        f"model.name: the weights of '{deeper}' do not fit its config.json: "
+        "the tensor model.layers.2.input_layernorm.weight is missing; "
+    )
+    assert told.endswith(f"; and 4 more are as wrong{advice}")  # 9 tensors a layer
+    (told,) = errors(run_here("train", recipe, f"model.name={wider}", "--output", tmp_path / "b"))
+    assert told.startswith(
+        f"model.name: the weights of '{wider}' do not fit its config.json: "
+        "the tensor model.layers.0.mlp.down_proj.weight is [64, 192] instead of [64, 200]; "
+    )
+    assert told.endswith(f"; and 1 more are as wrong{advice}")  # 3 tensors in each of 2 layers
+    # ZeRO-3 loads in a way of its own, of which the first rank alone sees the shapes.
+    words = ("--backend", "zero3", "--processes", "2", "--precision", "fp32")
+    done = finetune("launch", recipe, f"model.name={wider}", *words, "--output", tmp_path / "c")
+    assert done.status == 2
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert "config.json: size mismatch for model.layers.0.mlp.gate_proj.weight: " in told
+    assert told.endswith(f"; and 1 more are as wrong{advice}")
+
+
+def test_rows_beyond_the_context_of_the_model_are_told(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
+    lengths = lengths_of(tiny, tiny.data) + lengths_of(tiny, tiny.eval_data)
+    longest = max(lengths)
+    context = longest - 1
+    shorter = with_config(tiny, tmp_path / "model", max_position_embeddings=context)
+    words = ("train", recipe, f"model.name={shorter}", "--output", tmp_path / "run")
+    said = (
+        f"data: {lengths.count(longest)} of 56 rows are longer than the model's context of "
+        f"{context} tokens, the longest {longest}; set batch.max_length={context}, and "
+        "batch.overlong to drop, truncate or split"
+    )
+    assert errors(run_here(*words)) == [f"{said}; if it is meant, set data_checks=report"]
+    assert list((tmp_path / "run").iterdir()) == []
+    passed = run_here(*words, "data_checks=report")
+    assert passed.status == 0
+    told = "".join(passed.output.replace("│", "").split())
+    assert said.replace(" ", "") in told
+    # A model that learned its positions has none beyond them, whatever is asked.
+    model = {"name": None, "tokenizer": str(tiny.model)}
+    model["config"] = {
+        "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": context,
+        "vocab_size": 512,
+    }  # fmt: skip
+    learned = write_recipe(tmp_path / "l.json", one_step(tiny, model=model))
+    words = ("train", learned, "data_checks=report", "--output", tmp_path / "other")
+    assert errors(run_here(*words)) == [f"{said}; it has no position beyond that"]
+
+
+def test_an_adapter_on_the_table_of_tokens_hides_no_vocabulary(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    fields = one_step(tiny, adapter={"targets": ["q_proj", "embed_tokens"]})
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    done = run_here("train", recipe, "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    config = json.loads((tiny.model / "config.json").read_text()) | {"vocab_size": 20}
+    model = {"config": config, "tokenizer": str(tiny.model), "name": None}
+    fields = one_step(tiny, adapter=fields["adapter"], model=model)
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    (told,) = errors(run_here("train", recipe, "--output", tmp_path / "other"))
+    assert told.endswith("but the model has 20; name the tokenizer that belongs to it")
+
+
+def test_rows_longer_than_the_context_are_counted_under_every_rule(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    lengths = lengths_of(tiny, tiny.data)
     limit = sorted(lengths)[len(lengths) // 2]
     longer = sum(length > limit for length in lengths)
     place = f"{tiny.data} row {lengths.index(max(lengths)) + 1}"
@@ -407,7 +570,7 @@ def test_rows_longer_than_the_context_are_counted_under_every_rule(
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, batch=batch, eval_data=[],
                                                         evaluation={"every": None}))  # fmt: skip
     assert errors(run_here("train", recipe, "--output", tmp_path / "error")) == [
-        f"{tiny.data}: {longer} of {len(rows)} rows are longer than batch.max_length={limit} "
+        f"{tiny.data}: {longer} of {len(lengths)} rows are longer than batch.max_length={limit} "
         f"tokens, the longest {max(lengths)} ({place}); set batch.max_length={max(lengths)}, or "
         "batch.overlong to drop, truncate or split"
     ]
@@ -419,7 +582,7 @@ def test_rows_longer_than_the_context_are_counted_under_every_rule(
         others = {"dropped", "truncated", "split"} - {name}
         assert counts[name] == longer
         assert {counts[other] for other in others} == {0}
-        assert counts["samples"] == len(rows)
+        assert counts["samples"] == len(lengths)
         assert counts["longest_sample"] == max(lengths)
 
 
@@ -567,6 +730,12 @@ def test_machines_of_a_job_are_read_from_its_flags(flags: list[str], expected: i
     assert machines(flags) == expected
 
 
+@pytest.mark.parametrize("flags", [["--num_machines", "2"], ["--num-machines=2"]])
+def test_deepspeed_on_several_machines_starts_each_ones_own_processes(flags: list[str]) -> None:
+    words = build_command(plan(catalog.resolve("smollm2_135m_full"), "zero2", 2), [], flags)
+    assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
+
+
 def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
@@ -576,7 +745,8 @@ def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
     lines = done.stderr.splitlines()
     assert lines[-2].endswith("unrecognized arguments: --no_such_flag")
     assert lines[-1] == (
-        "error: `accelerate launch` does not know these flags; its answer is above"
+        "error: `accelerate launch` does not know these flags; its answer is above; those of this "
+        "command: finetune launch --help"
     )
     assert not (tmp_path / "run").exists()
 
@@ -609,11 +779,13 @@ def test_quick_verbs_import_no_torch(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
 def test_quick_verbs_answer_in_half_a_second(words: list[str], tmp_path: Path) -> None:
-    """In processor time, which equals the time on the clock where nothing else runs."""
+    """Compiled, in processor time, which equals the time on the clock where nothing else runs."""
+    variables = environment(tmp_path)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     spent = []
     for _ in range(3):
         command = [sys.executable, "-m", "finetune", *words]
-        process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0

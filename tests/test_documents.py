@@ -288,7 +288,7 @@ def test_no_block_of_python_is_left_out() -> None:
 
 def test_the_fields_that_a_continued_run_may_change_are_listed() -> None:
     text = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
-    (listed,) = re.findall(r"leaves the steps as they are \(([^)]*)\)", text)
+    (listed,) = re.findall(r"computes from its rows \(([^)]*)\)", text)
     assert re.findall(r"`([\w.]+)`", listed) == sorted(catalog.FREE_TO_CHANGE)
 
 

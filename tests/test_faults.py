@@ -15,7 +15,7 @@ from conftest import Finetune, Tiny, conversations, start, wait_for, write_recip
 from test_backends import FP32, largest, losses
 from test_interruption import steps_made, words_of
 
-from finetune import launcher
+from finetune import last_words
 from finetune.errors import FinetuneError
 from finetune.run import Run
 
@@ -94,6 +94,27 @@ def test_every_backend_leaves_the_same_step_out(
     ] * 2
     assert len(losses(alone)) == 5
     assert largest(losses(alone), losses(together)) < FP32
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(
+    poisoned: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """The rows to be evaluated have the letter; those that are trained do not."""
+    fields = recipe_of(poisoned) | {
+        "data": [{"source": str(poisoned.eval_data), "format": "messages"}],
+        "eval_data": [{"source": str(poisoned.data), "format": "messages"}],
+        "evaluation": {"every": 1},
+        "max_steps": 3,
+    }
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    run = Run(tmp_path / "run")
+    evaluated = [(each["loss"], each["best"]) for each in run.read_metrics("eval")]
+    assert evaluated == [(None, False)] * 3
+    assert not run.best.exists()
+    progress = json.loads((run.checkpoint(3) / "manifest.json").read_text())["progress"]
+    assert (progress["best_loss"], progress["best_step"], progress["stale"]) == (None, None, 3)
 
 
 def test_more_steps_than_allowed_stop_the_run(
@@ -176,13 +197,13 @@ def test_an_error_of_an_earlier_attempt_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = tmp_path / "status.json"
-    monkeypatch.setenv(launcher.STATUS_FILE, str(status))
-    launcher.forget_earlier_attempts()  # nothing was left
-    launcher.leave_status(FinetuneError("first"))
-    launcher.forget_earlier_attempts()
+    monkeypatch.setenv(last_words.STATUS_FILE, str(status))
+    last_words.forget_earlier_attempts()  # nothing was left
+    last_words.leave(FinetuneError("first"))
+    last_words.forget_earlier_attempts()
     assert json.loads(status.read_text())["problems"] == ["first"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    launcher.forget_earlier_attempts()
+    last_words.forget_earlier_attempts()
     assert not status.exists()
 
 

@@ -16,11 +16,11 @@ FLOORS: list[set[str]] = [
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
-        "integrity", "interruption", "heartbeat", "guard",
+        "integrity", "interruption", "heartbeat", "guard", "loading",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
-        "saver", "profile",
+        "saver", "profile", "last_words",
     },
     {"worker", "quickstart"},
     {"cli", "launcher", "prover", "__init__", "__main__"},
@@ -35,6 +35,7 @@ INNER_ORDER = {
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("accelerator", "nvme"), ("model", "engine"),
     ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
+    ("model", "loading"),
     ("attention", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
@@ -45,8 +46,9 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
+    "last_words",
 ]  # fmt: skip
-READS_ENVIRONMENT = {"backend", "cache", "launcher", "quiet"}
+READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}
 MOST_LINES = 450
 

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from finetune.integrity import FORMAT, sealed
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model, Recipe
 from finetune.run import Run, write_json
@@ -137,7 +138,11 @@ def sign(folder: Path, step: int) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    write_json(folder / "manifest.json", {"step": step, "files": files})
+    manifest = {
+        "format": FORMAT, "step": step, "progress": {"step": step}, "backend": "single",
+        "processes": 1, "shapes": {}, "scalars": {}, "files": files,
+    }  # fmt: skip
+    write_json(folder / "manifest.json", sealed(manifest))
 
 
 @dataclasses.dataclass(frozen=True)

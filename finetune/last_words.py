@@ -1,0 +1,57 @@
+"""The last words of a process that ends with an error: to its launcher, or on the terminal."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from finetune import backend
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.run import write_json
+
+STATUS_FILE = "FINETUNE_STATUS_FILE"
+"""Variable that names the file in which a worker leaves its error for the launcher."""
+
+SECONDS_FOR_THE_FIRST = 15
+"""How long another rank waits with a mistake that the first one should find as well."""
+
+
+def tell(error: FinetuneError) -> int:
+    """Say what is wrong once: to the launcher where there is one, else from one rank.
+
+    Without a launcher of ours torch's agent ends all processes when it sees the first one end. A
+    mistake that every rank finds is told by rank 0: the others wait for their end meanwhile, and
+    speak only where none comes, because rank 0 does not find it (another machine, another disk).
+
+    Returns:
+        The exit status.
+    """
+    rank = backend.rank()
+    if leave(error) or (rank and isinstance(error, Interrupted)):
+        return error.exit_status
+    if rank and not isinstance(error, TrainingFailure):
+        time.sleep(SECONDS_FOR_THE_FIRST)
+    place = f" [rank {rank}]" if rank else ""
+    for problem in error.problems:
+        print(f"error{place}: {problem}", file=sys.stderr, flush=True)
+    return error.exit_status
+
+
+def leave(error: FinetuneError) -> bool:
+    """Leave the error for the launcher to tell; False where there is no launcher."""
+    path = os.environ.get(STATUS_FILE)
+    if path is None:
+        return False
+    left = {"attempt": backend.restarts(), "status": error.exit_status}
+    write_json(Path(path), left | {"problems": list(error.problems)})
+    return True
+
+
+def forget_earlier_attempts() -> None:
+    """In a worker that was started again: an earlier attempt's error is not this one's."""
+    path = Path(os.environ.get(STATUS_FILE, ""))
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        if path.is_file() and json.loads(path.read_text())["attempt"] < backend.restarts():
+            path.unlink()
