@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import psutil
 import yaml
 
 from finetune.errors import FinetuneError, did_you_mean
@@ -351,6 +350,8 @@ def launcher() -> int | None:
 
 def _launcher_arguments() -> list[str]:
     """The words of the `accelerate launch` that started this process, flags with underscores."""
+    import psutil  # its start takes a while, and most commands do without
+
     for parent in psutil.Process().parents():
         try:
             words = parent.cmdline()

@@ -93,7 +93,7 @@ def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from finetune.planner import command
+    from finetune.planner.arguments import add_arguments
 
     parser = argparse.ArgumentParser(
         prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     _recipe_words(planning)
     _backend_words(planning)
     planning.add_argument("--json", action="store_true", help="print JSON")
-    command.add_arguments(planning)
+    add_arguments(planning)
 
     inspecting = verb("inspect", inspect_recipe, "rows as the model sees them, and what is trained")
     _recipe_words(inspecting)

@@ -16,6 +16,7 @@ from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner import (
     advice,
+    arguments,
     changes,
     command,
     hardware,
@@ -277,7 +278,7 @@ def words(*given: str) -> argparse.Namespace:
         parser.add_argument(name)
     parser.add_argument("--processes", type=int)
     parser.add_argument("--json", action="store_true")
-    command.add_arguments(parser)
+    arguments.add_arguments(parser)
     return parser.parse_args(given)
 
 
