@@ -72,7 +72,7 @@ def verdict(
         )
     if skipped > optim.max_skipped:
         raise TrainingFailure(
-            f"{what}. It is the {skipped}th such step and optim.max_skipped is "
+            f"{what}. That makes {skipped} such steps, and optim.max_skipped is "
             f"{optim.max_skipped}: lower optim.lr or mend these rows, and resume"
         )
     return what

@@ -14,6 +14,9 @@ from finetune.run import write_json
 STATUS_FILE = "FINETUNE_STATUS_FILE"
 """Variable that names the file in which a worker leaves its error for the launcher."""
 
+AGENTS_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable in which torch's agent names the file for the error of one worker."""
+
 SECONDS_FOR_THE_FIRST = 15
 """How long another rank waits with a mistake that the first one should find as well."""
 
@@ -36,7 +39,19 @@ def tell(error: FinetuneError) -> int:
     place = f" [rank {rank}]" if rank else ""
     for problem in error.problems:
         print(f"error{place}: {problem}", file=sys.stderr, flush=True)
+    _to_agent(error)
     return error.exit_status
+
+
+def _to_agent(error: FinetuneError) -> None:
+    """Have torch's agent, whose report is the last that a person sees, end it with the error."""
+    path = os.environ.get(AGENTS_FILE)
+    if path is not None:
+        words = "\n".join(f"error: {problem}" for problem in error.problems)
+        write_json(
+            Path(path),
+            {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}},
+        )
 
 
 def leave(error: FinetuneError) -> bool:

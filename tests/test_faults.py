@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Finetune, Tiny, conversations, start, wait_for, write_recipe
+from conftest import ROOT, Finetune, Tiny, conversations, start, wait_for, write_recipe
 from test_backends import FP32, largest, losses
 from test_interruption import steps_made, words_of
 
@@ -96,6 +97,25 @@ def test_every_backend_leaves_the_same_step_out(
     assert largest(losses(alone), losses(together)) < FP32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero1", "zero3"])
+def test_every_engine_leaves_the_same_step_out_in_bf16(
+    poisoned: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    """DeepSpeed's optimizer of ZeRO-1 in bf16 is a class of its own."""
+    alone, together = Run(tmp_path / "single"), Run(tmp_path / backend)
+    for run in (alone, together):
+        words = words_of(
+            poisoned, run.root, run.root.name, "bf16", **recipe_of(poisoned, on_nonfinite="skip")
+        )
+        assert finetune(*words).status == 0
+    (skipped,) = alone.read_metrics("skip")
+    assert skipped["rows"] == [f"{poisoned.data} row {BAD + 1}"]
+    (also,) = together.read_metrics("skip")
+    assert (also["step"], also["rows"]) == (skipped["step"], skipped["rows"])
+    assert largest(losses(alone), losses(together)) < BF16
+
+
 def test_an_evaluation_that_is_no_number_is_never_the_best(
     poisoned: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
@@ -124,7 +144,7 @@ def test_more_steps_than_allowed_stop_the_run(
     recipe = write_recipe(tmp_path / "r.json", fields)
     done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
     assert done.status == 1
-    assert "the 2th such step and optim.max_skipped is 1" in done.stderr
+    assert "That makes 2 such steps, and optim.max_skipped is 1" in done.stderr
     assert len(list(Run(tmp_path / "run").read_metrics("skip"))) == 1
 
 
@@ -178,6 +198,32 @@ def test_a_rank_that_hangs_ends_with_the_others_and_its_collectives_are_kept(
     assert not any(worker.is_running() for worker in workers.values())
     record = json.loads((run.flight_records / "rank-00000.json").read_text())
     assert record["entries"][-1]["profiling_name"].startswith("gloo:")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_python_ends_with_the_others_and_its_line_is_named(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """A signal makes its main thread sleep for ever; its heartbeat goes on."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1e9))\n"
+    )
+    run = Run(tmp_path / "run")
+    words = [*words_of(tiny, run.root, "ddp", **LONG), "--timeout", "0.2"]
+    process = start(words, tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    wait_for(lambda: steps_made(run) >= 5, process)
+    workers = ranks(process)
+    workers[1].send_signal(signal.SIGUSR1)
+    begun = time.monotonic()
+    _, told = process.communicate(timeout=120)
+    assert time.monotonic() - begun < 12 + 30
+    assert process.returncode == 1
+    late = rf"rank 1 \(process {workers[1].pid} on \S+\) did not come, it was last at \w+\.py:\d+ in "
+    assert re.search(late, told), told
+    assert "Traceback" not in told
+    assert not any(worker.is_running() for worker in workers.values())
 
 
 def test_a_run_whose_rank_dies_starts_again_by_itself(tiny: Tiny, tmp_path: Path) -> None:

@@ -17,12 +17,18 @@ LONG = {"max_steps": 400, "saving": {"every": 100}, "evaluation": {"every": 400}
 SHORT = {"max_steps": 20, "saving": {"every": 10}, "evaluation": {"every": 20}}
 
 
-def words_of(tiny: Tiny, place: Path, backend: str = "single", **sections: object) -> list[str]:
+def words_of(
+    tiny: Tiny,
+    place: Path,
+    backend: str = "single",
+    precision: str = "fp32",
+    **sections: object,
+) -> list[str]:
     recipe = write_recipe(place.with_suffix(".json"), tiny.fields(**sections))
+    common = ["--precision", precision, "--output", str(place)]
     if backend == "single":
-        return ["train", str(recipe), "--precision", "fp32", "--output", str(place)]
-    return ["launch", str(recipe), "--backend", backend, "--processes", "2",
-            "--precision", "fp32", "--output", str(place)]  # fmt: skip
+        return ["train", str(recipe), *common]
+    return ["launch", str(recipe), "--backend", backend, "--processes", "2", *common]
 
 
 def steps_made(run: Run) -> int:

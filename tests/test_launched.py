@@ -1,6 +1,7 @@
 """A launched process knows the file that its backend comes from, however the launch was spelt."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,8 @@ def test_a_mistake_is_told_once_whichever_rank_is_faster(slow: int, tmp_path: Pa
     assert len(told) == 1, done.stderr
     assert told[0].startswith("error: ")
     assert "did you mean 'quickstart'?" in told[0]
+    root = done.stderr.split("Root Cause (first observed failure):")[1]
+    assert re.search(r"exitcode +: 2 .*\n.*\n  traceback : " + re.escape(told[0]) + "\n", root)
 
 
 def test_a_mistake_that_rank_0_does_not_find_is_told_by_the_rank_that_does(
