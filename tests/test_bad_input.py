@@ -135,6 +135,20 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path):
         )
 
 
+def test_files_of_a_folder_without_a_row_are_named(tmp_path: Path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [SAY])
+    (folder / "b.json").write_text("[]")
+    (folder / "c.csv").write_text("messages\n")
+    (folder / "d.jsonl").write_text("\n\n")
+    recipe = recipe_of(str(folder), "messages")
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert describe(counts)[-1] == (
+        f"without a row: {folder}/b.json, {folder}/c.csv, {folder}/d.jsonl"
+    )
+
+
 def test_half_a_character_is_named(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
     assert problems_of(recipe_of(source), tmp_path / "cache") == [

@@ -20,6 +20,8 @@ from finetune import last_words
 from finetune.errors import FinetuneError
 from finetune.run import Run
 
+BF16 = 2e-2
+"""Each engine rounds to 8 bits at other places."""
 BAD = 29
 """The row, from 0, with the letter for which the model below has no number."""
 LONG = {"max_steps": 4000, "saving": {"every": 5}, "evaluation": {"every": 4000}}
@@ -220,7 +222,9 @@ def test_a_rank_that_hangs_in_python_ends_with_the_others_and_its_line_is_named(
     _, told = process.communicate(timeout=120)
     assert time.monotonic() - begun < 12 + 30
     assert process.returncode == 1
-    late = rf"rank 1 \(process {workers[1].pid} on \S+\) did not come, it was last at \w+\.py:\d+ in "
+    late = (
+        rf"rank 1 \(process {workers[1].pid} on \S+\) did not come, it was last at \w+\.py:\d+ in "
+    )
     assert re.search(late, told), told
     assert "Traceback" not in told
     assert not any(worker.is_running() for worker in workers.values())

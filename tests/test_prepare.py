@@ -107,6 +107,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "duplicates": 0,
         "left_out": 0,
         "unread": [],
+        "without_rows": [],
         "longest": int(lengths.max()),
         "longest_sample": int(lengths.max()),
         "mean_length": float(lengths.mean()),

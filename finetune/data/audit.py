@@ -156,10 +156,10 @@ def describe(counts: dict[str, Any]) -> list[str]:
         if counts.get(name)
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
-    unread = counts.get("unread") or ()
-    if unread:
-        more = f" and {len(unread) - 3:,} more" if len(unread) > 3 else ""
-        lines.append(f"not read, of no known kind: {', '.join(unread[:3])}{more}")
+    for name, words in FILES.items():
+        files = counts.get(name) or ()
+        more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+        lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
     return lines
 
 
@@ -176,3 +176,6 @@ UNUSUAL = {
     "duplicates": "duplicates",
 }
 """Counts that are told where they are not zero."""
+
+FILES = {"unread": "not read, of no known kind", "without_rows": "without a row"}
+"""Lists of files that are told where there are any."""

@@ -136,6 +136,12 @@ def _fill(
             if each.source.data.weight is not None
         )
         counts[name]["unread"] = [str(path) for each in parts for path in each.source.unread]
+        counts[name]["without_rows"] = [
+            str(path)
+            for each in parts
+            for path in each.source.files
+            if each.source.data.first is None and str(path) not in files
+        ]
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
