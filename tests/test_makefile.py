@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 (TORCH,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 REST = "-m pip install -c constraints.txt -e .[dev]"
+COMPILED = "-m compileall -q finetune recipes"
 LOCAL_CPU = f"-m pip install --no-deps --no-index torch=={TORCH}+cpu"
 INDEX_CPU = (
     "-m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "
@@ -118,31 +119,35 @@ def installed(checkout: Path, *words: str, gpu: bool, reachable: str) -> list[st
 
 @on_linux
 def test_a_machine_with_a_gpu_gets_the_cuda_build(checkout: Path):
-    assert installed(checkout, gpu=True, reachable=CUDA) == [CUDA, REST]
+    assert installed(checkout, gpu=True, reachable=CUDA) == [CUDA, REST, COMPILED]
 
 
 @on_linux
 def test_a_machine_without_a_gpu_gets_the_cpu_build_that_pip_knows(checkout: Path):
-    assert installed(checkout, gpu=False, reachable=LOCAL_CPU) == [LOCAL_CPU, REST]
+    assert installed(checkout, gpu=False, reachable=LOCAL_CPU) == [LOCAL_CPU, REST, COMPILED]
 
 
 @on_linux
 def test_else_the_cpu_build_of_pytorchs_own_index(checkout: Path):
     pips = installed(checkout, gpu=False, reachable=INDEX_CPU)
-    assert pips == [LOCAL_CPU, INDEX_CPU, REST]
+    assert pips == [LOCAL_CPU, INDEX_CPU, REST, COMPILED]
 
 
 @on_linux
 def test_and_the_package_indexs_build_only_where_no_cpu_build_can_be_had(checkout: Path):
     pips = installed(checkout, gpu=False, reachable=PLAIN)
-    assert pips == [LOCAL_CPU, INDEX_CPU, PLAIN, REST]
+    assert pips == [LOCAL_CPU, INDEX_CPU, PLAIN, REST, COMPILED]
 
 
 @on_linux
 def test_another_build_can_be_asked_for(checkout: Path):
     wanted = f"torch=={TORCH}+cu126"
     asked = f"-m pip install --no-deps {wanted}"
-    assert installed(checkout, f"TORCH={wanted}", gpu=True, reachable=asked) == [asked, REST]
+    assert installed(checkout, f"TORCH={wanted}", gpu=True, reachable=asked) == [
+        asked,
+        REST,
+        COMPILED,
+    ]
 
 
 @on_linux
