@@ -72,8 +72,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
     "backend",
     [
         "ddp",
-        "fsdp_full_shard",
-        "zero2",
+        pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("fsdp_shard_grad_op_offload", marks=pytest.mark.slow),
         pytest.param("zero1", marks=pytest.mark.slow),
         pytest.param("zero2_offload", marks=pytest.mark.slow),
@@ -182,6 +182,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
     assert not any(worker.is_running() for worker in workers.values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_with_the_others_and_its_collectives_are_kept(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
-        "integrity", "interruption", "heartbeat", "guard", "loading",
+        "integrity", "interruption", "heartbeat", "guard", "loading", "start",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -46,7 +46,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
-    "last_words",
+    "last_words", "start",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}

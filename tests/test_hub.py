@@ -60,6 +60,7 @@ def losses(run: Run) -> list[float]:
     return [record["loss"] for record in run.read_metrics("train")]
 
 
+@pytest.mark.slow
 def test_names_on_the_hub_train_what_their_files_train(
     hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -55,7 +55,9 @@ def test_a_signal_saves_and_ends_with_status_75(tiny: Tiny, tmp_path: Path, numb
     assert [record["reason"] for record in run.read_metrics("end")] == ["interrupted"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_launch_of_one_process_passes_a_signal_on_too(
     tiny: Tiny, tmp_path: Path, number: int
 ) -> None:
@@ -101,7 +103,14 @@ def test_a_signal_before_the_workers_listen_ends_with_75(tiny: Tiny, tmp_path: P
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "ddp",
+        pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
+    ],
+)
 def test_launch_passes_a_signal_on_and_its_status_back(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
 ) -> None:

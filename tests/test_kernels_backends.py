@@ -21,7 +21,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": {"r": 8}, "optim": {"lr": 5e-3}},
     "nf4": {"adapter": {"r": 8}, "model": {"quantization": "nf4"}, "optim": {"lr": 5e-3}},
 }
-BACKENDS = ["single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op_offload", "zero2", "zero3"]
+EVERYDAY = [
+    *((kind, backend) for kind in KINDS for backend in ("single", "ddp")),
+    ("lora", "fsdp_full_shard"), ("lora", "zero3"),
+]  # fmt: skip
+NOW_AND_THEN = [
+    ("full", "fsdp_full_shard"), ("full", "zero3"), ("nf4", "fsdp_full_shard"), ("nf4", "zero3"),
+    ("lora", "fsdp_shard_grad_op_offload"), ("lora", "zero2"),
+]  # fmt: skip
 
 Trained = Callable[..., Run]
 
@@ -42,8 +49,10 @@ def trained(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFac
     return run
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*EVERYDAY, *(pytest.param(*each, marks=pytest.mark.slow) for each in NOW_AND_THEN)],
+)
 def test_losses_are_those_of_plain_transformers_and_peft(
     trained: Trained, kind: str, backend: str
 ) -> None:

@@ -173,6 +173,7 @@ def check_chain(chain: chains.Chain, *given: object) -> None:
         torch.testing.assert_close(inputs, eager, rtol=1e-5, atol=1e-5)  # what was written there
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiling")
 def test_compiled_chains_compute_the_same() -> None:
     if reason := chains.reason_against(torch.device("cpu")):

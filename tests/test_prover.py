@@ -78,6 +78,7 @@ def subject_of(tiny: Tiny, folder: Path, kind: Any = "own", **sections: Any) -> 
 # What holds --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_recipe_is_proved_on_ddp(proved: Proved) -> None:
     assert proved.done.status == 0, proved.done.output
     record = proved.record
@@ -98,6 +99,7 @@ def test_a_recipe_is_proved_on_ddp(proved: Proved) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.slow
 def test_a_proof_has_every_step_of_both_and_accumulates(proved: Proved) -> None:
     equal = next(check for check in proved.record["checks"] if check["name"] == "equal")
     assert equal["grid"]["columns"][:3] == ["step", "one process", "ddp"]
@@ -114,6 +116,7 @@ def test_a_proof_has_every_step_of_both_and_accumulates(proved: Proved) -> None:
     assert len(tokens) > 1  # masks are uneven
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_no_end_before_it_goes_on(proved: Proved) -> None:
     kinds = [json.loads(line)["kind"] for line in killed_of(proved.ddp).read_text().splitlines()]
     assert "end" not in kinds
@@ -150,6 +153,7 @@ def test_the_real_model_is_proved_in_the_recipes_own_precision_and_batch(
 # What does not -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_not_proved(proved: Proved, tmp_path: Path) -> None:
     recipe = catalog.override(catalog.load(proved.reference.recipe), ["optim.lr=4.1e-3"])
     other = ft.train(recipe, precision="fp32", output=tmp_path / "other")
@@ -159,6 +163,7 @@ def test_another_learning_rate_is_not_proved(proved: Proved, tmp_path: Path) -> 
     assert not proof_of(proved, check).proved
 
 
+@pytest.mark.slow
 def test_one_changed_loss_is_found_and_its_step_named(proved: Proved, tmp_path: Path) -> None:
     run = proved.copy_of("ddp", tmp_path / "ddp")
     change(run.metrics, step=7, factor=1 + 1e-4)
@@ -170,6 +175,7 @@ def test_one_changed_loss_is_found_and_its_step_named(proved: Proved, tmp_path: 
     assert again.summary.startswith("step 7: loss")
 
 
+@pytest.mark.slow
 def test_the_last_bit_counts_after_a_resume_on_the_same_backend(
     proved: Proved, tmp_path: Path
 ) -> None:
@@ -187,6 +193,7 @@ def change(metrics: Path, step: int, factor: float) -> None:
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+@pytest.mark.slow
 def test_a_run_that_lacks_a_step_is_not_proved(proved: Proved, tmp_path: Path) -> None:
     run = proved.copy_of("ddp", tmp_path / "ddp")
     lines = run.metrics.read_text().splitlines(keepends=True)
@@ -196,6 +203,7 @@ def test_a_run_that_lacks_a_step_is_not_proved(proved: Proved, tmp_path: Path) -
     assert "step 8: loss None" in check.summary
 
 
+@pytest.mark.slow
 def test_other_trained_weights_are_found_although_the_losses_agree(
     proved: Proved, tmp_path: Path
 ) -> None:
@@ -208,6 +216,7 @@ def test_other_trained_weights_are_found_although_the_losses_agree(
     assert "trained weights" in check.summary
 
 
+@pytest.mark.slow
 def test_lost_memory_of_the_best_evaluation_is_found(proved: Proved, tmp_path: Path) -> None:
     run = proved.copy_of("ddp", tmp_path / "ddp")
     path = run.checkpoint(10) / "manifest.json"
@@ -220,6 +229,7 @@ def test_lost_memory_of_the_best_evaluation_is_found(proved: Proved, tmp_path: P
     assert "best evaluation at step 5 instead of 10" in check.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
 def test_whole_weights_are_not_what_a_sharded_backend_promises(
     proved: Proved, backend: str
@@ -232,6 +242,7 @@ def test_whole_weights_are_not_what_a_sharded_backend_promises(
         assert f"{what}: [" in check.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -432,6 +443,7 @@ def test_every_architecture_shrinks_to_one_of_its_own(assets: Path) -> None:
 # Where a proof goes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_report_includes_the_proof_of_its_recipe(
     proved: Proved, finetune: Finetune, tmp_path: Path
 ) -> None:
@@ -451,6 +463,7 @@ def other_than(recipe: Recipe) -> Recipe:
     return recipe.with_optim(lr=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,7 +51,9 @@ def test_one_process_learns_grade_school_maths(learned: Learned) -> None:
     assert last < 4.5
 
 
-@pytest.mark.parametrize("backend", SEVERAL)
+@pytest.mark.parametrize(
+    "backend", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in SEVERAL[1:])]
+)
 def test_the_evaluation_loss_falls_as_far_as_on_one_process(learned: Learned, backend: str) -> None:
     alone, together = learned("single"), learned(backend)
     assert backend in BACKENDS

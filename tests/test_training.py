@@ -113,7 +113,7 @@ def test_each_optimizer_resumes_where_it_stopped(tiny: Tiny, tmp_path: Path, nam
         "single",
         pytest.param("ddp", marks=pytest.mark.slow),
         pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
-        "zero2",
+        pytest.param("zero2", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_continues_as_if_it_had_not_been(
@@ -248,7 +248,7 @@ def on_two(
     return run, start(["launch", str(recipe), *TWO, str(run.root)], tmp_path)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_error_that_tokenizers_gives_no_name_ends_every_rank_with_the_cause(
     tiny: Tiny, tmp_path: Path, background: bool
 ) -> None:
@@ -273,7 +273,7 @@ def test_an_error_that_tokenizers_gives_no_name_ends_every_rank_with_the_cause(
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_best_json_that_cannot_be_written_ends_every_rank(
     tiny: Tiny, tmp_path: Path, background: bool
 ) -> None:
