@@ -48,19 +48,21 @@ def _to_agent(error: FinetuneError) -> None:
     path = os.environ.get(AGENTS_FILE)
     if path is not None:
         words = "\n".join(f"error: {problem}" for problem in error.problems)
-        write_json(
-            Path(path),
-            {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}},
-        )
+        told = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # a full disk, say: it is told on the terminal
+            write_json(Path(path), {"message": told})
 
 
 def leave(error: FinetuneError) -> bool:
-    """Leave the error for the launcher to tell; False where there is no launcher."""
+    """Leave the error for the launcher to tell; False where that cannot be done."""
     path = os.environ.get(STATUS_FILE)
     if path is None:
         return False
     left = {"attempt": backend.restarts(), "status": error.exit_status}
-    write_json(Path(path), left | {"problems": list(error.problems)})
+    try:
+        write_json(Path(path), left | {"problems": list(error.problems)})
+    except OSError:  # a full disk, say: it is told on the terminal
+        return False
     return True
 
 
