@@ -60,9 +60,11 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     if backend.engine == "fsdp":  # SHARD_GRAD_OP reshards after the backward pass
         sharded = _HELD
     if what not in sharded:
-        # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold.
+        # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold. In
+        # bf16 it holds each gradient twice: as it came, and in fp32, to add them up.
         # Its flat buffers end with padding.
-        return (whole, math.ceil(UNEVEN * whole)) if zero else (whole * world, whole)
+        copies = 2 if what == "gradients" and backend.precision == "bf16" else 1
+        return (whole, math.ceil(UNEVEN * copies * whole)) if zero else (whole * world, whole)
     kept = small if zero and what == "parameters" else 0
     return whole, kept + math.ceil(UNEVEN * (whole - kept) / world)
 
