@@ -145,16 +145,23 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
     cache = tmp_path_factory.mktemp("cache")
 
     def run(
-        *words: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+        *words: str | Path,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        seconds: float = LAUNCH_SECONDS,
     ) -> Finished:
         command = [sys.executable, "-m", "finetune", *map(str, words)]
-        return run_command(command, cache, cwd, env)
+        return run_command(command, cache, cwd, env, seconds)
 
     return run
 
 
 def run_command(
-    command: list[str], cache: Path, cwd: Path | None = None, env: dict[str, str] | None = None
+    command: list[str],
+    cache: Path,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    seconds: float = LAUNCH_SECONDS,
 ) -> Finished:
     """Run to the end or to the time limit, and leave no process of it behind."""
     process = subprocess.Popen(
@@ -168,7 +175,7 @@ def run_command(
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=LAUNCH_SECONDS)
+        stdout, stderr = process.communicate(timeout=seconds)
     finally:
         if process.poll() is None:
             end_tree(process.pid)

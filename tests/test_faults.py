@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,54 +70,53 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
     )
 
 
+Skipping = Callable[[str, str], Run]
+
+
+@pytest.fixture(scope="module")
+def skipping(
+    poisoned: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory
+) -> Skipping:
+    """The run of a backend in a precision that leaves the step of the bad row out."""
+    root = tmp_path_factory.mktemp("skipping")
+
+    def run(backend: str, precision: str) -> Run:
+        place = root / f"{backend}-{precision}"
+        if not place.exists():
+            fields = recipe_of(poisoned, on_nonfinite="skip")
+            assert finetune(*words_of(poisoned, place, backend, precision, **fields)).status == 0
+        return Run(place)
+
+    return run
+
+
+def slow(*given: str) -> Any:
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "precision"),
     [
-        "ddp",
-        pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
-        pytest.param("zero2", marks=pytest.mark.slow),
-        pytest.param("fsdp_shard_grad_op_offload", marks=pytest.mark.slow),
-        pytest.param("zero1", marks=pytest.mark.slow),
-        pytest.param("zero2_offload", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=pytest.mark.slow),
-        pytest.param("zero3_offload", marks=pytest.mark.slow),
+        ("ddp", "fp32"),
+        slow("fsdp_full_shard", "fp32"),
+        slow("zero1", "fp32"),
+        slow("zero2_offload", "fp32"),
+        slow("zero3", "fp32"),
+        slow("zero1", "bf16"),  # DeepSpeed's optimizer of this pair is a class of its own
+        slow("zero3", "bf16"),
     ],
 )
 def test_every_backend_leaves_the_same_step_out(
-    poisoned: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+    poisoned: Tiny, skipping: Skipping, backend: str, precision: str
 ) -> None:
-    alone, together = Run(tmp_path / "single"), Run(tmp_path / backend)
-    for run in (alone, together):
-        words = words_of(
-            poisoned, run.root, run.root.name, **recipe_of(poisoned, on_nonfinite="skip")
-        )
-        assert finetune(*words).status == 0
-    skipped = [list(run.read_metrics("skip")) for run in (alone, together)]
-    named = [f"{poisoned.data} row {BAD + 1}"]
-    assert [[(r["step"], r["rows"]) for r in of_run] for of_run in skipped] == [
-        [(skipped[0][0]["step"], named)]
-    ] * 2
-    assert len(losses(alone)) == 5
-    assert largest(losses(alone), losses(together)) < FP32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero1", "zero3"])
-def test_every_engine_leaves_the_same_step_out_in_bf16(
-    poisoned: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
-    """DeepSpeed's optimizer of ZeRO-1 in bf16 is a class of its own."""
-    alone, together = Run(tmp_path / "single"), Run(tmp_path / backend)
-    for run in (alone, together):
-        words = words_of(
-            poisoned, run.root, run.root.name, "bf16", **recipe_of(poisoned, on_nonfinite="skip")
-        )
-        assert finetune(*words).status == 0
+    alone, together = skipping("single", precision), skipping(backend, precision)
     (skipped,) = alone.read_metrics("skip")
     assert skipped["rows"] == [f"{poisoned.data} row {BAD + 1}"]
     (also,) = together.read_metrics("skip")
     assert (also["step"], also["rows"]) == (skipped["step"], skipped["rows"])
-    assert largest(losses(alone), losses(together)) < BF16
+    assert len(losses(alone)) == 5
+    apart = FP32 if precision == "fp32" else BF16
+    assert largest(losses(alone), losses(together)) < apart
 
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(

@@ -129,20 +129,20 @@ def killed_of(run: Run) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero1"])
 def test_the_real_model_is_proved_in_the_recipes_own_precision_and_batch(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
+    """ZeRO-1, whose optimizer in bf16 is a class of its own."""
     recipe = write_recipe(
         tmp_path / "r.json", tiny.fields(**LORA, batch={"rows": 12, "micro_rows": 3})
     )
-    given = ["--full", "--bf16", "--like-mine", "--backends", backend]
+    given = ["--full", "--bf16", "--like-mine", "--backends", "zero1"]
     done = finetune("prove", recipe, *given, "--output", tmp_path / "proof")
     assert done.status == 0, done.output
     proof = json.loads((tmp_path / "proof" / "proof.json").read_text())
     assert [check["name"] for check in proof["checks"] if not check["passed"]] == []
     runs = tmp_path / "proof" / "runs" / "own"
-    for name, accumulation in (("reference", 4), (backend, 2)):
+    for name, accumulation in (("reference", 4), ("zero1", 2)):
         begun = next(Run(runs / name).read_metrics("start"))
         assert begun["accumulation"] == accumulation
         assert (begun["precision"], begun["micro_rows"]) == ("bf16", 3)
