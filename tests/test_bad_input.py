@@ -104,10 +104,18 @@ def test_a_column_that_cannot_be_read_is_named(tmp_path: Path, suffix: str):
         assert problem.startswith(f"{path} {told[name]}")
 
 
-def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(tmp_path: Path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [SAY])
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one file, of one row."""
+    made = tmp_path / "data"
+    made.mkdir()
+    write_jsonl(made / "a.jsonl", [SAY])
+    return made
+
+
+def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(
+    folder: Path, tmp_path: Path
+):
     (folder / "b.csv").write_text("question,answer\n1,2\n")
     (folder / "c.txt").write_text("Hi there")
     assert problems_of(recipe_of(str(folder), "messages"), tmp_path / "cache") == [
@@ -118,10 +126,7 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(tmp_path:
     ]
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [SAY])
+def test_files_of_a_folder_that_are_not_read_are_named(folder: Path, tmp_path: Path):
     recipe = recipe_of(str(folder), "messages")
     assert len(describe(prepare(recipe, CHAT, tmp_path / "cache").counts["train"])) == 1
     for name in ("b.jsonl.gz", "c.JSONL", "d.tsv", "e.md", ".hidden"):
@@ -135,10 +140,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path):
         )
 
 
-def test_files_of_a_folder_without_a_row_are_named(tmp_path: Path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [SAY])
+def test_files_of_a_folder_without_a_row_are_named(folder: Path, tmp_path: Path):
     (folder / "b.json").write_text("[]")
     (folder / "c.csv").write_text("messages\n")
     (folder / "d.jsonl").write_text("\n\n")
