@@ -4,6 +4,7 @@ Everything here that works round a library names its version and reason. On a ma
 accelerator every backend runs for real over gloo, with the same configuration files.
 """
 
+import contextlib
 import datetime
 import importlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from finetune import backend as backends
 from finetune import nvme
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.start import collecting_later, compiling_later
 
 Compare = Callable[[str, object, object], None]
 """Notes a difference: what it is in, what the plan has, what was built."""
@@ -128,8 +130,7 @@ def _fsdp_plugin(plan: Plan, cpu: bool) -> FullyShardedDataParallelPlugin:
 
 def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
     backend, recipe = plan.backend, plan.recipe
-    if cpu:
-        _keep_shared_memory_op_unbuilt()
+    _load_deepspeed(cpu)
     stage = next(stage for stage, shard in backends.ZERO_SHARDS.items() if shard == backend.shard)
     optimizer_device = backend.device if backend.offload != "none" else "none"
     plugin = DeepSpeedPlugin(
@@ -163,11 +164,19 @@ def _silent(_: str) -> None:
     pass
 
 
-def _keep_shared_memory_op_unbuilt() -> None:
-    """DeepSpeed 0.19 compiles `deepspeed_shm_comm` at start on CPU, used by inference only."""
-    import deepspeed  # optional: only its own backends need it
+def _load_deepspeed(cpu: bool) -> None:
+    """DeepSpeed, which only its own backends need, without compiling what training never uses.
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    Version 0.19 builds `deepspeed_shm_comm` at start on CPU, used by inference only, and hands the
+    Muon optimizer, which each engine asks for, to `torch.compile`.
+    """
+    with collecting_later(), compiling_later():
+        import deepspeed
+
+        with contextlib.suppress(ImportError):  # a version without it
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    if cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -107,10 +106,12 @@ def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen
 
 
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """The `accelerate launch` of a plan, running `finetune` with `words` in every process."""
-    script = shutil.which("accelerate", path=str(Path(sys.executable).parent))
-    module = [sys.executable, "-m", "accelerate.commands.launch"]  # where no script lies beside
-    command = [script, "launch"] if script else module
+    """The `accelerate launch` of a plan, running `finetune` with `words` in every process.
+
+    As a module: the script `accelerate` loads all its other commands too, with transformers, which
+    is a second of processor time.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
     if settled.backend.engine == "deepspeed" and machines(flags) > 1:

@@ -1,9 +1,27 @@
-"""A quicker start: compilers are loaded when something is compiled, and not before."""
+"""A quicker start: imports that leave garbage and compilers for later."""
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Import without looking for garbage: what is imported stays, and is not looked at again.
+
+    Python (3.11) walks through everything that is there whenever enough was added, which is most of
+    the time while a thousand modules are read: a sixth of the processor time of importing them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

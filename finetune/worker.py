@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 from accelerate.state import AcceleratorState
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -295,7 +294,7 @@ class Training:
 
     def _settle_chains(self) -> list[str]:
         """Decide whether cheap operations are compiled; returns what is to be said of it."""
-        keep_compiled(default_cache_dir())
+        keep_compiled(chains.usual_folder)
         rows = self.data.counts["train"]
         share = self.recipe.batch.rows * self.steps / len(self.data.train) / self.engine.world
         asked = self.recipe.kernels.pointwise

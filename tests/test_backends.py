@@ -173,7 +173,7 @@ def test_two_machines_train_as_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
 def test_quantised_losses_are_those_of_one_process(trained: Trained, backend: str) -> None:
     alone, together = trained("nf4", "single"), trained("nf4", backend)
     assert largest(losses(alone), losses(together)) < FP32
@@ -237,19 +237,13 @@ def equal_state(first: Path, second: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("written", "continued"),
-    [
-        ("zero1", "fsdp_full_shard"),
-        ("fsdp_shard_grad_op", "zero2"),
-    ],
-)
 def test_a_checkpoint_continues_on_another_backend(
-    trained: Trained, finetune: Finetune, tmp_path: Path, written: str, continued: str
+    trained: Trained, finetune: Finetune, tmp_path: Path
 ) -> None:
-    straight = trained("full", written)
+    """Between every other two: `finetune prove --pairs`, which `make prove` runs."""
+    straight = trained("full", "fsdp_full_shard")
     resumed = cut_off(straight, tmp_path / "run", step=3)
-    launch(finetune, straight.root.parent.parent / "full.json", continued, resumed.root, "--resume")
+    launch(finetune, straight.root.parent.parent / "full.json", "zero2", resumed.root, "--resume")
     assert largest(losses(resumed), losses(straight)) < FP32
 
 

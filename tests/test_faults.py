@@ -99,9 +99,7 @@ def slow(*given: str) -> Any:
     [
         ("ddp", "fp32"),
         slow("fsdp_full_shard", "fp32"),
-        slow("zero1", "fp32"),
         slow("zero2_offload", "fp32"),
-        slow("zero3", "fp32"),
         slow("zero1", "bf16"),  # DeepSpeed's optimizer of this pair is a class of its own
         slow("zero3", "bf16"),
     ],

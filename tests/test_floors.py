@@ -33,10 +33,9 @@ INNER_ORDER = {
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
-    ("engine", "accelerator"), ("accelerator", "nvme"), ("model", "engine"),
-    ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"),
-    ("attention", "kernels"),
+    ("engine", "accelerator"), ("accelerator", "nvme"), ("accelerator", "start"),
+    ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
+    ("model", "loading"), ("attention", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

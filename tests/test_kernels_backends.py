@@ -26,8 +26,8 @@ EVERYDAY = [
     ("lora", "fsdp_full_shard"), ("lora", "zero3"),
 ]  # fmt: skip
 NOW_AND_THEN = [
-    ("full", "fsdp_full_shard"), ("full", "zero3"), ("nf4", "fsdp_full_shard"), ("nf4", "zero3"),
-    ("lora", "fsdp_shard_grad_op_offload"), ("lora", "zero2"),
+    ("full", "fsdp_full_shard"), ("nf4", "zero3"), ("lora", "fsdp_shard_grad_op_offload"),
+    ("lora", "zero2"),
 ]  # fmt: skip
 
 Trained = Callable[..., Run]

@@ -1,12 +1,16 @@
 """A process of a job starts without what it may never use."""
 
+import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT
 
-from finetune.start import compiling_later
+from finetune.start import collecting_later, compiling_later
 
 
 def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> None:
@@ -25,16 +29,55 @@ def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> Non
     assert torch.equal(halved(torch.ones(2)), torch.full((2,), 0.5))
 
 
-def test_training_is_imported_without_a_compiler() -> None:
-    """bitsandbytes would load it; should that change, the context above may go."""
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        "finetune.worker",  # bitsandbytes is loaded
+        "deepspeed, deepspeed.runtime.zero.muon.muon_optimizer",
+    ],
+)
+def test_libraries_are_imported_without_a_compiler(loaded: str) -> None:
+    """Both would load it; should that change, the context above may go."""
     script = (
         "import sys; from finetune.start import compiling_later\n"
-        "{}: import finetune.worker\n"
+        f"{{}}: import {loaded}\n"
         "print('torch._inductor.compile_fx' in sys.modules)"
     )
-    for context, loaded in (("if True", True), ("with compiling_later()", False)):
-        done = subprocess.run(
-            [sys.executable, "-c", script.format(context)],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert done.stdout.splitlines()[-1] == str(loaded)
+    for context, compiler in (("if True", "True"), ("with compiling_later()", "False")):
+        assert last_line(script.format(context)) == compiler
+
+
+def last_line(script: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[-1]
+
+
+def test_garbage_is_looked_for_after_an_import_as_before_it() -> None:
+    with collecting_later():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collecting_later():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_compiled_code_is_kept_unless_a_person_says_where(tmp_path: Path) -> None:
+    script = (
+        "import os; from finetune.cache import keep_compiled\n"
+        "from finetune.kernels.chains import usual_folder\n"
+        "{}keep_compiled(usual_folder); print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    here = {"FINETUNE_CACHE": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": ""}
+    unset = "del os.environ['TORCHINDUCTOR_CACHE_DIR']; "
+    kept = str(tmp_path / "compiled")
+    assert last_line(script.format(unset), **here) == kept
+    assert last_line(script.format(unset + "import torch._inductor; "), **here) == kept
+    assert last_line(script.format(""), **here | {"TORCHINDUCTOR_CACHE_DIR": "/a"}) == "/a"

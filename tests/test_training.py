@@ -108,13 +108,7 @@ def test_each_optimizer_resumes_where_it_stopped(tiny: Tiny, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        "single",
-        pytest.param("ddp", marks=pytest.mark.slow),
-        pytest.param("fsdp_full_shard", marks=pytest.mark.slow),
-        pytest.param("zero2", marks=pytest.mark.slow),
-    ],
+    "backend", ["single", pytest.param("fsdp_full_shard", marks=pytest.mark.slow)]
 )
 def test_a_killed_run_continues_as_if_it_had_not_been(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str

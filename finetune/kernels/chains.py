@@ -72,6 +72,13 @@ def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str |
     return True, f"kernels.pointwise: compiled, for {tokens:,.0f} tokens in each process"
 
 
+def usual_folder() -> str:
+    """Where TorchInductor keeps its code by itself."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    return default_cache_dir()
+
+
 def reason_against(device: torch.device) -> str | None:
     """Why nothing can be compiled for a device on this machine; None where it can."""
     # Slow to import, and of no use to a run that compiles nothing.
