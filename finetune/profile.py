@@ -37,8 +37,8 @@ COPYING = (
     "Memcpy", "Memset",
 )  # fmt: skip
 LOSSES = ("log_softmax", "nll_loss", "ChunkedLoss")
-COMPILED = "## Call CompiledFxGraph"
-"""How the event of compiled operations begins; its own time is theirs."""
+COMPILED = ("## Call CompiledFxGraph", "chain::")
+"""How events of compiled operations begin, TorchInductor's and ours; their own time is theirs."""
 EXCHANGES = (
     "c10d", "gloo", "nccl", "record_param_comms", "all_gather", "all_reduce", "reduce_scatter",
     "allreduce", "allgather",
@@ -103,7 +103,7 @@ def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str
     above = list(_above(event))
     if any(word.startswith(("Optimizer.step", "clip_grad")) for word in (name, *above)):
         return OPTIMIZER
-    works = name.startswith(("aten::", "void ", COMPILED))
+    works = name.startswith(("aten::", "void ", *COMPILED))
     if works and any("ttention" in each for each in above):  # also products within one of ours
         return ATTENTION
     if name.startswith(PRODUCTS):

@@ -189,7 +189,7 @@ class Kernels:
     rotary: Literal["fused", "plain"] = "fused"
     """Rotary positions: query and key in one operation, or as transformers computes them."""
     pointwise: Literal["auto", "compiled", "eager"] = "auto"
-    """Cheap operations within norm, activation, rotary and head: compiled, or one by one."""
+    """Cheap operations within the others and attention: compiled, or one by one."""
 
 
 @dataclass(frozen=True, config=STRICT)

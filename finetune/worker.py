@@ -296,9 +296,11 @@ class Training:
         """Decide whether cheap operations are compiled; returns what is to be said of it."""
         keep_compiled(chains.usual_folder)
         rows = self.data.counts["train"]
-        share = self.recipe.batch.rows * self.steps / len(self.data.train) / self.engine.world
+        share = self.recipe.batch.rows * self.steps / len(self.data.train)
         asked = self.recipe.kernels.pointwise
-        compiled, note = chains.settle(asked, self.engine.device, rows["tokens"] * share)
+        dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
+        tokens = rows["tokens"] * share
+        compiled, note = chains.settle(asked, self.engine.device, tokens, dtype)
         chains.compile_chains(compiled)
         return [] if note is None else [note]
 

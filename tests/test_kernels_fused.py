@@ -1,15 +1,20 @@
 """Norms, gated units and rotations as one operation each train as those of transformers."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
 from torch import nn
 
 from finetune import SFT, Data, Model, backend
-from finetune.kernels import activation, chains, head, norm, rotary
+from finetune.kernels import activation, attention, chains, head, native, norm, rotary
 from finetune.model import FUSED, kernel_notes
 from finetune.planner import plan
 from finetune.planner.kernels import LOGITS, choices
@@ -155,42 +160,171 @@ def compiling() -> Iterator[None]:
 
 
 ROWS = 30
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(
+    native.reason_against(torch.float32) is not None, reason="there is no C compiler"
+)
 
 
-def check_chain(chain: chains.Chain, *given: object) -> None:
-    """Compiled for any number of rows, a chain computes what it does eagerly."""
-    for rows in (12, 7, ROWS):
-        inputs, eager = (
-            [
-                (each[:rows] if len(each) == ROWS else each).clone()
-                if isinstance(each, torch.Tensor)
-                else each
-                for each in given
-            ]
-            for _ in range(2)
+def check_chain(chain: chains.Chain, dtype: torch.dtype, *given: object) -> None:
+    """In C, a chain computes for any rows and any distance between them what it does eagerly."""
+
+    def some(each: object, rows: int, wide: torch.dtype) -> object:
+        if not isinstance(each, torch.Tensor):
+            return each
+        cut = each[:rows] if len(each) == ROWS else each
+        return cut.to(dtype).to(wide) if each.is_floating_point() else cut
+
+    for rows in (1, 7, ROWS):
+        inputs = [some(each, rows, dtype) for each in given]
+        # Without the roundings between operations, which the C does not have.
+        exact = copy.deepcopy([some(each, rows, torch.float32) for each in given])
+        found, expected = chain.in_c(*inputs), chain.eager(*exact)
+        assert found is not None
+        # One rounding to 8 bits, or 24; the norm rounds twice, as that of transformers does.
+        close = (
+            {"rtol": 1e-2, "atol": 1e-2}
+            if dtype == torch.bfloat16
+            else {"rtol": 2e-5, "atol": 2e-6}
         )
-        torch.testing.assert_close(chain(*inputs), chain.eager(*eager), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(inputs, eager, rtol=1e-5, atol=1e-5)  # what was written there
+        torch.testing.assert_close(found, expected, check_dtype=False, **close)
+        torch.testing.assert_close(inputs, exact, check_dtype=False, **close)  # what was written
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiling")
-def test_compiled_chains_compute_the_same() -> None:
-    if reason := chains.reason_against(torch.device("cpu")):
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    first, second, third = (torch.randn(ROWS, 64) for _ in range(3))
-    weight, inverse = torch.randn(64), torch.rand(ROWS, 1) + 0.5
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [64, 50, 5])
+def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    first, second, third = (torch.randn(ROWS, width) for _ in range(3))
+    apart = torch.randn(ROWS, 3 * width).chunk(3, 1)
+    weight, inverse = torch.randn(width), torch.rand(ROWS, 1) + 0.5
     heads, tables = torch.randn(ROWS, 4, 16), [torch.randn(ROWS, 1, 16) for _ in range(2)]
-    targets = torch.randint(0, 64, (ROWS,))
-    check_chain(norm.normed, first, weight, 1e-5, False)
-    check_chain(norm.norm_gradients, first, second, inverse, weight, True, True, True)
-    check_chain(activation.gated, first, second, False)
-    check_chain(activation.gated_gradients, first, second, third, True)
-    check_chain(rotary.rotated, heads, heads[:, :2], *tables)
-    check_chain(head.tile_loss, first, targets, None, 1.0, 3.0, True)
+    targets, bias = torch.randint(0, width, (ROWS,)), torch.randn(width)
+    for gemma in (False, True):
+        check_chain(norm.normed, dtype, first, weight, 1e-5, gemma)
+        check_chain(norm.normed, dtype, apart[1], weight, 1e-5, gemma)
+        check_chain(
+            norm.norm_gradients, dtype, first, apart[0], inverse, weight, gemma, True, False
+        )
+    for tanh in (False, True):
+        check_chain(activation.gated, dtype, first, second, tanh)
+        check_chain(activation.gated, dtype, *apart[:2], tanh)
+        check_chain(activation.gated_gradients, dtype, first, second, third, tanh)
+        check_chain(activation.gated_gradients, dtype, *apart, tanh)
+    check_chain(rotary.rotated, dtype, heads, heads[:, :2], *tables)
+    for wanted in (False, True):
+        check_chain(head.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
+        check_chain(head.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
 
 
+@needs_compiler
+@pytest.mark.parametrize("length", [1, 5, 16, 100, attention.LONGEST])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_causal_shares_in_c_are_those_of_the_mask(length: int, groups: int) -> None:
+    scores = torch.randn(2, length * groups, length) * 5
+    found = native.causal_shares(scores.clone(), groups, 0.125)
+    assert found is not None
+    expected = attention.causal_shares.eager(scores.clone(), groups, 0.125)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(found == 0, expected == 0)
+
+
+@needs_compiler
+def test_several_threads_compute_the_same_bits() -> None:
+    first, second = torch.randn(600, 500), torch.randn(600, 500)
+    targets, threads = torch.randint(0, 500, (600,)), torch.get_num_threads()
+
+    def all_of_it() -> tuple[object, ...]:
+        logits = first.clone()
+        loss, at_target = native.tile_loss(logits, targets, None, 1.0, None, True) or (None, None)
+        unit = native.gated(first, second, False)
+        return logits, loss, at_target, unit, native.normed(first, second[0], 1e-5, False)
+
+    try:
+        torch.set_num_threads(1)
+        alone = all_of_it()
+        torch.set_num_threads(2)
+        torch.testing.assert_close(all_of_it(), alone, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(wrong: float) -> None:
+    """The loop takes no step on it: no chain may hide it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        given = torch.randn(3, 64).to(dtype)
+        given[1, 5] = wrong
+        others = torch.ones(3, 64, dtype=dtype)
+        found = (
+            native.normed(given, others[0], 1e-5, False),
+            native.gated(given, others, False),
+            native.gated(others, given, False),
+            native.tile_loss(
+                given.clone(), torch.ones(3, dtype=torch.int64), None, 1.0, None, True
+            ),
+        )
+        for each in found:
+            assert each is not None
+            result = each if isinstance(each, torch.Tensor) else each[0]
+            assert not result.isfinite().all()
+
+
+@needs_compiler
+def test_tensors_that_the_c_is_not_for_are_computed_eagerly(compiling: None) -> None:
+    half, wide = torch.randn(4, 8).half(), torch.randn(4, 8).bfloat16()
+    assert native.gated(half, half, False) is None
+    assert torch.equal(
+        activation.gated(half, half, False), activation.gated.eager(half, half, False)
+    )
+    assert native.normed(wide, torch.ones(8), 1e-5, False) is None  # its result is of 32 bits
+    assert native.gated(wide[:0], wide[:0], False) is None
+    gradients = norm.norm_gradients(wide, wide, torch.ones(4, 1), wide[0], False, True, True)
+    assert all(each is not None for each in gradients)
+
+
+@needs_compiler
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_compiled_levers_give_the_loss_and_the_gradients_of_transformers(
+    kind: str, adapted: bool, compiling: None
+) -> None:
+    plain = adapt(build(kind)) if adapted else build(kind)
+    ours = copy.deepcopy(plain)
+    for fuse, _ in LEVERS.values():
+        fuse(ours)
+    expected, by_plain = step(plain)
+    loss, by_ours = step(ours)
+    assert loss == pytest.approx(expected, rel=FP32)
+    assert whole_distance(by_ours, by_plain) < FP32
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
+    script = (
+        "import time, torch; from finetune.kernels import native; begun = time.perf_counter()\n"
+        "print(native.reason_against(torch.float32), time.perf_counter() - begun)"
+    )
+
+    def seconds() -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True,
+            env=os.environ | {"FINETUNE_CACHE": str(tmp_path)},
+        )  # fmt: skip
+        said, taken = done.stdout.split()
+        assert said == "None"
+        return float(taken)
+
+    first = seconds()
+    (kept,) = (tmp_path / "compiled").iterdir()
+    written = kept.stat().st_mtime_ns
+    assert seconds() < first
+    assert kept.stat().st_mtime_ns == written
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("asked", "tokens", "compiled"),
     [
@@ -203,20 +337,27 @@ def test_compiled_chains_compute_the_same() -> None:
 def test_what_is_compiled_follows_from_the_tokens_of_the_run(
     asked: str, tokens: int, compiled: bool
 ) -> None:
-    if reason := chains.reason_against(torch.device("cpu")):
-        pytest.skip(reason)
-    found, note = chains.settle(asked, torch.device("cpu"), tokens)
+    found, note = chains.settle(asked, CPU, tokens, torch.float32)
     assert found == compiled
-    said = f"kernels.pointwise: eager, for {tokens:,} tokens in each process (compiled from"
+    said = f"kernels.pointwise: eager, for {tokens:,} tokens (compiled from"
     assert (note is None) == (asked == "eager")
     assert str(note).startswith(said) == (asked == "auto" and not compiled)
 
 
 def test_without_a_compiler_chains_are_eager_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CXX", raising=False)
-    compiled, note = chains.settle("compiled", torch.device("cpu"), 1)
-    assert not compiled
-    assert note == "kernels.pointwise: eager, because this machine has no C++ compiler"
+    for path, reason in (
+        (tmp_path / "nothing", "this machine has no C compiler"),
+        (tmp_path / "broken", f"{tmp_path}/broken/gcc refused: no licence"),
+    ):
+        path.mkdir()
+        if path.name == "broken":
+            (path / "gcc").write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
+            (path / "gcc").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path}:/bin" if path.name == "broken" else str(path))
+        native._library.cache_clear()
+        compiled, note = chains.settle("compiled", CPU, 1, torch.float32)
+        assert not compiled
+        assert note == f"kernels.pointwise: eager, because {reason}"
+    native._library.cache_clear()

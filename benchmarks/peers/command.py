@@ -17,7 +17,7 @@ from finetune.record.environment import commit
 from finetune.run import write_json
 
 PEERS = {
-    "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_compiled": None,
+    "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_eager": None,
     "ours_lora": None,
 }  # fmt: skip
 """Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""

@@ -22,7 +22,7 @@ TITLES = {
     "unsloth": "Unsloth",
     "ours_lora": "**finetune**, LoRA in bf16",
     OURS: "**finetune**, packed",
-    "ours_compiled": "**finetune**, packed, compiled",
+    "ours_eager": "**finetune**, packed, nothing compiled",
     FLOOR: "matrix products alone",
 }
 

@@ -64,7 +64,7 @@ class Workload:
     method: Literal["lora", "full", "qlora"] = "lora"
     micro_rows: int | None = None
     """Rows of a padded forward pass, those of a step sorted by length; None: all of a step."""
-    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_compiled")
+    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager")
     """Who takes part beside Trainer + PEFT, where nobody is named."""
 
 
@@ -72,11 +72,11 @@ WORKLOADS = {
     "short": Workload("as long as those of GSM8K"),
     "tail": Workload(
         "15 % of them up to 3,000 tokens, padded in micro-batches of 2 rows of about one length",
-        _tail, micro_rows=2, peers=("trl_packing", "ours_compiled"),
+        _tail, micro_rows=2, peers=("trl_packing", "ours_eager"),
     ),
     "long": Workload("of 1,700 to 6,600 tokens", _long, micro_rows=1, peers=("trl_packing",)),
-    "prompt_heavy": Workload("with long questions", prompt=0.95, peers=("ours_compiled",)),
-    "full": Workload("as long as those of GSM8K", method="full", peers=("ours_compiled",)),
+    "prompt_heavy": Workload("with long questions", prompt=0.95, peers=("ours_eager",)),
+    "full": Workload("as long as those of GSM8K", method="full", peers=("ours_eager",)),
     "qlora": Workload("as long as those of GSM8K", method="qlora", peers=("ours_lora",)),
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from finetune.kernels.chains import Chain
+from finetune.kernels import native
+from finetune.kernels.chains import chain
 
 FEED_FORWARDS = (
     "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",
@@ -56,12 +57,12 @@ class GatedUnit(torch.autograd.Function):
         return by_gate.view(gate.shape), by_up.view(up.shape), None
 
 
-@Chain
+@chain(native.gated)
 def gated(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
     return _active(gate, tanh).mul_(up)  # (rows, width)
 
 
-@Chain
+@chain(native.gated_gradients)
 def gated_gradients(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

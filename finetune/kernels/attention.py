@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from finetune.kernels import native
+from finetune.kernels.chains import chain
+
 LONGEST = 384
 """Tokens of the longest document that is computed so: `python -m benchmarks kernels` times it."""
 
@@ -92,8 +95,12 @@ def _put(heads: torch.Tensor, part: slice, stacked: torch.Tensor, groups: int) -
 
 def _weights(query: torch.Tensor, key: torch.Tensor, groups: int, scale: float) -> torch.Tensor:
     """softmax(scale Q K^T + mask), 0 after a token.  # (key heads, length x groups, length)"""
-    scores = query @ key.transpose(1, 2)
-    # In place: pages that are new to the process cost more here than what is computed in them.
+    return causal_shares(query @ key.transpose(1, 2), groups, scale)
+
+
+@chain(native.causal_shares)
+def causal_shares(scores: torch.Tensor, groups: int, scale: float) -> torch.Tensor:
+    """In place: pages that are new to the process cost more than what is computed in them."""
     seen = _mask(scores.dtype, groups)[: scores.shape[1], : scores.shape[2]]
     torch.add(seen, scores, alpha=scale, out=scores)
     return torch.softmax(scores, -1, out=scores)

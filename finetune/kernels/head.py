@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.kernels.chains import Chain
+from finetune.kernels import native
+from finetune.kernels.chains import chain
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 
@@ -212,7 +213,7 @@ class _Gradients:
         )
 
 
-@Chain
+@chain(native.tile_loss)
 def tile_loss(
     logits: torch.Tensor,
     targets: torch.Tensor,

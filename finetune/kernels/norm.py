@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels.chains import Chain
+from finetune.kernels import native
+from finetune.kernels.chains import chain
 
 NORMS: dict[str, str] = {
     "LlamaRMSNorm": "variance_epsilon",
@@ -74,7 +75,7 @@ class RMSNorm(torch.autograd.Function):
         return None if by_x is None else by_x.view(x.shape), by_weight, None, None
 
 
-@Chain
+@chain(native.normed)
 def normed(
     x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +89,7 @@ def normed(
     return weight * result.to(x.dtype), inverse
 
 
-@Chain
+@chain(native.norm_gradients)
 def norm_gradients(
     x: torch.Tensor,
     grad: torch.Tensor,

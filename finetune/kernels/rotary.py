@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels.chains import Chain
+from finetune.kernels import native
+from finetune.kernels.chains import chain
 
 ATTENTIONS = (
     "LlamaAttention", "MistralAttention", "MixtralAttention", "Qwen2Attention", "Qwen3Attention",
@@ -88,7 +89,7 @@ def _both(
     return tuple(each.unflatten(0, (rows, tokens)).transpose(1, 2) for each in turned)
 
 
-@Chain
+@chain(native.rotated)
 def rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
