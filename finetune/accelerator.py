@@ -55,6 +55,7 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerat
     """
     if attempt := backends.restarts():
         _meet_apart_from_earlier_attempts(attempt)
+    _let_other_engines_do_without_deepspeed(plan.backend.engine)
     accelerator = _made(plan, nvme_path, timeout)
     _refuse_difference(plan, accelerator)
     return accelerator
@@ -74,6 +75,17 @@ def _meet_apart_from_earlier_attempts(attempt: int) -> None:
         return torch.distributed.PrefixStore(f"attempt-{attempt}", create(*words, **named))
 
     rendezvous._create_c10d_store = apart
+
+
+def _let_other_engines_do_without_deepspeed(engine: str) -> None:
+    """Accelerate 1.15 loads DeepSpeed to see whether a model of another engine is one of its own.
+
+    That takes half a second, and an installation of DeepSpeed that is broken ends a run of FSDP.
+    """
+    utilities = importlib.import_module("accelerate.utils.other")
+    installed = importlib.import_module("accelerate.utils.imports").is_deepspeed_available
+    asked = engine == "deepspeed"
+    utilities.is_deepspeed_available = installed if asked else lambda: False
 
 
 def _made(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerator:

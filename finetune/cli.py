@@ -308,12 +308,13 @@ def inspect_recipe(arguments: argparse.Namespace) -> int:
 def train_recipe(arguments: argparse.Namespace) -> int:
     from finetune import catalog, last_words
     from finetune.preflight import check_here
-    from finetune.start import collecting_later, compiling_later
+    from finetune.start import collecting_later, compiling_later, read_models_once
 
     last_words.forget_earlier_attempts()
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     with collecting_later(), compiling_later():
+        read_models_once()
         from finetune.worker import Options, train
 
     options = Options(

@@ -55,6 +55,27 @@ def last_line(script: str, **env: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+def test_models_are_listed_once_and_all_of_them() -> None:
+    script = (
+        "import sys, torch; from finetune.start import read_models_once\n"
+        "{}from transformers.utils import import_utils\n"
+        "opened = 0\n"
+        "def hook(event, args):\n"
+        "    global opened\n"
+        "    opened += event == 'open' and '/transformers/models/' in str(args[0]) "
+        "and str(args[0]).endswith('.py')\n"
+        "sys.addaudithook(hook)\n"
+        "import transformers.models\n"
+        "names = sorted(transformers.models._import_structure)\n"
+        "print(opened > 1000, hash(tuple(names)), len(names) > 100)"
+    )
+    seed = {"PYTHONHASHSEED": "0"}
+    again, listed, many = last_line(script.format(""), **seed).split()
+    once, same, _ = last_line(script.format("read_models_once(); "), **seed).split()
+    assert (again, once) == ("True", "False")
+    assert (same, many) == (listed, "True")
+
+
 def test_garbage_is_looked_for_after_an_import_as_before_it() -> None:
     with collecting_later():
         assert not gc.isenabled()
