@@ -1,5 +1,6 @@
 """The record: what is written is what is read, whatever happened in between."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -187,6 +188,15 @@ def test_an_unknown_record_is_an_error_that_names_it(tmp_path: Path) -> None:
         read_history(run)
     run.metrics.write_text('{"kind": "save", "step": 1, "time": 0, "seconds": 1, "size": 1}\n')
     with pytest.raises(FinetuneError, match=r"'save' record of step 1 .*: bytes, size"):
+        read_history(run)
+
+
+@pytest.mark.parametrize("name", ["step", "memory"])
+def test_a_count_below_zero_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path)
+    record = {"kind": "train"} | dataclasses.asdict(trained(1)) | {name: -1}
+    run.metrics.write_text(json.dumps(record) + "\n")
+    with pytest.raises(FinetuneError, match=rf"a count below 0, in {name}$"):
         read_history(run)
 
 

@@ -340,7 +340,7 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
     if wrong:
         raise FinetuneError(
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with another kind "
-            f"of value in {', '.join(wrong)}"
+            f"of value, or a count below 0, in {', '.join(wrong)}"
         )
     numbers: dict[str, Any] = {
         name: math.nan if value is None and known[name].type is float else value
@@ -350,13 +350,13 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Whether a value read from JSON is of a field's type: null stands for nan."""
+    """Whether a value read from JSON is of a field's type: null stands for nan, integers count."""
     if annotation is float:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if annotation is int:
-        return type(value) is int
+        return type(value) is int and value >= 0
     if annotation == int | None:
-        return value is None or type(value) is int
+        return value is None or (type(value) is int and value >= 0)
     if annotation is bool:
         return isinstance(value, bool)
     if annotation == list[str]:
