@@ -47,7 +47,9 @@ class Trial:
 class Launches:
     """The launches under way. They have sessions of their own: no signal reaches them by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: int = 1) -> None:
+        self.jobs = jobs
+        """How many there are at a time; the machine's cores are divided among their processes."""
         self.closed = False
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[bytes]] = []
@@ -57,7 +59,8 @@ class Launches:
         with self._lock:
             if self.closed:
                 raise TrainingFailure("not started: the proof was interrupted")
-            process = begin(_words(trial), log, max(1, (os.cpu_count() or 1) // trial.processes))
+            cores = os.cpu_count() or 1
+            process = begin(_words(trial), log, max(1, cores // (trial.processes * self.jobs)))
             self._running = [each for each in self._running if each.poll() is None]
             self._running.append(process)
             return process

@@ -36,7 +36,7 @@ class Workshop:
         self.failed: dict[Path, str] = {}
         """Runs that could not be carried out, and why."""
         self.launches = 0
-        self.under_way = Launches()
+        self.under_way = Launches(request.jobs)
         self.subjects: dict[Kind, Subject] = {}
         for kind in request.kinds:
             folder = request.output / "subject" / kind
