@@ -7,7 +7,7 @@ accelerator every backend runs for real over gloo, with the same configuration f
 import contextlib
 import datetime
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,21 @@ def _load_deepspeed(cpu: bool) -> None:
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     if cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, a parameter is described without its values.
+
+    ZeRO-3 of DeepSpeed 0.19 reads and formats those of every parameter for a message that it does
+    not print.
+    """
+    described = nn.Parameter.__repr__
+    nn.Parameter.__repr__ = object.__repr__
+    try:
+        yield
+    finally:
+        nn.Parameter.__repr__ = described
 
 
 def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:

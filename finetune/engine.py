@@ -98,7 +98,8 @@ class Engine:
         """Hand model and optimizers to Accelerate, which shards them in place."""
         if self.deepspeed:
             self._fit_buckets(model)
-        self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        with accelerator.without_values():
+            self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         accelerator.refuse_other_engine(self.plan, self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:

@@ -3,9 +3,10 @@
 The operator is there, or built once, with a word while it takes minutes.
 """
 
+import contextlib
 import fcntl
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from finetune.planner.nvme import (
 )
 from finetune.planner.page import size
 from finetune.planner.predict import model_source, workload_of
+
+EXTENSION = """#pragma once
+#include <torch/types.h>
+#include <torch/csrc/utils/pybind.h>
+"""
+"""What DeepSpeed's operators use of `torch/extension.h`, which brings all of torch.nn besides."""
 
 
 def require_room(plan: Plan, folder: Path, processes: int) -> None:
@@ -115,8 +122,46 @@ def require_async_io(say: Callable[[str], None]) -> None:
         if not (folder / f"{builder.name}.so").exists():
             (folder / "lock").unlink(missing_ok=True)
             say("building DeepSpeed's async_io, once: some minutes")
+        whole = folder.parent / "finetune-whole-headers"
         try:
+            if not whole.exists():
+                with contextlib.suppress(RuntimeError), _lean(folder.parent / "finetune-headers"):
+                    builder.load(verbose=False)
+                    return
+                whole.touch()
             builder.load(verbose=False)
         except RuntimeError as error:
             first = str(error).strip().split("\n")[0]
             raise FinetuneError(f"DeepSpeed's async_io could not be built: {first}") from None
+
+
+@contextlib.contextmanager
+def _lean(headers: Path) -> Iterator[None]:
+    """Inside, DeepSpeed's operators are compiled with fewer headers, and nothing for a debugger.
+
+    A third of the processor time: 13 files of a minute each become 13 of twenty seconds (gcc 12).
+    """
+    from torch.utils import cpp_extension
+
+    header = headers / "torch" / "extension.h"
+    if not header.is_file() or header.read_text() != EXTENSION:
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(EXTENSION)
+    load = cpp_extension.load
+
+    def load_lean(
+        *words: Any, extra_cflags: list[str], extra_include_paths: list[str], **options: Any
+    ) -> Any:
+        """Folders of `-I` are searched before those of torch, which are named as a system's."""
+        return load(
+            *words,
+            extra_cflags=[*extra_cflags, "-g0"],
+            extra_include_paths=[str(headers), *extra_include_paths],
+            **options,
+        )
+
+    cpp_extension.load = load_lean
+    try:
+        yield
+    finally:
+        cpp_extension.load = load

@@ -339,7 +339,7 @@ def test_a_disk_holds_what_zero_infinity_offloads(
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
     alone, offloaded = Run(tmp_path / "single"), Run(tmp_path / "nvme")
     launch(finetune, recipe, "single", alone.root)
-    # DeepSpeed compiles an operator first: ten minutes of a core, which others may use too.
+    # DeepSpeed compiles an operator first: five minutes of a core, which others may use too.
     launch(finetune, recipe, "zero3_nvme", offloaded.root, seconds=2400)
     # DeepSpeed steps each piece with another kernel than torch's; four steps apart by 2e-5.
     assert largest(losses(alone), losses(offloaded)) < 5e-5

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from torch.utils import cpp_extension
 
+from finetune.accelerator import without_values
 from finetune.cache import COMPILED, keep_compiled
 from finetune.kernels.chains import usual_folder
+from finetune.nvme import require_async_io
 from finetune.start import collecting_later, compiling_later
 
 
@@ -77,6 +80,42 @@ def test_garbage_is_looked_for_after_an_import_as_before_it() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_a_parameter_is_described_without_its_values_while_an_engine_is_built() -> None:
+    parameter = torch.nn.Parameter(torch.full((2,), 0.625))
+    with without_values():
+        assert "0.625" not in f"{parameter} {[parameter]}"
+    assert "0.625" in f"{parameter}"
+
+
+def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder is DeepSpeed's; what it would compile is not."""
+    op_builder = pytest.importorskip("deepspeed.ops.op_builder")
+    if not Path("/usr/include/libaio.h").exists():
+        pytest.skip("libaio-dev is not installed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    built: list[tuple[list[str], list[str]]] = []
+
+    def load(*, extra_cflags: list[str], extra_include_paths: list[str]) -> None:
+        built.append((extra_cflags, extra_include_paths))
+        if "-g0" in extra_cflags:
+            raise RuntimeError("no such header")
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(
+        op_builder.AsyncIOBuilder,
+        "load",
+        lambda *_, **__: cpp_extension.load(extra_cflags=["-O0"], extra_include_paths=["/aio"]),
+    )
+    for _ in range(2):
+        require_async_io(lambda _: None)
+    lean, whole, again = built
+    assert lean == (["-O0", "-g0"], [str(tmp_path / "finetune-headers"), "/aio"])
+    assert (tmp_path / "finetune-headers" / "torch" / "extension.h").is_file()
+    assert whole == again == (["-O0"], ["/aio"])
 
 
 def test_compiled_code_is_kept_unless_a_person_says_where(
