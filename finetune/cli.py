@@ -216,6 +216,7 @@ def _run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="trace the third step, and say where it went"
     )
+    parser.add_argument("--no-plot", action="store_true", help="draw no loss.png at the end")
 
 
 def _proof_words(parser: argparse.ArgumentParser) -> None:
@@ -323,6 +324,7 @@ def train_recipe(arguments: argparse.Namespace) -> int:
         arguments.nvme_path,
         arguments.timeout,
         arguments.profile,
+        not arguments.no_plot,
     )
     train(recipe, arguments.backend, arguments.precision, options=options)
     return 0
@@ -336,6 +338,7 @@ def launch_recipe(arguments: argparse.Namespace) -> int:
     words = ["--timeout", str(arguments.timeout)]
     words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
     words += ["--profile"] if arguments.profile else []
+    words += ["--no-plot"] if arguments.no_plot else []
     launch(
         recipe,
         arguments.backend,

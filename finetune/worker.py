@@ -60,6 +60,8 @@ class Options:
     """How long a rank waits for the others before it gives up."""
     profile: bool = False
     """Trace one step with torch's profiler, and say where its time went."""
+    plot: bool = True
+    """Draw `loss.png` at the end."""
 
 
 def train(
@@ -391,9 +393,10 @@ class Training:
             publish(self.run)
 
     def _describe(self) -> None:
-        from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
+        if self.options.plot:
+            from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
 
-        plot_loss(self.run)
+            plot_loss(self.run)
         if self.run.final.exists():
             write_card(self.run, self.run.final)
 

@@ -141,7 +141,10 @@ Finetune = Callable[..., Finished]
 
 @pytest.fixture(scope="session")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
-    """Run the command line in a process of its own: `finetune("train", "recipe.json", ...)`."""
+    """Run the command line in a process of its own: `finetune("train", "recipe.json", ...)`.
+
+    Nobody looks at the pictures of these runs, each a second of processor time: `plot` draws one.
+    """
     cache = tmp_path_factory.mktemp("cache")
 
     def run(
@@ -149,8 +152,11 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         seconds: float = LAUNCH_SECONDS,
+        plot: bool = False,
     ) -> Finished:
         command = [sys.executable, "-m", "finetune", *map(str, words)]
+        if words[0] in ("train", "launch") and not plot:
+            command.append("--no-plot")
         return run_command(command, cache, cwd, env, seconds)
 
     return run

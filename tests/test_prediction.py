@@ -21,9 +21,11 @@ def test_the_measured_peak_of_a_run_is_within_a_tenth_of_its_plan(
     write_base(tmp_path)
     recipe = recipe_of(tmp_path, "full", checkpointing=False, processes=1)
     path = write_recipe(tmp_path / "recipe.json", catalog.to_fields(recipe))
-    done = finetune("train", path, "--backend", "single", "--output", tmp_path / "run")
+    words = ["train", path, "--backend", "single", "--output", tmp_path / "run"]
+    done = finetune(*words, plot=True)
     assert done.status == 0, done.output
     run = Run(tmp_path / "run")
+    assert run.loss_plot.is_file()
     predicted = json.loads(run.plan.read_text())["prediction"]
     (counted,) = run.read_metrics("memory")
     assert predicted["peak_memory"] == counted["predicted"]  # every row has the longest's length

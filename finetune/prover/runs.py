@@ -105,7 +105,7 @@ def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
 def _words(trial: Trial) -> list[str]:
     return [
         str(trial.recipe), "--backend", trial.backend, "--processes", str(trial.processes),
-        "--precision", trial.precision, "--output", str(trial.run.root),
+        "--precision", trial.precision, "--output", str(trial.run.root), "--no-plot",
         *(["--resume"] if trial.resume else []),
     ]  # fmt: skip
 
