@@ -27,7 +27,7 @@ plan: $(READY) ## Say what `make train` with the same variables would do and nee
 	$(BIN)/finetune plan $(JOB)
 
 prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two processes.
-	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --pairs --jobs 2 \
+	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --pairs --jobs 3 \
 		--output proofs/every_backend $(ARGS)
 
 test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one.

@@ -196,7 +196,7 @@ def test_a_count_below_zero_is_an_error_that_names_it(tmp_path: Path, name: str)
     run = Run(tmp_path)
     record = {"kind": "train"} | dataclasses.asdict(trained(1)) | {name: -1}
     run.metrics.write_text(json.dumps(record) + "\n")
-    with pytest.raises(FinetuneError, match=rf"a count below 0, in {name}$"):
+    with pytest.raises(FinetuneError, match=rf"a count below 0 in {name}$"):
         read_history(run)
 
 

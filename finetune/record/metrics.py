@@ -175,6 +175,9 @@ KINDS: dict[str, type[Record]] = {
     kind.kind: kind for kind in (Start, Trained, Measured, Skipped, Evaluated, Saved, Ended)
 }
 
+COUNTED = ("step", "memory", "peak_memory")
+"""Never below 0, in whichever records have them."""
+
 Listener = Callable[[Record], None]
 """Hears of a record after it was written."""
 
@@ -340,7 +343,13 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
     if wrong:
         raise FinetuneError(
             f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with another kind "
-            f"of value, or a count below 0, in {', '.join(wrong)}"
+            f"of value in {', '.join(wrong)}"
+        )
+    below = [name for name in COUNTED if got.get(name, 0) < 0]
+    if below:
+        raise FinetuneError(
+            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with a count "
+            f"below 0 in {', '.join(below)}"
         )
     numbers: dict[str, Any] = {
         name: math.nan if value is None and known[name].type is float else value
@@ -350,13 +359,13 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Whether a value read from JSON is of a field's type: null stands for nan, integers count."""
+    """Whether a value read from JSON is of a field's type: null stands for nan."""
     if annotation is float:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if annotation is int:
-        return type(value) is int and value >= 0
+        return type(value) is int
     if annotation == int | None:
-        return value is None or (type(value) is int and value >= 0)
+        return value is None or type(value) is int
     if annotation is bool:
         return isinstance(value, bool)
     if annotation == list[str]:
