@@ -155,7 +155,7 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
         plot: bool = False,
     ) -> Finished:
         command = [sys.executable, "-m", "finetune", *map(str, words)]
-        if words[0] in ("train", "launch") and not plot:
+        if words[:1] in (("train",), ("launch",)) and not plot:
             command.append("--no-plot")
         return run_command(command, cache, cwd, env, seconds)
 
