@@ -57,7 +57,9 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
         case _:
             backends = chosen or training.BACKENDS
-            return training.measure(scratch, backends, arguments.steps, arguments.gpu)
+            return training.measure(
+                scratch, backends, arguments.steps, arguments.gpu, arguments.runs
+            )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")
     parser.add_argument("--backends", nargs="+", choices=memory.BACKENDS, metavar="BACKEND")
     parser.add_argument("--repeats", type=positive, default=5, help="starts of each command")
+    parser.add_argument(
+        "--runs", type=positive, default=training.RUNS, help="trainings of each backend"
+    )
     parser.add_argument(
         "--steps", type=positive, default=10, help=f"timed ones, after {training.WARMUP} others"
     )

@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 @pytest.mark.slow
 def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
     words = ["startup", "training", "data", "--rows", "300", "--repeats", "1", "--steps", "2"]
-    words += ["--backends", "single", "--note", "Only a test."]
+    words += ["--backends", "single", "--runs", "1", "--note", "Only a test."]
     command = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
     done = run_command(command, tmp_path / "cache", cwd=ROOT)
     assert done.status == 0, done.output
@@ -72,7 +72,7 @@ def test_ratios_are_to_the_references_of_the_same_session() -> None:
 def test_the_committed_results_cover_every_backend() -> None:
     training = json.loads((RESULTS / "training.json").read_text())
     assert training["results"]["backends"].keys() == set(BACKENDS)
-    for name in ("startup", "data", "training"):
+    for name in ("startup", "data", "training", "saving"):
         record = json.loads((RESULTS / f"{name}.json").read_text())
         assert record["commit"] in (RESULTS / f"{name}.md").read_text()
 
@@ -130,6 +130,9 @@ def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k() -> None:
     assert [len(ids) for ids, _ in rows] == workload.lengths(job)
     labelled = sum(label != -100 for _, labels in rows for label in labels)
     assert (labelled, sum(len(ids) for ids, _ in rows)) == (6442, 10389)  # 62 %
+    other = workload.make_rows(workload.Job(8, 8, seed=1))
+    assert sorted(len(ids) for ids, _ in other) == sorted(len(ids) for ids, _ in rows)
+    assert not {tuple(ids) for ids, _ in other} & {tuple(ids) for ids, _ in rows}
     for ids, labels in rows:
         assert labels[0] == -100
         assert all(label in (-100, one) for one, label in zip(ids, labels, strict=True))

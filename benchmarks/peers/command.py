@@ -31,6 +31,7 @@ def main(words: Sequence[str], results: Path) -> int:
     )
     parser.add_argument("--rows", type=int, default=4, help="rows of an optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
+    parser.add_argument("--seed", type=int, default=0, help="of the rows")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
     parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
     parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas")
@@ -48,21 +49,34 @@ def main(words: Sequence[str], results: Path) -> int:
         parser.error(f"--rows: micro-batches of {arguments.workload} do not divide them")
     if min(arguments.rows, arguments.steps, arguments.threads) < 1:
         parser.error("rows, steps and threads are at least 1")
+    if arguments.seed < 0:
+        parser.error("--seed is at least 0")
     circumstances = Circumstances.now(
         shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
     )
     steps = report.WARMUP + arguments.steps
-    job = Job(arguments.rows, steps, arguments.gpu, arguments.workload)
+    job = Job(arguments.rows, steps, arguments.gpu, arguments.workload, arguments.seed)
     place = arguments.work / "job"
     workload.write(place, job)
     races, remarks = run(job, arguments, chosen, known)
     found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
-    more = "_gpu" if arguments.gpu else f"_{arguments.threads}_threads" * (arguments.threads > 1)
-    if arguments.workload != "short":
-        more = f"_{arguments.workload}{more}"
-    page = write(arguments.to, f"peers{more}", found, circumstances)
+    page = write(arguments.to, page_name(job, arguments.threads), found, circumstances)
     print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
     return int(any(found.values["differences"].values()))
+
+
+def page_name(job: Job, threads: int) -> str:
+    """`peers`, and whatever is not as usual."""
+    parts = ["peers"]
+    if job.name != "short":
+        parts.append(job.name)
+    if job.seed:
+        parts.append(f"seed_{job.seed}")
+    if job.gpu:
+        parts.append("gpu")
+    elif threads > 1:
+        parts.append(f"{threads}_threads")
+    return "_".join(parts)
 
 
 def run(
@@ -93,7 +107,8 @@ def run(
                 continue
             trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
             commands[peer] = trainers
-        answers, lost = kept(work / f"race_{job.name}_{peer}.json", job, arguments, commands)
+        path = work / f"race_{job.name}_{job.seed}_{peer}.json"
+        answers, lost = kept(path, job, arguments, commands)
         remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]
         races.append(answers)
     return races, remarks

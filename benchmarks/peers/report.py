@@ -154,9 +154,9 @@ def result(
     }[job.workload.method]
     how = (
         f"{what}, {job.rows} rows a step {job.workload.about}: {sum(counts) / len(rows):.0f} "
-        f"tokens in the mean, {labelled / sum(counts):.0%} labelled; threads: {threads}. Each "
-        "contender is a process of its own and takes one optimizer step in turn with Trainer + "
-        f"PEFT, **finetune** and the products alone; medians of {said} steps after "
+        f"tokens in the mean, {labelled / sum(counts):.0%} labelled; seed: {job.seed}; threads: "
+        f"{threads}. Each contender is a process of its own and takes one optimizer step in turn "
+        f"with Trainer + PEFT, **finetune** and the products alone; medians of {said} steps after "
         f"{WARMUP} others, ratios step by step on the same rows. CPU time counts processes that a "
         "contender starts, and `to the first step` everything from its start. Ids and labels are "
         f"read at each model's input; first losses agree to {LOSS_TOLERANCE}."
@@ -168,6 +168,7 @@ def result(
             "threads": threads,
             "gpu": job.gpu,
             "workload": job.name,
+            "seed": job.seed,
         },
         "timed_steps": timed,
         "tokens_of_steps": counts,

@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "initializer_range": 1 / 24, "bos_token_id": None, "eos_token_id": 2,
     "pad_token_id": 0,
 }  # fmt: skip
-SEED = 0
+MODEL_SEED = 0
 
 Row = tuple[list[int], list[int]]
 """Ids of a document, and its labels: the ids where trained, else -100."""
@@ -92,6 +92,8 @@ class Job:
     gpu: bool = False
     name: str = "short"
     """Of the workload."""
+    seed: int = 0
+    """Of the rows: their ids, and which of them share a step."""
     lr: float = 2e-4
     r: int = 16
     alpha: int = 32
@@ -111,7 +113,7 @@ def lengths(job: Job) -> list[int]:
     count = job.rows * job.steps
     quantiles = [(number + 0.5) / count for number in range(count)]
     sizes = [round(job.workload.tokens(share)) for share in quantiles]
-    drawn = [sizes[place] for place in np.argsort(_draws(0, count), kind="stable")]
+    drawn = [sizes[place] for place in np.argsort(_draws(job.seed, 0, count), kind="stable")]
     if job.workload.micro_rows is None:
         return drawn
     starts = range(0, count, job.rows)
@@ -123,15 +125,17 @@ def make_rows(job: Job) -> list[Row]:
     made: list[Row] = []
     for number, length in enumerate(lengths(job)):
         words = CONFIG["vocab_size"] - RESERVED
-        ids = [RESERVED + int(draw) for draw in _draws(number + 1, length) % np.uint64(words)]
+        ids = [
+            RESERVED + int(draw) for draw in _draws(job.seed, number + 1, length) % np.uint64(words)
+        ]
         prompt = max(1, round(job.workload.prompt * length))
         made.append((ids, [UNTRAINED] * prompt + ids[prompt:]))
     return made
 
 
-def _draws(stream: int, count: int) -> np.ndarray:
+def _draws(seed: int, stream: int, count: int) -> np.ndarray:
     """Raw draws of Philox, whose stream NumPy keeps (NEP 19).  # (count,) uint64"""
-    return np.random.Philox(key=np.array([SEED, stream], dtype=np.uint64)).random_raw(count)
+    return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
 
 
 def write(place: Path, job: Job) -> None:
@@ -149,7 +153,7 @@ def _write_model(folder: Path) -> None:
 
     from finetune.quickstart.tokenizer import train_tokenizer
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(MODEL_SEED)
     config = AutoConfig.for_model("llama", **CONFIG)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     train_tokenizer(["a tokenizer that only says what the special tokens are"], 300, folder)
