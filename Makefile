@@ -45,13 +45,13 @@ check: $(READY) ## Check format, lint and types.
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(READY) ## Measure start-up and each backend here; then race the peers: PEERS= takes options.
+bench: $(READY) ## Measure start-up and each backend here, then race the peers: PEERS="--workload short".
 	$(BIN)/python -m benchmarks $(ARGS)
-	$(BIN)/python -m benchmarks peers --rows 8 $(PEERS)
+	$(BIN)/python -m benchmarks peers $(RACES)
 
 bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
 	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS) && \
-		$(BIN)/python -m benchmarks peers --rows 8 --gpu $(PEERS); \
+		$(BIN)/python -m benchmarks peers $(RACES) --gpu; \
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
 clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
@@ -60,6 +60,8 @@ clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
 
 WORKERS := 2
 PARALLEL = --numprocesses $(WORKERS) --dist loadfile
+
+RACES = --workload all --minutes 5 $(PEERS)
 
 SEES_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import data, kernels, memory, saving, startup, training
+from benchmarks import data, kernels, memory, saving, scaling, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
-PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving")
+PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving", "scaling")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -55,6 +55,9 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
+        case "scaling":
+            backends = chosen or scaling.BACKENDS
+            return scaling.measure(scratch / part, backends, arguments.steps, arguments.runs)
         case _:
             backends = chosen or training.BACKENDS
             return training.measure(

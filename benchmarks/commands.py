@@ -11,8 +11,10 @@ SECONDS = 900
 """A command takes seconds; a machine that others use may take many times as long."""
 
 
-def finetune(*words: str | Path, cache: Path) -> str:
+def finetune(*words: str | Path, cache: Path, threads: int | None = None) -> str:
     """Run `finetune` to its end; prepared rows are kept in `cache`. Returns what it printed.
+
+    With `threads` each process has so many, else as many as PyTorch or the launcher gives it.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
@@ -20,7 +22,9 @@ def finetune(*words: str | Path, cache: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "finetune", *map(str, words)],
         cwd=ROOT,
-        env=os.environ | {"FINETUNE_CACHE": str(cache)},
+        env=os.environ
+        | {"FINETUNE_CACHE": str(cache)}
+        | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

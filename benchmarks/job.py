@@ -47,12 +47,17 @@ class Shape:
 
 SMALL = Shape(hidden_size=256, layers=6, rows=16, micro_rows=4, length=128)
 """5.5 million parameters: seconds per backend on two CPU cores."""
+DEEP = Shape(hidden_size=576, layers=30, rows=8, micro_rows=4, length=160)
+"""The layers of SmolLM2-135M, on rows as long as those of GSM8K."""
 LARGE = Shape(hidden_size=1_024, layers=24, rows=32, micro_rows=8, length=1_024)
 """323 million parameters: enough work for a GPU."""
 
 
-def write_job(folder: Path, shape: Shape, steps: int) -> Path:
-    """Write data, tokenizer and recipe; returns the recipe's file."""
+def write_job(folder: Path, shape: Shape, steps: int, lora: bool = False) -> Path:
+    """Write data, tokenizer and recipe; returns the recipe's file.
+
+    All weights are trained, or with `lora` an adapter of every linear layer.
+    """
     documents = corpus(seed=0, rows=ROWS * DOCUMENTS_PER_ROW)
     texts = ["\n".join(itertools.islice(documents, DOCUMENTS_PER_ROW)) for _ in range(ROWS)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,8 @@ def write_job(folder: Path, shape: Shape, steps: int) -> Path:
         optim=Optim(lr=1e-3),
         max_steps=steps,
     )
+    if lora:
+        recipe = recipe.with_lora(r=16)
     path = folder / "recipe.json"
     write_json(path, catalog.to_fields(recipe))
     return path

@@ -48,18 +48,7 @@ def measure(
             print(remarks[-1], flush=True)
         else:
             possible[backend] = count
-    measured: dict[str, dict[str, Any]] = {}
-    for turn, (backend, count) in itertools.product(range(runs), possible.items()):
-        run = Run(folder / f"{backend}-{turn}")
-        finetune(
-            "launch", recipe, "--backend", backend, "--processes", str(count), "--no-plot",
-            "--precision", precision, "--output", run.root, cache=folder / "cache",
-        )  # fmt: skip
-        found = read(run, count)
-        print(f"{backend} on {count}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
-        measured[backend] = max(
-            measured.get(backend, found), found, key=lambda each: each["tokens_per_second"]
-        )
+    measured = fastest(folder, recipe, possible, precision, runs)
     add_ratios(measured)
     values = {"precision": precision, "timed_steps": steps, "runs": runs, "backends": measured}
     told = (
@@ -74,6 +63,36 @@ def measure(
         f"{WARMUP} others. Memory is the peak of the process that held most, {told}."
     )
     return Result("Training on each backend", how, values, tabulate(measured), remarks)
+
+
+def fastest(
+    folder: Path,
+    recipe: Path,
+    processes: dict[str, int],
+    precision: str,
+    runs: int,
+    threads: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Train on each backend `runs` times in turns; what the fastest run of each says.
+
+    Args:
+        processes: of each backend.
+        threads: of each process; None: as PyTorch or the launcher chooses.
+    """
+    measured: dict[str, dict[str, Any]] = {}
+    for turn, (backend, count) in itertools.product(range(runs), processes.items()):
+        run = Run(folder / f"{backend}-{turn}")
+        finetune(
+            "launch", recipe, "--backend", backend, "--processes", str(count), "--no-plot",
+            "--precision", precision, "--output", run.root,
+            cache=folder / "cache", threads=threads,
+        )  # fmt: skip
+        found = read(run, count)
+        print(f"{backend} on {count}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
+        measured[backend] = max(
+            measured.get(backend, found), found, key=lambda each: each["tokens_per_second"]
+        )
+    return measured
 
 
 def read(run: Run, processes: int) -> dict[str, Any]:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 
+from benchmarks import scaling
+from benchmarks.job import SMALL
 from benchmarks.kernels import Case, distance, timed
-from benchmarks.peers import report, workload
+from benchmarks.peers import command, report, workload
 from benchmarks.peers.ours import packs
 from benchmarks.peers.race import race
 from benchmarks.peers.turns import digest, documents
@@ -27,8 +29,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
     words = ["startup", "training", "data", "--rows", "300", "--repeats", "1", "--steps", "2"]
     words += ["--backends", "single", "--runs", "1", "--note", "Only a test."]
-    command = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
-    done = run_command(command, tmp_path / "cache", cwd=ROOT)
+    line = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
+    done = run_command(line, tmp_path / "cache", cwd=ROOT)
     assert done.status == 0, done.output
     startup = json.loads((tmp_path / "startup.json").read_text())
     training = json.loads((tmp_path / "training.json").read_text())
@@ -55,6 +57,17 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
         page = (tmp_path / f"{name}.md").read_text()
         assert "- Only a test." in page
         assert "| `" in page
+
+
+@pytest.mark.slow
+def test_two_processes_are_compared_with_one(tmp_path: Path) -> None:
+    found = scaling.measure(tmp_path, ["ddp"], steps=2, runs=1, shape=SMALL)
+    single, ddp = (found.values["backends"][name] for name in ("single", "ddp"))
+    assert (single["processes"], single["speedup"]) == (1, 1)
+    assert (ddp["processes"], ddp["parameters"]) == (2, single["parameters"])
+    assert ddp["speedup"] == ddp["tokens_per_second"] / single["tokens_per_second"]
+    assert ddp["final_loss"] == pytest.approx(single["final_loss"], rel=5e-3)  # bf16
+    assert [row[:2] for row in found.table[1:]] == [["`single`", "1"], ["`ddp`", "2"]]
 
 
 def test_ratios_are_to_the_references_of_the_same_session() -> None:
@@ -244,11 +257,24 @@ def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> N
     assert lost == {"broken": "ValueError: no such layer", "absent": "ImportError: no module"}
 
 
-def test_a_peer_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "peers", "--peers", "axolotl"]
-    done = run_command(command, tmp_path / "cache", cwd=ROOT)
-    assert done.status == 2
-    assert "no peer is called axolotl; known: trl, trl_packing, llamafactory, ours_" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--peers", "axolotl"], "no peer is called axolotl; known: trl, trl_packing, llamaf"),
+        (["--workload", "short,tiny"], "no workload is called tiny; known: short, tail, long, "),
+        (["--workload", "all", "--rows", "3"], "--rows: micro-batches of tail do not divide them"),
+        (["--steps", "0"], "rows, steps and threads are at least 1"),
+        (["--seed", "-1"], "--seed is at least 0"),
+    ],
+)
+def test_a_race_that_cannot_be_is_refused(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words, tmp_path)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_committed_race_was_on_the_same_rows_and_the_readme_shows_it() -> None:
@@ -261,3 +287,22 @@ def test_the_committed_race_was_on_the_same_rows_and_the_readme_shows_it() -> No
     assert record["command"] in readme
     for figures in found["contenders"].values():
         assert f"| {figures['tokens_per_second']:,.0f} | {figures['of_trainer']:.2f}x |" in readme
+
+
+OTHERS = ("trainer", "trl", "trl_packing", "llamafactory", "ours_eager", "ours_lora", "products")
+
+
+def test_the_committed_races_are_in_the_document() -> None:
+    told = (ROOT / "docs/performance.md").read_text()
+    pages = sorted(RESULTS.glob("peers*.json"))
+    assert {f"peers_{name}.json" for name in workload.WORKLOADS} - {
+        page.name for page in pages
+    } == {"peers_short.json"}  # which is `peers.json`
+    for page in pages:
+        found = json.loads(page.read_text())["results"]
+        assert not any(found["differences"].values()), page
+        raced = found["contenders"]
+        ratios = [report.times(raced.get(name, {}).get("ours_of_it")) for name in OTHERS]
+        memory = raced["ours"]["peak_bytes"] / raced["trainer"]["peak_bytes"]
+        cells = " | ".join([*ratios, f"{memory:.2f}"])
+        assert f"](../benchmarks/results/{page.stem}.md) | {cells} |" in told, page

@@ -25,11 +25,42 @@ GPU_PEERS = PEERS | {"unsloth": "unsloth"}
 
 
 def main(words: Sequence[str], results: Path) -> int:
+    parser = build_parser(results)
+    arguments = parser.parse_args(words)
+    known = GPU_PEERS if arguments.gpu else PEERS
+    asked = None if arguments.peers is None else arguments.peers.split(",")
+    if unknown := set(asked or []) - set(known):
+        parser.error(f"no peer is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    everything = list(workload.WORKLOADS)
+    chosen = everything if arguments.workload == ["all"] else arguments.workload
+    if unknown := set(chosen) - set(everything):
+        parser.error(
+            f"no workload is called {', '.join(sorted(unknown))}; "
+            f"known: {', '.join(everything)}, or all"
+        )
+    if min(arguments.rows or 1, arguments.steps, arguments.threads) < 1:
+        parser.error("rows, steps and threads are at least 1")
+    if arguments.seed < 0:
+        parser.error("--seed is at least 0")
+    for name in chosen:
+        if (arguments.rows or 0) % (workload.WORKLOADS[name].micro_rows or 1):
+            parser.error(f"--rows: micro-batches of {name} do not divide them")
+    differ = False
+    for name in chosen:
+        circumstances = Circumstances.now(
+            shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
+        )
+        differ |= measure(name, arguments, asked, known, circumstances)
+    return int(differ)
+
+
+def build_parser(results: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument(
-        "--workload", choices=workload.WORKLOADS, default="short", help="rows, and what is trained"
-    )
-    parser.add_argument("--rows", type=int, default=4, help="rows of an optimizer step")
+        "--workload", type=lambda words: words.split(","), default=["short"],
+        help=f"of {', '.join(workload.WORKLOADS)}, with commas, or all: rows, what is trained",
+    )  # fmt: skip
+    parser.add_argument("--rows", type=int, help="of an optimizer step; else the workload's")
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
     parser.add_argument("--seed", type=int, default=0, help="of the rows")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
@@ -39,30 +70,28 @@ def main(words: Sequence[str], results: Path) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / ".bench", help="environments, models")
     parser.add_argument("--to", type=Path, default=results, help="folder of the results")
     parser.add_argument("--note", help="a sentence for the record, such as what else was running")
-    arguments = parser.parse_args(words)
-    known = GPU_PEERS if arguments.gpu else PEERS
-    usual = [*workload.WORKLOADS[arguments.workload].peers, *["unsloth"] * arguments.gpu]
-    chosen = arguments.peers.split(",") if arguments.peers is not None else usual
-    if unknown := set(chosen) - set(known):
-        parser.error(f"no peer is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    if arguments.rows % (workload.WORKLOADS[arguments.workload].micro_rows or 1):
-        parser.error(f"--rows: micro-batches of {arguments.workload} do not divide them")
-    if min(arguments.rows, arguments.steps, arguments.threads) < 1:
-        parser.error("rows, steps and threads are at least 1")
-    if arguments.seed < 0:
-        parser.error("--seed is at least 0")
-    circumstances = Circumstances.now(
-        shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
-    )
+    return parser
+
+
+def measure(
+    name: str,
+    arguments: argparse.Namespace,
+    asked: Sequence[str] | None,
+    known: dict[str, str | None],
+    circumstances: Circumstances,
+) -> bool:
+    """The races of one workload and their page; whether a contender was given other rows."""
+    special = workload.WORKLOADS[name]
+    usual = [*special.peers, *["unsloth"] * arguments.gpu]
     steps = report.WARMUP + arguments.steps
-    job = Job(arguments.rows, steps, arguments.gpu, arguments.workload, arguments.seed)
+    job = Job(arguments.rows or special.rows, steps, arguments.gpu, name, arguments.seed)
     place = arguments.work / "job"
     workload.write(place, job)
-    races, remarks = run(job, arguments, chosen, known)
+    races, remarks = run(job, arguments, usual if asked is None else asked, known)
     found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
     page = write(arguments.to, page_name(job, arguments.threads), found, circumstances)
     print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
-    return int(any(found.values["differences"].values()))
+    return any(found.values["differences"].values())
 
 
 def page_name(job: Job, threads: int) -> str:

@@ -62,6 +62,8 @@ class Workload:
     prompt: float = 0.38
     """Share of a row that is its question, and not trained."""
     method: Literal["lora", "full", "qlora"] = "lora"
+    rows: int = 8
+    """Rows of an optimizer step, where no other number is asked for."""
     micro_rows: int | None = None
     """Rows of a padded forward pass, those of a step sorted by length; None: all of a step."""
     peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager")
@@ -74,7 +76,9 @@ WORKLOADS = {
         "15 % of them up to 3,000 tokens, padded in micro-batches of 2 rows of about one length",
         _tail, micro_rows=2, peers=("trl_packing", "ours_eager"),
     ),
-    "long": Workload("of 1,700 to 6,600 tokens", _long, micro_rows=1, peers=("trl_packing",)),
+    "long": Workload(
+        "of 1,700 to 6,600 tokens", _long, rows=2, micro_rows=1, peers=("trl_packing",)
+    ),
     "prompt_heavy": Workload("with long questions", prompt=0.95, peers=("ours_eager",)),
     "full": Workload("as long as those of GSM8K", method="full", peers=("ours_eager",)),
     "qlora": Workload("as long as those of GSM8K", method="qlora", peers=("ours_lora",)),
