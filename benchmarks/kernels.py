@@ -115,7 +115,7 @@ def cases() -> list[Case]:
         norm_case(*(block.input_layernorm for block in other)),
         unit_case(),
         rotation_case(),
-        *(attention_case(length) for length in (64, LENGTH, attention.LONGEST)),
+        *(attention_case(length) for length in (64, LENGTH, 557, 2574)),
         step_case("micro-batch, head", plain, chunked, batch),
         step_case("micro-batch, adapters", plain, grouped, batch),
         step_case("micro-batch, norm, activation, rotary", plain, fused, batch),
@@ -257,7 +257,7 @@ def compiled(case: Case) -> Case:
 
 
 def attention_case(length: int) -> Case:
-    """One document through PyTorch's fused kernel, and as plain matrix products."""
+    """One document through PyTorch's fused kernel, and with a backward pass of products."""
     heads, shared = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     size = SHAPE["hidden_size"] // heads
     names = {"query": heads, "key": shared, "value": shared}
@@ -270,7 +270,7 @@ def attention_case(length: int) -> Case:
         return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
 
     def products(*inputs: torch.Tensor) -> torch.Tensor:
-        return attention.ShortAttention.apply(*inputs, [0, length], size**-0.5)
+        return attention.DocumentAttention.apply(*inputs, [0, length], size**-0.5)
 
     return operation_case(f"attention of {length} tokens", given, fused, products)
 

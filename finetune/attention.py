@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
-from finetune.kernels.attention import LONGEST, ShortAttention, serves
+from finetune.kernels.attention import DocumentAttention, serves
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -140,8 +140,8 @@ def attend(
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    short = LONGEST if softcap is None and not dropout and serves(query) else 0
-    short = short if window is None else min(short, window)
+    short = max_length_q if window is None else window
+    short = short if softcap is None and not dropout and serves(query) else 0
     runs = _runs(cu_seq_lens_q.tolist(), short)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
@@ -149,7 +149,7 @@ def attend(
     parts: list[torch.Tensor] = []
     for run, (q, k, v) in zip(runs, heads, strict=True):
         if run[1] - run[0] <= short:
-            part = ShortAttention.apply(q, k, v, [end - run[0] for end in run], scale)
+            part = DocumentAttention.apply(q, k, v, [end - run[0] for end in run], scale)
         elif softcap is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:

@@ -219,15 +219,20 @@ def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("length", [1, 5, 16, 100, attention.LONGEST])
+@pytest.mark.parametrize(("first", "length"), [(0, 1), (0, 5), (0, 100), (384, 1), (384, 100)])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_causal_shares_in_c_are_those_of_the_mask(length: int, groups: int) -> None:
-    scores = torch.randn(2, length * groups, length) * 5
-    found = native.causal_shares(scores.clone(), groups, 0.125)
+def test_shares_in_c_are_those_of_the_mask(first: int, length: int, groups: int) -> None:
+    shape = (2, length * groups, first + length)
+    scores, grads = torch.randn(shape) * 5, torch.randn(shape)
+    seen = torch.arange(shape[2]) <= first + torch.arange(shape[1])[:, None] // groups
+    hidden = torch.where(seen, scores * 0.125, -torch.inf)
+    logs = hidden.logsumexp(-1, keepdim=True) + 0.01  # of scores before they were rounded
+    found = native.share_gradients(scores.clone(), grads.clone(), logs, groups, 0.125)
     assert found is not None
-    expected = attention.causal_shares.eager(scores.clone(), groups, 0.125)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    assert torch.equal(found == 0, expected == 0)
+    expected = attention.share_gradients.eager(scores.clone(), grads.clone(), logs, groups, 0.125)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert not ours[:, ~seen].any()
 
 
 @needs_compiler

@@ -20,7 +20,8 @@ from finetune.data.batch import MicroBatch, collate
 from finetune.data.packing import pack
 from finetune.data.rows import Rows, single_rows
 from finetune.errors import FinetuneError
-from finetune.kernels.attention import ShortAttention, serves
+from finetune.kernels import chains
+from finetune.kernels.attention import BLOCK, DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
@@ -226,19 +227,28 @@ def written_out(
     return result
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, 160, 384])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 17, 160, BLOCK, 2 * BLOCK + 77])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_a_short_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
-    length: int, groups: int
+def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
+    length: int, groups: int, compiled: bool
 ):
     """Weights and their gradients are rounded to bf16, as the model's own products are."""
+    chains.compile_chains(compiled)
+    try:
+        compare_with_fp32(length, groups)
+    finally:
+        chains.compile_chains(False)
+
+
+def compare_with_fp32(length: int, groups: int) -> None:
     torch.manual_seed(length)
     shapes = ((1, 3 * groups, length, 16), (1, 3, length, 16), (1, 3, length, 16))
     given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
     wide = [each.detach().float().requires_grad_() for each in given]
     assert serves(given[0])
     assert not serves(wide[0])
-    ours = ShortAttention.apply(*given, [0, length], 0.3)
+    ours = DocumentAttention.apply(*given, [0, length], 0.3)
     exact = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
     grad = torch.randn_like(exact).bfloat16()
     pairs = [(ours, exact)]
@@ -251,11 +261,11 @@ def test_a_short_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32
         assert (found.float() - wanted).norm() <= NEAR * wanted.norm().clamp(min=1e-3)
 
 
-def test_short_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
+def test_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
     torch.manual_seed(0)
     query = torch.randn(1, 4, 500, 8).bfloat16()
     key, value = torch.randn(2, 1, 2, 500, 8).bfloat16()
-    ends = [0, 1, 40, 500]  # the last one is too long for the products
+    ends = [0, 1, 40, 500]  # the last one has two blocks
     mixed, _ = attend(
         torch.nn.Module(), query, key, value, None,
         cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32), max_length_q=460,
@@ -267,16 +277,18 @@ def test_short_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
         assert (found - wanted).norm() <= NEAR * wanted.norm()
 
 
-def test_short_documents_beside_each_other_have_the_gradients_of_each_alone():
+def test_documents_beside_each_other_have_the_gradients_of_each_alone():
     torch.manual_seed(1)
     given = [torch.randn(1, heads, 60, 8).bfloat16().requires_grad_() for heads in (6, 2, 2)]
     ends = [0, 1, 18, 60]
-    mixed = ShortAttention.apply(*given, ends, 0.4)
+    mixed = DocumentAttention.apply(*given, ends, 0.4)
     grad = torch.randn_like(mixed)
     together = torch.autograd.grad(mixed, given, grad)
     for start, end in itertools.pairwise(ends):
         part = slice(start, end)
-        alone = ShortAttention.apply(*(each[:, :, part] for each in given), [0, end - start], 0.4)
+        alone = DocumentAttention.apply(
+            *(each[:, :, part] for each in given), [0, end - start], 0.4
+        )
         assert torch.equal(mixed[:, :, part], alone)
         each_alone = torch.autograd.grad(alone, given, grad[:, :, part])
         for all_of_it, of_part in zip(together, each_alone, strict=True):
@@ -298,17 +310,17 @@ def test_a_window_that_is_shorter_than_a_document_holds_in_16_bits():
         assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
 
 
-def test_no_more_is_kept_of_a_short_document_than_its_inputs():
+def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
     given = [torch.randn(1, 4, 32, 8).bfloat16().requires_grad_() for _ in range(3)]
     kept: list[int] = []
 
     def pack_one(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
+        kept.append(tensor.nbytes)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack_one, lambda tensor: tensor):
-        ShortAttention.apply(*given, [0, 20, 32], 1.0)
-    assert kept == [4 * 32 * 8] * 3
+        DocumentAttention.apply(*given, [0, 20, 32], 1.0)
+    assert kept == [4 * 32 * 8 * 2] * 3 + [4 * 32 * 4]
 
 
 # What is refused.

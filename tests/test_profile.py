@@ -9,7 +9,7 @@ import torch
 from conftest import Finetune, Tiny, write_recipe
 
 from finetune.kernels import activation
-from finetune.kernels.attention import ShortAttention
+from finetune.kernels.attention import DocumentAttention
 from finetune.kernels.chains import compile_chains
 from finetune.planner.families import read
 from finetune.planner.timing import step_flops
@@ -76,7 +76,7 @@ def test_products_of_our_attention_are_attention(tmp_path: Path) -> None:
     traced = Profile(tmp_path, 0, None, vocabulary=320, ranks=frozenset({16}))
     query, key, value = (torch.randn(1, 4, 200, 32, requires_grad=True) for _ in range(3))
     with traced.of_step(2):
-        ShortAttention.apply(query, key, value, [0, 120, 200], 0.1).sum().backward()
+        DocumentAttention.apply(query, key, value, [0, 120, 200], 0.1).sum().backward()
     found = json.loads((tmp_path / "where-rank-00000.json").read_text())
     assert found[ADAPTERS] == found[MATMUL] == 0
     assert found[ATTENTION] > 0.5 * (sum(found.values()) - found[REST])

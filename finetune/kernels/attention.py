@@ -1,14 +1,15 @@
-"""Attention of short documents as matrix products, for CPUs that compute in 16 bits.
+"""Attention of documents with a backward pass of matrix products, for CPUs that compute in 16 bits.
 
     S = Q K^T / sqrt(d) + causal mask      P = softmax(S)      O = P V
 
-PyTorch's fused kernel never holds P, which costs it most where P is small: its backward pass in
-bf16 is what these products save. P is computed again in the backward pass here, so that no more is
-kept than the fused kernel keeps.
+PyTorch's fused kernel never holds P. Its forward pass is fast, and its backward pass in bf16 takes
+six times as long; products take it in half of that. They compute P again, a block of queries after
+another, so that less is kept than the fused kernel keeps: the inputs, and a number for each query.
 """
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -16,22 +17,25 @@ import torch
 from finetune.kernels import native
 from finetune.kernels.chains import chain
 
-LONGEST = 384
-"""Tokens of the longest document that is computed so: `python -m benchmarks kernels` times it."""
+BLOCK = 384
+"""Queries of a document whose scores are there at once, at most."""
+ROOM = 2**23
+"""Numbers in these scores, where `LEAST` queries have no more."""
+LEAST = 64
 
 
 def serves(query: torch.Tensor) -> bool:
-    """Whether the products are faster for short documents where `query` is."""
+    """Whether this is faster where `query` is: `python -m benchmarks kernels` times it."""
     return query.device.type == "cpu" and query.dtype != torch.float32
 
 
-class ShortAttention(torch.autograd.Function):
+class DocumentAttention(torch.autograd.Function):
     """Causal attention of documents side by side; each key head is shared by a group of heads.
 
-    With D the gradient of O and dP = D V^T:  dS = P (dP - rowsum(dP P)),  dQ = dS K, dK = dS^T Q,
+    With D the gradient of O and dP = D V^T:  dS = P (dP - rowsum(dP P)),  dQ = dS K,  dK = dS^T Q,
     dV = P^T D, where dQ and dK carry the scale. The heads of a group lie token by token, so that
-    each product is one matrix per key head; what a document takes and gives is copied by itself,
-    in the caches of the CPU.
+    each product is one matrix per key head. The fused kernel gives the logarithm of each row's sum
+    of e^S, which spares the backward pass to look for the largest of a row.
     """
 
     @staticmethod
@@ -44,35 +48,52 @@ class ShortAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         """`query` (1, heads, tokens, head size), `ends` as `cu_seq_lens`; returns as `query`."""
-        ctx.save_for_backward(query, key, value)
-        ctx.ends, ctx.scale = ends, scale
-        result = _like(query)
-        groups = query.shape[1] // key.shape[1]
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result, logs = _like(query), query.new_empty(query.shape[1:3], dtype=torch.float32)
         for start, end in itertools.pairwise(ends):
             part = slice(start, end)
-            stacked, keys = _stacked(query, part, groups), _stacked(key, part, 1)
-            mixed = _weights(stacked, keys, groups, scale) @ _stacked(value, part, 1)
-            _put(result, part, mixed, groups)
+            given = (each[:, :, part] for each in (query, key, value))
+            result[:, :, part], logs[:, part] = fused(*given, 0.0, True, scale=scale)
+        ctx.save_for_backward(query, key, value, logs)
+        ctx.ends, ctx.scale = ends, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
-        groups = query.shape[1] // key.shape[1]
+        query, key, value, logs = ctx.saved_tensors
         of_query, of_key, of_value = _like(query), _like(key), _like(value)
+        groups = query.shape[1] // key.shape[1]
+        lengths = [end - start for start, end in itertools.pairwise(ctx.ends)]
+        rooms = query.new_empty(
+            2, query.shape[1] * max(length * _block(query, length) for length in lengths)
+        )
         for start, end in itertools.pairwise(ctx.ends):
-            part = slice(start, end)
-            stacked, given = (_stacked(each, part, groups) for each in (query, grad))
-            keys, values = (_stacked(each, part, 1) for each in (key, value))
-            weights = _weights(stacked, keys, groups, ctx.scale)
-            _put(of_value, part, weights.transpose(1, 2) @ given, 1)
-            of_weights = given @ values.transpose(1, 2)
-            of_scores = torch.ops.aten._softmax_backward_data.out(
-                of_weights, weights, -1, weights.dtype, grad_input=of_weights
-            )
-            _put(of_query, part, (of_scores @ keys).mul_(ctx.scale), groups)
-            _put(of_key, part, (of_scores.transpose(1, 2) @ stacked).mul_(ctx.scale), 1)
+            whole = slice(start, end)
+            keys, values = (_stacked(each, whole, 1) for each in (key, value))
+            turned = _turned(keys), _turned(values)
+            totals = [torch.zeros_like(each, dtype=torch.float32) for each in turned]
+            size = _block(query, end - start)
+            for first in range(start, end, size):
+                part = slice(first, min(first + size, end))
+                seen = part.stop - start
+                stacked, given = (_stacked(each, part, groups) for each in (query, grad))
+                rows = _stacked(logs[None, :, :, None], part, groups)
+                shares, of_scores = share_gradients(
+                    _product(stacked, turned[0][:, :, :seen], rooms[0]),
+                    _product(given, turned[1][:, :, :seen], rooms[1]),
+                    rows, groups, ctx.scale,
+                )  # fmt: skip
+                _put(of_query, part, (of_scores @ keys[:, :seen]).mul_(ctx.scale), groups)
+                totals[0][:, :, :seen] += _turned(stacked) @ of_scores
+                totals[1][:, :, :seen] += _turned(given) @ shares
+            _put(of_key, whole, totals[0].mul_(ctx.scale).transpose(1, 2), 1)
+            _put(of_value, whole, totals[1].transpose(1, 2), 1)
         return of_query, of_key, of_value, None, None
+
+
+def _block(query: torch.Tensor, length: int) -> int:
+    """Queries of a document of so many tokens whose scores are there at once."""
+    return min(length, BLOCK, max(LEAST, ROOM // (query.shape[1] * length)))
 
 
 def _like(heads: torch.Tensor) -> torch.Tensor:
@@ -82,7 +103,7 @@ def _like(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked(heads: torch.Tensor, part: slice, groups: int) -> torch.Tensor:
-    """Heads of a document as one matrix per key head.  # (key heads, length x groups, size)"""
+    """Heads of a part as one matrix per key head.  # (key heads, length x groups, size)"""
     rows = heads[0, :, part].unflatten(0, (-1, groups))  # (key heads, groups, length, size)
     return rows.transpose(1, 2).flatten(1, 2).contiguous()
 
@@ -93,21 +114,38 @@ def _put(heads: torch.Tensor, part: slice, stacked: torch.Tensor, groups: int) -
     heads[0, :, part].unflatten(0, (-1, groups)).copy_(rows)
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, groups: int, scale: float) -> torch.Tensor:
-    """softmax(scale Q K^T + mask), 0 after a token.  # (key heads, length x groups, length)"""
-    return causal_shares(query @ key.transpose(1, 2), groups, scale)
+def _turned(matrices: torch.Tensor) -> torch.Tensor:
+    """Transposed in memory: products of such are faster."""
+    return matrices.transpose(1, 2).contiguous()
 
 
-@chain(native.causal_shares)
-def causal_shares(scores: torch.Tensor, groups: int, scale: float) -> torch.Tensor:
-    """In place: pages that are new to the process cost more than what is computed in them."""
-    seen = _mask(scores.dtype, groups)[: scores.shape[1], : scores.shape[2]]
-    torch.add(seen, scores, alpha=scale, out=scores)
-    return torch.softmax(scores, -1, out=scores)
+def _product(first: torch.Tensor, second: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """first @ second, in a room that is there: pages that are new to a process cost more."""
+    shape = (*first.shape[:2], second.shape[2])
+    return torch.bmm(first, second, out=room[: math.prod(shape)].view(shape))
+
+
+@chain(native.share_gradients)
+def share_gradients(
+    scores: torch.Tensor, grads: torch.Tensor, logs: torch.Tensor, groups: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P and dS of S and dP, in their place: of queries that are the last of the keys' tokens.
+
+    Args:
+        scores: S without scale and mask.  # (key heads, queries x groups, keys)
+        grads: dP, as `scores`.
+        logs: log rowsum e^S, for the compiled chain.  # (key heads, queries x groups, 1) float32
+    """
+    mask = _mask(scores.dtype, scores.shape[1] // groups, groups)
+    scores.mul_(scale)[:, :, -len(mask) // groups :].add_(mask)
+    shares = torch.softmax(scores, -1, out=scores)
+    return shares, torch.ops.aten._softmax_backward_data.out(
+        grads, shares, -1, shares.dtype, grad_input=grads
+    )
 
 
 @functools.cache
-def _mask(dtype: torch.dtype, groups: int) -> torch.Tensor:
-    """0 where a token sees another, else -inf.  # (LONGEST x groups, LONGEST)"""
-    mask = torch.full((LONGEST, LONGEST), -torch.inf, dtype=dtype).triu(1)
+def _mask(dtype: torch.dtype, length: int, groups: int) -> torch.Tensor:
+    """0 where a token sees another, else -inf.  # (length x groups, length)"""
+    mask = torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
     return mask.repeat_interleave(groups, 0)

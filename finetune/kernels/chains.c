@@ -40,6 +40,7 @@ typedef int64_t count;
 #define LANES _Pragma("omp simd")
 #define SUM(name) _Pragma(SUM_(omp simd reduction(+ : name)))
 #define SUM_(words) #words
+#define BOTH_SUMS(one, other) _Pragma(SUM_(omp simd reduction(+ : one, other)))
 #define LARGEST(name) _Pragma(SUM_(omp simd reduction(max : name)))
 
 /* e^x to 2 units in the last place: 2^n e^r with |r| <= log(2) / 2, and a polynomial for e^r. */
@@ -230,21 +231,33 @@ void tile_loss(number *logits, count logits_step, const int64_t *targets, const 
     }
 }
 
-/* Matrices (width x groups, width) one after another, in place: a token sees those up to itself.
-   `room` is as that of `tile_loss`. */
-void causal_shares(number *scores, float *room, count rows, count width, count groups, float scale,
-                   int threads) {
+/* Scores of a document's last tokens, (rows / groups) of `width`, and in `grads` the gradients of
+   their shares: in place of these, the shares P = softmax(scale S) and the gradients of the scores,
+   P (G - sum P G). A token sees those up to itself. `logs` are the logarithms of the sums of
+   e^(scale S) as they were before S was rounded. `room` is as that of `tile_loss`. */
+void share_gradients(number *scores, number *grads, const float *logs, float *room, count matrices,
+                     count rows, count width, count groups, float scale, int threads) {
+    count first = width - rows / groups, per_matrix = rows;
+    rows *= matrices;
     EACH_ROW
     for (count row = 0; row < rows; row++) {
-        number *z = scores + row * width;
-        count seen = row % (width * groups) / groups + 1;
-        float *wide = room + omp_get_thread_num() * WHOLE(width), top;
+        number *z = scores + row * width, *g = grads + row * width;
+        count seen = first + row % per_matrix / groups + 1;
+        float *powers = room + omp_get_thread_num() * WHOLE(width), sum = 0, product = 0;
+        BOTH_SUMS(sum, product)
+        for (count i = 0; i < seen; i++) {
+            float power = exponential(scale * load(z[i]) - logs[row]);
+            powers[i] = power;
+            sum += power;
+            product += power * load(g[i]);
+        }
+        float whole = 1.0f / sum, mean = product * whole;
         LANES
-        for (count i = 0; i < seen; i++) wide[i] = load(z[i]);
-        count whole = filled(wide, seen);
-        float share = 1.0f / powers(wide, whole, scale, &top);
-        for (count i = whole; i < width; i++) wide[i] = 0;
-        LANES
-        for (count i = 0; i < width; i++) z[i] = rounded(share * wide[i]);
+        for (count i = 0; i < seen; i++) {
+            float share = whole * powers[i];
+            z[i] = rounded(share);
+            g[i] = rounded(share * (load(g[i]) - mean));
+        }
+        for (count i = seen; i < width; i++) z[i] = g[i] = 0;
     }
 }

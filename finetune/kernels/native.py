@@ -37,7 +37,7 @@ SIGNATURES = {
     "gated": (_P, _N, _P, _N, _P, _N, _N, _I, _I),
     "gated_gradients": (_P, _N, _P, _N, _P, _N, _P, _P, _N, _N, _I, _I),
     "tile_loss": (_P, _N, _P, _P, _P, _P, _P, _N, _N, _F, _F, _I, _I),
-    "causal_shares": (_P, _P, _N, _N, _N, _F, _I),
+    "share_gradients": (_P, _P, _P, _P, _N, _N, _N, _N, _F, _I),
 }
 LANES = 16
 """`VECTOR` of the C."""
@@ -242,15 +242,18 @@ def tile_loss(
     return losses.sum(), at_target if wanted else None
 
 
-def causal_shares(scores: torch.Tensor, groups: int, scale: float) -> torch.Tensor | None:
-    if not _served(scores) or not scores.is_contiguous():
+def share_gradients(
+    scores: torch.Tensor, grads: torch.Tensor, logs: torch.Tensor, groups: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    given = (scores, grads, logs)
+    if not _served(scores, grads) or not all(each.is_contiguous() for each in given):
         return None
-    room, width = _room(scores), scores.shape[-1]
-    _functions(scores).causal_shares(
-        scores.data_ptr(), room.data_ptr(), scores.numel() // width, width, groups, scale,
+    room = _room(scores)
+    _functions(scores).share_gradients(
+        *(each.data_ptr() for each in given), room.data_ptr(), *scores.shape, groups, scale,
         torch.get_num_threads(),
     )  # fmt: skip
-    return scores
+    return scores, grads
 
 
 def _room(rows: torch.Tensor) -> torch.Tensor:
