@@ -31,9 +31,9 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     command = shlex.join(["python", "-m", "benchmarks", *words])
     suffix = "_gpu" if arguments.gpu else ""
+    circumstances = Circumstances.now(command, arguments.note)
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
         for part in arguments.parts or EVERYDAY:
-            circumstances = Circumstances.now(command, arguments.note)
             result = measure(part, arguments, Path(scratch))
             page = write(arguments.to, part + suffix, result, circumstances)
             print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")

@@ -13,7 +13,6 @@ from benchmarks.peers import environments, report, workload
 from benchmarks.peers.race import race
 from benchmarks.peers.workload import Job
 from benchmarks.record import ROOT, Circumstances, write
-from finetune.record.environment import commit
 from finetune.run import write_json
 
 PEERS = {
@@ -45,13 +44,11 @@ def main(words: Sequence[str], results: Path) -> int:
     for name in chosen:
         if (arguments.rows or 0) % (workload.WORKLOADS[name].micro_rows or 1):
             parser.error(f"--rows: micro-batches of {name} do not divide them")
-    differ = False
-    for name in chosen:
-        circumstances = Circumstances.now(
-            shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
-        )
-        differ |= measure(name, arguments, asked, known, circumstances)
-    return int(differ)
+    circumstances = Circumstances.now(
+        shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
+    )
+    found = [measure(name, arguments, asked, known, circumstances) for name in chosen]
+    return int(any(found))
 
 
 def build_parser(results: Path) -> argparse.ArgumentParser:
@@ -87,7 +84,8 @@ def measure(
     job = Job(arguments.rows or special.rows, steps, arguments.gpu, name, arguments.seed)
     place = arguments.work / "job"
     workload.write(place, job)
-    races, remarks = run(job, arguments, usual if asked is None else asked, known)
+    peers = usual if asked is None else asked
+    races, remarks = run(job, arguments, peers, known, circumstances.values["commit"])
     found = report.result(races, workload.read_rows(place), job, arguments.threads, remarks)
     page = write(arguments.to, page_name(job, arguments.threads), found, circumstances)
     print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
@@ -109,7 +107,11 @@ def page_name(job: Job, threads: int) -> str:
 
 
 def run(
-    job: Job, arguments: argparse.Namespace, chosen: Sequence[str], known: dict[str, str | None]
+    job: Job,
+    arguments: argparse.Namespace,
+    chosen: Sequence[str],
+    known: dict[str, str | None],
+    commit: str | None,
 ) -> tuple[list[report.Race], list[str]]:
     """A race of each peer against the three that are in all of them, so that memory holds them.
 
@@ -137,18 +139,22 @@ def run(
             trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
             commands[peer] = trainers
         path = work / f"race_{job.name}_{job.seed}_{peer}.json"
-        answers, lost = kept(path, job, arguments, commands)
+        answers, lost = kept(path, job, arguments, commands, commit)
         remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]
         races.append(answers)
     return races, remarks
 
 
 def kept(
-    path: Path, job: Job, arguments: argparse.Namespace, commands: dict[str, list[str]]
+    path: Path,
+    job: Job,
+    arguments: argparse.Namespace,
+    commands: dict[str, list[str]],
+    commit: str | None,
 ) -> tuple[report.Race, dict[str, str]]:
     """A race, or what a file has of the same one."""
     threads: int = arguments.threads
-    key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit(ROOT)}
+    key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit}
     if path.exists():
         found = json.loads(path.read_text())
         changed = str(key["commit"]).endswith("-dirty")  # two such commits may be two programs
