@@ -140,15 +140,15 @@ def attend(
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    short = max_length_q if window is None else window
-    short = short if softcap is None and not dropout and serves(query) else 0
-    runs = _runs(cu_seq_lens_q.tolist(), short)
+    plain = softcap is None and not dropout and serves(query)
+    longest = 0 if not plain else max_length_q if window is None else window
+    runs = _runs(cu_seq_lens_q.tolist(), longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
     heads = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
     parts: list[torch.Tensor] = []
     for run, (q, k, v) in zip(runs, heads, strict=True):
-        if run[1] - run[0] <= short:
+        if run[1] - run[0] <= longest:
             part = DocumentAttention.apply(q, k, v, [end - run[0] for end in run], scale)
         elif softcap is None:
             part = _causal(q, k, v, dropout, scale, window)
@@ -158,11 +158,11 @@ def attend(
     return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
 
 
-def _runs(ends: list[int], short: int) -> list[list[int]]:
-    """Boundaries of documents that are attended to in one call: short ones beside each other."""
+def _runs(ends: list[int], longest: int) -> list[list[int]]:
+    """Boundaries of documents in one call: neighbours up to a length, else one by itself."""
     runs: list[list[int]] = []
     for start, end in itertools.pairwise(ends):
-        if runs and max(runs[-1][1] - runs[-1][0], end - start) <= short:
+        if runs and max(runs[-1][1] - runs[-1][0], end - start) <= longest:
             runs[-1].append(end)
         else:
             runs.append([start, end])

@@ -136,8 +136,8 @@ def share_gradients(
         grads: dP, as `scores`.
         logs: log rowsum e^S, for the compiled chain.  # (key heads, queries x groups, 1) float32
     """
-    mask = _mask(scores.dtype, scores.shape[1] // groups, groups)
-    scores.mul_(scale)[:, :, -len(mask) // groups :].add_(mask)
+    rows, own = scores.shape[1], scores.shape[1] // groups
+    scores.mul_(scale)[:, :, -own:].add_(_mask(scores.dtype, groups)[:rows, :own])
     shares = torch.softmax(scores, -1, out=scores)
     return shares, torch.ops.aten._softmax_backward_data.out(
         grads, shares, -1, shares.dtype, grad_input=grads
@@ -145,7 +145,7 @@ def share_gradients(
 
 
 @functools.cache
-def _mask(dtype: torch.dtype, length: int, groups: int) -> torch.Tensor:
-    """0 where a token sees another, else -inf.  # (length x groups, length)"""
-    mask = torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
+def _mask(dtype: torch.dtype, groups: int) -> torch.Tensor:
+    """0 where a token of a block sees another, else -inf.  # (BLOCK x groups, BLOCK)"""
+    mask = torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu(1)
     return mask.repeat_interleave(groups, 0)

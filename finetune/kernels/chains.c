@@ -243,18 +243,18 @@ void share_gradients(number *scores, number *grads, const float *logs, float *ro
     for (count row = 0; row < rows; row++) {
         number *z = scores + row * width, *g = grads + row * width;
         count seen = first + row % per_matrix / groups + 1;
-        float *powers = room + omp_get_thread_num() * WHOLE(width), sum = 0, product = 0;
+        float *wide = room + omp_get_thread_num() * WHOLE(width), sum = 0, product = 0;
         BOTH_SUMS(sum, product)
         for (count i = 0; i < seen; i++) {
             float power = exponential(scale * load(z[i]) - logs[row]);
-            powers[i] = power;
+            wide[i] = power;
             sum += power;
             product += power * load(g[i]);
         }
         float whole = 1.0f / sum, mean = product * whole;
         LANES
         for (count i = 0; i < seen; i++) {
-            float share = whole * powers[i];
+            float share = whole * wide[i];
             z[i] = rounded(share);
             g[i] = rounded(share * (load(g[i]) - mean));
         }
