@@ -29,6 +29,8 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
     "tie_word_embeddings": True, "max_position_embeddings": 2048, "rope_theta": 100000.0,
 }  # fmt: skip
+DOCUMENTS = (64, LENGTH, 557, 2574)
+"""Tokens of the documents of which attention is timed: short ones, and long ones as they come."""
 WARMUP = 2
 
 Gradients = dict[str, torch.Tensor]
@@ -115,7 +117,7 @@ def cases() -> list[Case]:
         norm_case(*(block.input_layernorm for block in other)),
         unit_case(),
         rotation_case(),
-        *(attention_case(length) for length in (64, LENGTH, 557, 2574)),
+        *(attention_case(length) for length in DOCUMENTS),
         step_case("micro-batch, head", plain, chunked, batch),
         step_case("micro-batch, adapters", plain, grouped, batch),
         step_case("micro-batch, norm, activation, rotary", plain, fused, batch),
