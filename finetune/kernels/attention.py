@@ -2,9 +2,9 @@
 
     S = Q K^T / sqrt(d) + causal mask      P = softmax(S)      O = P V
 
-PyTorch's fused kernel never holds P. Its forward pass is fast, and its backward pass in bf16 takes
-six times as long; products take it in half of that. They compute P again, a block of queries after
-another, so that less is kept than the fused kernel keeps: the inputs, and a number for each query.
+PyTorch's fused kernel never holds P. Its forward pass is fast; its backward pass in bf16 takes
+longer than these products, which compute P again, a block of queries after another. So less is kept
+than the fused kernel keeps: the inputs, and a number for each query.
 """
 
 import functools
