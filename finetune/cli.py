@@ -273,17 +273,20 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend, catalog
     from finetune.planner import command, hybrid
-    from finetune.preflight import check
+    from finetune.preflight import check, missing_files
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     if not (arguments.gpu or arguments.gpus or arguments.backend in hybrid.SHARDS):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
-    if not arguments.verify:
-        return command.run(arguments, recipe)
-    from finetune.launcher import verify
-
-    return command.run(arguments, recipe, verify)
+    verify = None
+    if arguments.verify:
+        from finetune.launcher import verify
+    status = command.run(arguments, recipe, verify)
+    if not arguments.json:
+        for problem in missing_files(recipe):
+            print(f"not here     {problem}")
+    return status
 
 
 def inspect_recipe(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ def check(
     """
     problems: list[str] = []
     if files:
-        problems += _missing_files(recipe)
+        problems += missing_files(recipe)
     else:
         for data in (*recipe.data, *recipe.eval_data):
             problems += _problems_of(lambda name=data.format: find_format(name))
@@ -48,14 +48,15 @@ def check_files(recipe: Recipe) -> None:
     Raises:
         FinetuneError: with every problem.
     """
-    problems = _missing_files(recipe)
+    problems = missing_files(recipe)
     if recipe.model.name is None and recipe.model.tokenizer is None:
         problems.append("model: give model.name or model.tokenizer, whose tokenizer reads the data")
     if problems:
         raise FinetuneError(*problems)
 
 
-def _missing_files(recipe: Recipe) -> list[str]:
+def missing_files(recipe: Recipe) -> list[str]:
+    """What a recipe names and this machine lacks; what may lie on the hub is not looked for."""
     missing = _problems_of(lambda: find_sources(recipe)) if recipe.data else []
     return [*_missing_folders(recipe.model), *missing, *_missing_trackers(recipe)]
 

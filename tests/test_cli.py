@@ -300,6 +300,20 @@ def test_every_missing_file_is_told_at_once_and_the_plan_beside(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "r.json"]
 
 
+def test_a_plan_is_for_any_machine_and_tells_what_is_not_on_this_one(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    fields = tiny.fields(data=[{"source": "gone.jsonl", "format": "messages"}])
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    for words in ([], ["--gpu", "H100-80"]):
+        done = finetune("plan", recipe, *words, cwd=tmp_path)
+        assert done.status == 0, done.output
+        last = done.stdout.splitlines()[-1]
+        assert last.startswith("not here     data.source: no such file or folder: gone.jsonl")
+    whole = finetune("plan", write_recipe(tmp_path / "whole.json", tiny.fields()), cwd=tmp_path)
+    assert "not here" not in whole.stdout
+
+
 def test_a_folder_without_a_model_and_a_file_for_a_folder_are_told(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
