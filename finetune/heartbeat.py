@@ -35,8 +35,15 @@ SILENT_SECONDS = 5.0
 """Without a beat for so long, a rank of another host counts as gone after a failed collective."""
 GRACE_SECONDS = 5.0
 """How long the main thread may take to report a loss by itself before its process is ended."""
-TRANSPORTS = ("/gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer")
-"""What the messages of a failed collective hold: gloo raises a bare RuntimeError (torch 2.13)."""
+TRANSPORTS = (
+    "/gloo/", "NCCL", "caused pair closure", "Connection closed by peer",
+    "Connection reset by peer",
+)  # fmt: skip
+"""What the messages of a failed collective hold: gloo raises a bare RuntimeError (torch 2.13).
+
+Of several collectives that wait for a lost rank, the first says that it timed out, with gloo's file
+and line; the others hear of no more than the closed pair.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

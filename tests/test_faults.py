@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,49 @@ def test_a_rank_that_hangs_in_python_ends_with_the_others_and_its_line_is_named(
     assert re.search(late, told), told
     assert "Traceback" not in told
     assert not any(worker.is_running() for worker in workers.values())
+
+
+WAITING = """
+import datetime, sys, time, torch
+from torch import distributed
+from finetune.heartbeat import is_transport
+
+rank, meeting = int(sys.argv[1]), "file://" + sys.argv[2]
+limit = datetime.timedelta(seconds=3)
+distributed.init_process_group("gloo", meeting, limit, rank=rank, world_size=2)
+distributed.all_reduce(torch.ones(8))
+if rank == 1:
+    time.sleep(60)  # ended from outside
+first = distributed.all_reduce(torch.ones(8), async_op=True)
+time.sleep(1)
+second = distributed.all_reduce(torch.ones(8), async_op=True)
+for work in (second, first):
+    try:
+        work.wait()
+        print("it came")
+    except Exception as error:
+        print(is_transport(error), error, flush=True)
+"""
+
+
+def test_every_collective_that_waits_for_a_lost_rank_is_known_as_such(tmp_path: Path) -> None:
+    """The second of two that wait together is told less than the first: see `TRANSPORTS`."""
+    lost, left = (
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, str(rank), str(tmp_path / "meeting")],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        )
+        for rank in (1, 0)
+    )  # fmt: skip
+    try:
+        told, _ = left.communicate(timeout=60)
+    finally:
+        lost.kill()
+        left.kill()
+        lost.communicate()
+    second, first = told.splitlines()
+    assert second == "True Application timeout caused pair closure"
+    assert re.fullmatch(r"True .*Timed out waiting 3000ms for (recv|send) .*", first)
 
 
 def test_a_run_whose_rank_dies_starts_again_by_itself(tiny: Tiny, tmp_path: Path) -> None:
