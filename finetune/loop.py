@@ -28,8 +28,8 @@ class StepResult:
     real_tokens: int
     slots: int
     """Token slots that were computed, padding included."""
-    length: int
-    """Tokens of a row of this rank's last micro-batch, padding included."""
+    shape: tuple[int, int]
+    """Rows of this rank's last micro-batch, and tokens of each with padding; packs are one row."""
     padded: bool
     """Whether some of them are padding."""
     seconds: float
@@ -106,7 +106,7 @@ def train_step(
         trained_tokens=terms,
         real_tokens=real_tokens,
         slots=slots,
-        length=final.ids.shape[1],
+        shape=(final.ids.shape[0], final.ids.shape[1]),
         padded=final.attention_mask is not None,
         seconds=seconds,
         data_seconds=waited,

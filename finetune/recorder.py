@@ -164,11 +164,17 @@ class Recorder:
         Args:
             counted: bytes on this rank; None where they could not be counted.
         """
-        mine = [counted or 0, result.length, int(result.padded)]
-        peak, length, padded = self.engine.largest(mine)
+        rows, length = result.shape
+        if self.plan.recipe.batch.packing:  # the plan knows packs, not that they lie in one row
+            packs = self.plan.recipe.batch.most_micro_rows
+            rows, length = packs, -(-rows * length // packs)
+        mine = [counted or 0, rows, length, int(result.padded)]
+        peak, rows, length, padded = self.engine.largest(mine)
         if not peak:
             return
-        predicted = self.forecast.peak(length, bool(padded)) if self.forecast is not None else None
+        predicted = None
+        if self.forecast is not None:
+            predicted = self.forecast.peak(rows, length, bool(padded))
         self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
 
     def evaluated(self, step: int, result: EvalResult, best: bool) -> None:

@@ -20,9 +20,10 @@ class Forecast:
     """None where its speed is not known: only memory is predicted then."""
     steps: int
 
-    def peak(self, length: int, padded: bool) -> int:
-        """Bytes of one process at the peak of a micro-batch of rows of `length` tokens."""
-        return round(memory.timeline(_of_length(self.workload, length, padded)).peak.total)
+    def peak(self, rows: int, length: int, padded: bool) -> int:
+        """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens."""
+        workload = dataclasses.replace(self.workload, rows=rows)
+        return round(memory.timeline(_of_length(workload, length, padded)).peak.total)
 
     def summary(self) -> dict[str, Any]:
         """For `plan.json`: bytes and seconds, by the names that the record measures them by."""

@@ -110,7 +110,7 @@ class Measured(Record):
     kind: ClassVar[str] = "memory"
 
     length: int
-    """Tokens of a row of the micro-batch that was counted, padding included."""
+    """Tokens of a row of the micro-batch that was counted, padding included; of packs, the mean."""
     peak: int
     """Bytes that training allocated at its largest moment, of the process that held most."""
     predicted: int | None
