@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from finetune.data.crew import ALONE
 from finetune.data.encode import split
+from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
 from finetune.data.render import Chat, load_chat
-from finetune.data.rows import Rows
+from finetune.data.rows import DocumentWriter, Rows, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods import SFT, Pretrain
 from finetune.recipe import Data, Recipe
@@ -86,7 +87,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
     lengths = prepared.train.lengths
     # "The", " answer", " is", " ", a number and the end; " 4" is one token.
     own = {"samples": 6, "rows": 6, "tokens": int(lengths.sum()), "trained_tokens": 6 * 6 - 1}
-    rows = hashlib.sha256(lengths.tobytes() + np.arange(7).tobytes())
+    rows = hashlib.sha256(lengths.tobytes() + np.arange(6).tobytes() + np.arange(7).tobytes())
     for number in range(6):
         for column in prepared.train.row(number):
             rows.update(column.tobytes())
@@ -761,3 +762,26 @@ def test_a_real_text_is_split_without_losing_a_token(assets: Path, tmp_path: Pat
     whole = source.read_text(encoding="utf-8").strip("\n")
     assert tokenizer.decode(said) == whole + "<|endoftext|>"
     assert int(prepared.train.lengths.max()) == 256
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_pass_over_mapped_rows_holds_little_of_them(tmp_path: Path):
+    def kibibytes(of: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(f"{of}:")[1].split()[0])
+
+    count, length = 80_000, 128
+    writer = DocumentWriter(tmp_path / "documents")
+    writer.append(
+        np.zeros(count * length, np.int32),
+        np.ones(count * length, bool),
+        np.full(count, length),
+        np.zeros((count, 2), np.int64),
+    )
+    documents = writer.close()
+    rows = single_rows(documents, permutation(count, 0, 0))  # as packs are: not the file's order
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = kibibytes("VmRSS")
+    digest(rows)
+    assert kibibytes("VmHWM") - before < 24 * 1024  # of 49 MiB
+    assert documents.document(count - 1)[1].all()
