@@ -11,7 +11,7 @@ from benchmarks import data, kernels, memory, saving, scaling, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
-"""What is measured when nothing is named."""
+"""What is measured when nothing is named; on GPUs the kernels besides."""
 PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving", "scaling")
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     suffix = "_gpu" if arguments.gpu else ""
     circumstances = Circumstances.now(command, arguments.note)
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.parts or EVERYDAY:
+        for part in arguments.parts or (*EVERYDAY, *["kernels"] * arguments.gpu):
             result = measure(part, arguments, Path(scratch))
             page = write(arguments.to, part + suffix, result, circumstances)
             print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
@@ -48,7 +48,7 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
         case "data":
             return data.measure(scratch, arguments.rows)
         case "kernels":
-            return kernels.measure(arguments.repeats)
+            return kernels.measure(arguments.repeats, arguments.gpu)
         case "memory":
             backends = chosen or memory.BACKENDS
             return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
@@ -57,7 +57,7 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
         case "scaling":
             backends = chosen or scaling.BACKENDS
-            return scaling.measure(scratch / part, backends, arguments.steps, arguments.runs)
+            return scaling.measure(scratch / part, backends, arguments.steps)
         case _:
             backends = chosen or training.BACKENDS
             return training.measure(

@@ -11,10 +11,8 @@ SECONDS = 900
 """A command takes seconds; a machine that others use may take many times as long."""
 
 
-def finetune(*words: str | Path, cache: Path, threads: int | None = None) -> str:
+def finetune(*words: str | Path, cache: Path) -> str:
     """Run `finetune` to its end; prepared rows are kept in `cache`. Returns what it printed.
-
-    With `threads` each process has so many, else as many as PyTorch or the launcher gives it.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
@@ -22,9 +20,7 @@ def finetune(*words: str | Path, cache: Path, threads: int | None = None) -> str
     done = subprocess.run(
         [sys.executable, "-m", "finetune", *map(str, words)],
         cwd=ROOT,
-        env=os.environ
-        | {"FINETUNE_CACHE": str(cache)}
-        | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        env=os.environ | {"FINETUNE_CACHE": str(cache)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -37,3 +33,16 @@ def finetune(*words: str | Path, cache: Path, threads: int | None = None) -> str
             f"finetune {' '.join(map(str, words))}: status {done.returncode}\n{told}"
         )
     return done.stdout
+
+
+def start(words: list[str], log: Path, cache: Path, threads: int) -> "subprocess.Popen[bytes]":
+    """Start a module of this repository with its words, and go on; it writes to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            env=os.environ | {"FINETUNE_CACHE": str(cache), "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )

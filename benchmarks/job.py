@@ -1,11 +1,14 @@
-"""The job that is timed: a Llama with random weights, on rows of equal length."""
+"""The job that is timed: a Llama with random weights, on rows or packs of equal length."""
 
 import dataclasses
 import itertools
 import json
 from pathlib import Path
 
-from finetune import Batch, Data, Model, Optim, Pretrain, catalog
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import Batch, Data, Model, Optim, Pretrain, Recipe, catalog
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.run import write_json
@@ -47,33 +50,59 @@ class Shape:
 
 SMALL = Shape(hidden_size=256, layers=6, rows=16, micro_rows=4, length=128)
 """5.5 million parameters: seconds per backend on two CPU cores."""
-DEEP = Shape(hidden_size=576, layers=30, rows=8, micro_rows=4, length=160)
-"""The layers of SmolLM2-135M, on rows as long as those of GSM8K."""
+DEEP = Shape(hidden_size=576, layers=8, rows=8, micro_rows=4, length=1_024)
+"""8 of the 30 layers of SmolLM2-135M, in micro-batches as large as its recipe's."""
 LARGE = Shape(hidden_size=1_024, layers=24, rows=32, micro_rows=8, length=1_024)
 """323 million parameters: enough work for a GPU."""
 
 
-def write_job(folder: Path, shape: Shape, steps: int, lora: bool = False) -> Path:
-    """Write data, tokenizer and recipe; returns the recipe's file.
-
-    All weights are trained, or with `lora` an adapter of every linear layer.
-    """
-    documents = corpus(seed=0, rows=ROWS * DOCUMENTS_PER_ROW)
-    texts = ["\n".join(itertools.islice(documents, DOCUMENTS_PER_ROW)) for _ in range(ROWS)]
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    train_tokenizer(texts[:64], VOCABULARY, folder / "tokenizer")
+def write_job(folder: Path, shape: Shape, steps: int) -> Path:
+    """Write data, tokenizer and recipe, which trains all weights; returns the recipe's file."""
+    texts = _texts(ROWS, DOCUMENTS_PER_ROW)
     recipe = Pretrain(
         Model(config=shape.config(), tokenizer=str(folder / "tokenizer")),
-        data=(Data(str(data), "text"),),
+        data=(_written(texts, folder),),
         batch=Batch(shape.rows, shape.micro_rows, shape.length, overlong="truncate"),
         data_checks="report",  # every row is cut, so that each step has equally many tokens
         optim=Optim(lr=1e-3),
         max_steps=steps,
     )
-    if lora:
-        recipe = recipe.with_lora(r=16)
+    return _saved(recipe, folder)
+
+
+def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
+    """The same with LoRA beside weights that were saved in bf16, on packs of short documents."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**shape.config())
+    base = folder / "base"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    data = _written(_texts(2 * ROWS, 3), folder)  # documents as long as rows of GSM8K
+    recipe = Pretrain(
+        Model(str(base), tokenizer=str(folder / "tokenizer")),
+        data=(data,),
+        batch=Batch(shape.rows, shape.micro_rows, shape.length, "truncate", packing=True),
+        data_checks="report",
+        max_steps=steps,
+    )
+    return _saved(recipe.with_lora(r=16), folder)
+
+
+def _texts(count: int, documents: int) -> list[str]:
+    """Texts of so many documents each."""
+    made = corpus(seed=0, rows=count * documents)
+    return ["\n".join(itertools.islice(made, documents)) for _ in range(count)]
+
+
+def _written(texts: list[str], folder: Path) -> Data:
+    """Write the data and a tokenizer that is learned from it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_tokenizer(texts[:64], VOCABULARY, folder / "tokenizer")
+    return Data(str(data), "text")
+
+
+def _saved(recipe: Recipe, folder: Path) -> Path:
     path = folder / "recipe.json"
     write_json(path, catalog.to_fields(recipe))
     return path

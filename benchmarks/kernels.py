@@ -1,4 +1,4 @@
-"""Each kernel alone against what it replaces, on the shapes of SmolLM2-135M, in CPU seconds."""
+"""Each kernel alone against what it replaces, and on GPUs against Liger's where it is installed."""
 
 import copy
 import dataclasses
@@ -14,26 +14,87 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from benchmarks import liger
 from benchmarks.record import Result
+from finetune.attention import attend
 from finetune.data.batch import MicroBatch
-from finetune.kernels import activation, attention, chains, head, lora, rotary
+from finetune.kernels import activation, chains, head, lora, rotary
 from finetune.losses import labelled, token_loss_sum
 from finetune.model import FUSED
 
-ROWS, LENGTH, LABELLED = 4, 160, 0.62
-"""A micro-batch of short rows: the mean length of GSM8K rows, and their share of labels."""
-LAYERS = 6
-"""Of 30: the head weighs more here than in the whole model."""
-SHAPE: dict[str, Any] = {
-    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
-    "tie_word_embeddings": True, "max_position_embeddings": 2048, "rope_theta": 100000.0,
-}  # fmt: skip
-DOCUMENTS = (64, LENGTH, 557, 2574)
-"""Tokens of the documents of which attention is timed: short ones, and long ones as they come."""
-WARMUP = 2
-
 Gradients = dict[str, torch.Tensor]
+
+LABELLED = 0.62
+"""Share of tokens that are trained on, as of GSM8K's rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is timed, and where."""
+
+    device: str
+    model: str
+    """Whose shape it is; random weights."""
+    shape: dict[str, Any]
+    rows: int
+    length: int
+    """Tokens of a row: there are `rows` in a micro-batch, all as long."""
+    documents: tuple[int, ...]
+    """Tokens of the documents of which attention is timed."""
+
+    @property
+    def head_size(self) -> int:
+        return self.shape["hidden_size"] // self.shape["num_attention_heads"]
+
+    def random(self, *sizes: int) -> torch.Tensor:
+        """Unit normals in bf16 whose gradient is asked for."""
+        return torch.randn(*sizes, device=self.device).bfloat16().requires_grad_()
+
+    def heads(self, rows: int, length: int) -> Gradients:
+        """Query, key and value as layers make them.  # (rows, heads, length, head size) each"""
+        shared = self.shape["num_key_value_heads"]
+        counts = {"query": self.shape["num_attention_heads"], "key": shared, "value": shared}
+        return {
+            name: self.random(rows, length, count, self.head_size).detach().transpose(1, 2)
+            .requires_grad_()
+            for name, count in counts.items()
+        }  # fmt: skip
+
+    def clock(self) -> float:
+        """Seconds: of the processor, or with a GPU those that have passed once it is done."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+ON_CPU = Setting(
+    "cpu",
+    "SmolLM2-135M",
+    {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+        "tie_word_embeddings": True, "max_position_embeddings": 2048, "rope_theta": 100000.0,
+    },
+    rows=4,
+    length=160,
+    documents=(64, 160, 557, 2574),
+)  # fmt: skip
+"""Few rows of GSM8K's mean length. 6 layers of 30: the head weighs more than in the whole model."""
+ON_GPU = Setting(
+    "cuda",
+    "Llama-3.1-8B",
+    {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "tie_word_embeddings": False, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    rows=16,
+    length=256,
+    documents=(128, 256, 1024, 4096),
+)  # fmt: skip
+"""As many tokens as a pack has. 6 layers of 32."""
+WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,48 +104,69 @@ class Case:
     name: str
     plain: Callable[[], Gradients]
     ours: Callable[[], Gradients]
+    liger: Callable[[], Gradients] | None = None
+    """Liger's kernel, where it has one and is installed."""
+
+    @property
+    def works(self) -> dict[str, Callable[[], Gradients]]:
+        both = {"plain": self.plain, "ours": self.ours}
+        return both if self.liger is None else both | {"liger": self.liger}
 
 
-def measure(repeats: int) -> Result:
-    """Run every case `repeats` times after a warmup, plain and ours in turns, on one thread."""
+def measure(repeats: int, gpu: bool) -> Result:
+    """Run every case `repeats` times after a warmup, its contenders in turns, on one thread."""
+    setting = ON_GPU if gpu else ON_CPU
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    values = {}
+    timings = {}
     try:
-        for case in cases():
-            values[case.name] = timed(case, repeats)
-            print(f"{case.name}: {values[case.name]['gain']:.2f}x", flush=True)
+        for case in cases(setting):
+            timings[case.name] = timed(case, repeats, setting.clock)
+            print(f"{case.name}: {timings[case.name]['gain']:.2f}x", flush=True)
     finally:
         torch.set_num_threads(threads)
+    where = "time of one GPU" if gpu else "CPU time on one thread"
     how = (
-        "Forward and backward pass in bf16 of what each lever replaces and of the lever, in turns, "
-        f"on one thread; median CPU time of {repeats} after {WARMUP} others. {ROWS} rows of "
-        f"{LENGTH} tokens, {LABELLED:.0%} labelled; LoRA r=16; random weights; a micro-batch has "
-        f"{LAYERS} layers of 30. The last column is the difference of the gradients, relative to "
-        "their norm."
+        "Forward and backward pass in bf16 of what each lever replaces and of the lever, in turns: "
+        f"median {where} of {repeats} after {WARMUP} others. {setting.rows} rows of "
+        f"{setting.length} tokens, {LABELLED:.0%} labelled; LoRA r=16 on a model of "
+        f"{setting.model}'s shape, its weights random; a micro-batch has "
+        f"{setting.shape['num_hidden_layers']} of its layers. The difference is that of the "
+        "gradients, relative to their norm."
     )
-    rows = [["lever", "plain ms", "ours ms", "gain", "difference"]]
+    remarks = [f"Liger {liger.version()}"] if liger.here(setting.device) else []
+    return Result("Kernels", how, {"cases": timings}, tabulate(timings), remarks)
+
+
+def tabulate(values: dict[str, dict[str, float]]) -> list[list[str]]:
+    raced = any("liger_seconds" in found for found in values.values())
+    theirs = ["Liger ms", "its difference"] if raced else []
+    rows = [["lever", "plain ms", "ours ms", "gain", "difference", *theirs]]
     for name, found in values.items():
         plain, ours = 1e3 * found["plain_seconds"], 1e3 * found["ours_seconds"]
-        apart = found["difference"]
-        rows.append([name, f"{plain:.1f}", f"{ours:.1f}", f"{found['gain']:.2f}x", f"{apart:.1e}"])
-    return Result("Kernels", how, {"layers": LAYERS, "cases": values}, rows, [])
+        row = [name, f"{plain:.1f}", f"{ours:.1f}", f"{found['gain']:.2f}x"]
+        row.append(f"{found['difference']:.1e}")
+        if "liger_seconds" in found:
+            row += [f"{1e3 * found['liger_seconds']:.1f}", f"{found['liger_difference']:.1e}"]
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    return rows
 
 
-def timed(case: Case, repeats: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+def timed(
+    case: Case, repeats: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in case.works}
     for _ in range(WARMUP + repeats):
-        for name, work in (("plain", case.plain), ("ours", case.ours)):
-            begun = time.process_time()
+        for name, work in case.works.items():
+            begun = clock()
             work()
-            seconds[name].append(time.process_time() - begun)
-    plain, ours = (statistics.median(each[WARMUP:]) for each in seconds.values())
-    return {
-        "plain_seconds": plain,
-        "ours_seconds": ours,
-        "gain": plain / ours,
-        "difference": distance(case.plain(), case.ours()),
-    }
+            seconds[name].append(clock() - begun)
+    found = {f"{name}_seconds": statistics.median(s[WARMUP:]) for name, s in seconds.items()}
+    found["gain"] = found["plain_seconds"] / found["ours_seconds"]
+    found["difference"] = distance(case.plain(), case.ours())
+    if case.liger is not None:
+        found["liger_difference"] = distance(case.plain(), case.liger())
+    return found
 
 
 def distance(first: Gradients, second: Gradients) -> float:
@@ -95,8 +177,8 @@ def distance(first: Gradients, second: Gradients) -> float:
     return (apart / sum(float(a.square().sum()) for a, _ in pairs)) ** 0.5
 
 
-def cases() -> list[Case]:
-    plain, batch = network(), micro_batch()
+def cases(setting: Setting) -> list[Case]:
+    plain, batch = network(setting), micro_batch(setting)
     chunked, grouped, fused, every = (copy.deepcopy(plain) for _ in range(4))
     for model in (plain, chunked, grouped, fused, every):
         head.give_loss(model.get_base_model(), chunked=model in (chunked, every))
@@ -109,31 +191,30 @@ def cases() -> list[Case]:
         [model.get_base_model().model.layers[1] for model in (plain, ours)]
         for ours in (grouped, fused)
     )
+    norms = [block.input_layernorm for block in other]
+    small = (norm_case(setting, *norms), unit_case(setting), rotation_case(setting))
+    whole = step_case(setting, "micro-batch, all", plain, every, batch)
     return [
-        head_case(plain, chunked, batch),
-        inputs_case("adapters of q, k, v", *(block.self_attn for block in blocks), lora.GROUPS[0]),
-        inputs_case("adapters of gate, up", *(block.mlp for block in blocks), lora.GROUPS[1]),
-        inputs_case("adapter of down", *(block.mlp for block in blocks), ("down_proj",)),
-        norm_case(*(block.input_layernorm for block in other)),
-        unit_case(),
-        rotation_case(),
-        *(attention_case(length) for length in DOCUMENTS),
-        step_case("micro-batch, head", plain, chunked, batch),
-        step_case("micro-batch, adapters", plain, grouped, batch),
-        step_case("micro-batch, norm, activation, rotary", plain, fused, batch),
-        step_case("micro-batch, all", plain, every, batch),
-        compiled(norm_case(*(block.input_layernorm for block in other))),
-        compiled(unit_case()),
-        compiled(rotation_case()),
-        compiled(step_case("micro-batch, all", plain, every, batch)),
+        head_case(setting, plain, chunked, batch),
+        inputs_case(setting, "adapters of q, k, v", *(b.self_attn for b in blocks), lora.GROUPS[0]),
+        inputs_case(setting, "adapters of gate, up", *(b.mlp for b in blocks), lora.GROUPS[1]),
+        inputs_case(setting, "adapter of down", *(b.mlp for b in blocks), ("down_proj",)),
+        *small,
+        *(attention_case(setting, length) for length in setting.documents),
+        step_case(setting, "micro-batch, head", plain, chunked, batch),
+        step_case(setting, "micro-batch, adapters", plain, grouped, batch),
+        step_case(setting, "micro-batch, norm, activation, rotary", plain, fused, batch),
+        whole,
+        *(compiled(case) for case in (*small, whole)),
     ]
 
 
-def network() -> PeftModel:
+def network(setting: Setting) -> PeftModel:
     """LoRA on a base with random weights in bf16, its B not zero."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SHAPE)
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = AutoConfig.for_model("llama", **setting.shape)
+    with torch.device(setting.device):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     base.config.use_cache = False
     settings = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     adapted = get_peft_model(base, settings)
@@ -144,42 +225,53 @@ def network() -> PeftModel:
     return adapted
 
 
-def micro_batch() -> MicroBatch:
+def micro_batch(setting: Setting) -> MicroBatch:
+    rows, length = setting.rows, setting.length
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, SHAPE["vocab_size"], (ROWS, LENGTH), generator=generator)
+    ids = torch.randint(0, setting.shape["vocab_size"], (rows, length), generator=generator)
     chosen = torch.rand(ids.shape, generator=generator) < LABELLED
     labels = torch.where(chosen, ids, -100)
     labels[:, 0] = -100
-    return MicroBatch(ids, labels, None, ROWS, int((labels != -100).sum()), ids.numel())
+    trained = int((labels != -100).sum())
+    there = [each.to(setting.device) for each in (ids, labels)]
+    return MicroBatch(*there, None, rows, trained, ids.numel())
 
 
-def head_case(plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:
+def head_case(setting: Setting, plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:
     """Head and loss: all rows as transformers does, against labelled rows in chunks."""
     full, chunked = (model.get_base_model().lm_head for model in (plain, ours))
-    width = SHAPE["hidden_size"]
-    hidden = torch.randn(ROWS, LENGTH, width).bfloat16().requires_grad_()
+    hidden = setting.random(setting.rows, setting.length, setting.shape["hidden_size"])
     places, targets = labelled(batch)
+    shifted = F.pad(batch.labels, (0, 1), value=-100)[:, 1:].flatten()
+
+    def gradient(loss: torch.Tensor) -> Gradients:
+        return {"hidden": torch.autograd.grad(loss, hidden)[0]}
 
     def whole() -> Gradients:
         logits = full(hidden).float()
-        shifted = F.pad(batch.labels, (0, 1), value=-100)[:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
-        return {"hidden": torch.autograd.grad(loss, hidden)[0]}
+        return gradient(F.cross_entropy(logits.flatten(0, 1), shifted, reduction="sum"))
 
     def rows() -> Gradients:
-        loss = chunked(hidden.flatten(0, 1)[places], targets)
-        return {"hidden": torch.autograd.grad(loss, hidden)[0]}
+        return gradient(chunked(hidden.flatten(0, 1)[places], targets))
 
-    return Case("head and loss", whole, rows)
+    theirs = liger.loss_of_head(setting.device)
+    return Case(
+        "head and loss",
+        whole,
+        rows,
+        theirs and (lambda: gradient(theirs(full.weight, hidden.flatten(0, 1), shifted))),
+    )
 
 
-def inputs_case(name: str, plain: nn.Module, ours: nn.Module, layers: tuple[str, ...]) -> Case:
+def inputs_case(
+    setting: Setting, name: str, plain: nn.Module, ours: nn.Module, layers: tuple[str, ...]
+) -> Case:
     """Adapted layers of one parent that read one tensor."""
     width = plain.get_submodule(layers[0]).in_features
-    given = torch.randn(ROWS, LENGTH, width).bfloat16().requires_grad_()
+    given = setting.random(setting.rows, setting.length, width)
 
     def work(parent: nn.Module) -> Gradients:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(setting.device, torch.bfloat16):
             outputs = [parent.get_submodule(layer)(given) for layer in layers]
         trained = {n: p for n, p in parent.named_parameters() if p.requires_grad}
         used = {n: p for n, p in trained.items() if n.split(".")[0] in layers} | {"input": given}
@@ -190,47 +282,44 @@ def inputs_case(name: str, plain: nn.Module, ours: nn.Module, layers: tuple[str,
     return Case(name, lambda: work(plain), lambda: work(ours))
 
 
-def norm_case(plain: nn.Module, ours: nn.Module) -> Case:
-    given = torch.randn(ROWS, LENGTH, SHAPE["hidden_size"]).bfloat16().requires_grad_()
-
-    def work(layer: nn.Module) -> Gradients:
-        output = layer(given)
-        return {"input": torch.autograd.grad(output, given, torch.ones_like(output))[0]}
-
-    return Case("norm", lambda: work(plain), lambda: work(ours))
+def norm_case(setting: Setting, plain: nn.Module, ours: nn.Module) -> Case:
+    given = setting.random(setting.rows, setting.length, setting.shape["hidden_size"])
+    return operation_case("norm", {"input": given}, plain, ours, liger.norm(setting.device, plain))
 
 
-def unit_case() -> Case:
+def unit_case(setting: Setting) -> Case:
     """The gated unit of a feed-forward layer."""
-    shape = (ROWS, LENGTH, SHAPE["intermediate_size"])
-    given = {name: torch.randn(shape).bfloat16().requires_grad_() for name in ("gate", "up")}
+    shape = (setting.rows, setting.length, setting.shape["intermediate_size"])
     return operation_case(
         "gated unit",
-        given,
+        {name: setting.random(*shape) for name in ("gate", "up")},
         lambda gate, up: F.silu(gate) * up,
         lambda gate, up: activation.GatedUnit.apply(gate, up, False),
+        liger.gated_unit(setting.device),
     )
 
 
-def rotation_case() -> Case:
+def rotation_case(setting: Setting) -> Case:
     """Query and key of one layer."""
-    counts = {"query": SHAPE["num_attention_heads"], "key": SHAPE["num_key_value_heads"]}
-    size = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
-    given = {
-        name: torch.randn(ROWS, LENGTH, count, size).bfloat16().transpose(1, 2).requires_grad_()
-        for name, count in counts.items()
-    }
-    tables = [torch.randn(1, LENGTH, size).bfloat16() for _ in range(2)]
+    given = setting.heads(setting.rows, setting.length)
+    del given["value"]
+    tables = [setting.random(1, setting.length, setting.head_size).detach() for _ in ("cos", "sin")]
+    theirs = liger.rotation(setting.device)
     return operation_case(
         "rotation of query, key",
         given,
         lambda query, key: apply_rotary_pos_emb(query, key, *tables),
         lambda query, key: rotary.rotate(query, key, *tables),
+        theirs and (lambda query, key: theirs(query, key, *tables)),
     )
 
 
 def operation_case(
-    name: str, given: Gradients, plain: Callable[..., Any], ours: Callable[..., Any]
+    name: str,
+    given: Gradients,
+    plain: Callable[..., Any],
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any] | None = None,
 ) -> Case:
     """An operation of some tensors."""
 
@@ -242,7 +331,7 @@ def operation_case(
             zip(given, torch.autograd.grad(outputs, list(given.values()), ones), strict=True)
         )
 
-    return Case(name, lambda: work(plain), lambda: work(ours))
+    return Case(name, lambda: work(plain), lambda: work(ours), theirs and (lambda: work(theirs)))
 
 
 def compiled(case: Case) -> Case:
@@ -255,33 +344,38 @@ def compiled(case: Case) -> Case:
         finally:
             chains.compile_chains(False)
 
-    return Case(f"{case.name}, compiled", case.plain, ours)
+    return dataclasses.replace(case, name=f"{case.name}, compiled", ours=ours)
 
 
-def attention_case(length: int) -> Case:
-    """One document through PyTorch's fused kernel, and with a backward pass of products."""
-    heads, shared = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
-    size = SHAPE["hidden_size"] // heads
-    names = {"query": heads, "key": shared, "value": shared}
-    given = {
-        name: torch.randn(1, length, count, size).bfloat16().transpose(1, 2).requires_grad_()
-        for name, count in names.items()
-    }
+def attention_case(setting: Setting, length: int) -> Case:
+    """A document through PyTorch's kernel, and ours; on a GPU a pack of them, masked, and ours."""
+    count = 1 if setting.device == "cpu" else setting.rows * setting.length // length
+    given = setting.heads(1, count * length)
+    ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=setting.device)
+    mask = None
+    if count > 1:
+        document = torch.arange(count, device=setting.device).repeat_interleave(length)
+        mask = (document[:, None] == document).tril()
 
     def fused(*inputs: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            *inputs, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
 
-    def products(*inputs: torch.Tensor) -> torch.Tensor:
-        return attention.DocumentAttention.apply(*inputs, [0, length], size**-0.5)
+    def apart(*inputs: torch.Tensor) -> torch.Tensor:
+        mixed, _ = attend(nn.Module(), *inputs, None, cu_seq_lens_q=ends, max_length_q=length)
+        return mixed
 
-    return operation_case(f"attention of {length} tokens", given, fused, products)
+    return operation_case(f"attention of {length} tokens", given, fused, apart)
 
 
-def step_case(name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:
+def step_case(
+    setting: Setting, name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch
+) -> Case:
     """A whole forward and backward pass."""
 
     def work(model: PeftModel) -> Gradients:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(setting.device, torch.bfloat16):
             loss = token_loss_sum(model, batch)
         (loss / batch.trained_tokens).backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -1,42 +1,221 @@
-"""What a second process brings: two of them against one, each with one thread."""
+"""What a second process brings: two of them against one, each with one thread.
 
-from collections.abc import Sequence
+All are there at once, and each runs only in its turn: what else the machine does falls on all of
+them alike. `python -m benchmarks.scaling FILE` is one process of the matrix products.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.job import DEEP, Shape, write_job
+import psutil
+import torch
+
+from benchmarks.commands import SECONDS, start
+from benchmarks.job import DEEP, Shape, write_adapter_job
 from benchmarks.record import Result
-from benchmarks.training import WARMUP, fastest, share
 from finetune.record import units
+from finetune.run import Run
 
 BACKENDS = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3")
+WARMUP = 3
+"""First steps that are not timed: memory is laid out and kernels are chosen."""
+ENDLESS = 100_000
+"""Steps of a run that is ended from outside."""
+PRODUCTS = "matrix products"
+BURST = 60
+"""Matrix products that are timed together: about half a second."""
+
+Clock = Callable[[], list[float]]
+"""Seconds of every step so far."""
 
 
-def measure(
-    folder: Path, backends: Sequence[str], steps: int, runs: int, shape: Shape = DEEP
-) -> Result:
-    """Train with LoRA in bf16 on one process, then on two under each backend, in turns."""
-    recipe = write_job(folder / "job", shape, WARMUP + steps, lora=True)
-    processes = {"single": 1} | dict.fromkeys(backends, 2)
-    measured = fastest(folder, recipe, processes, "bf16", runs, threads=1)
-    base = measured["single"]["tokens_per_second"]
-    table = [["backend", "processes", "speed / one process", "tokens/s", "peak memory"]]
-    for backend, values in measured.items():
-        values["speedup"] = values["tokens_per_second"] / base
-        table.append(
-            [
-                f"`{backend}`",
-                str(values["processes"]),
-                share(values["speedup"]),
-                f"{values['tokens_per_second']:,.0f}",
-                units.size(values["peak_memory_bytes"]),
-            ]
-        )
+@dataclasses.dataclass
+class Contender:
+    """Processes that train, stopped but in their turns."""
+
+    started: list["subprocess.Popen[bytes]"]
+    clocks: list[Clock]
+    """One for each of those that step by themselves."""
+    log: Path
+
+    def turn(self) -> float:
+        """Go on for a step that is whole; its seconds, of the slowest clock."""
+        first = [len(clock()) for clock in self.clocks]
+        self.signal(signal.SIGCONT)
+        self.reach([count + 2 for count in first])  # the step that was stopped ends before it
+        self.signal(signal.SIGSTOP)
+        return max(clock()[count + 1] for clock, count in zip(self.clocks, first, strict=True))
+
+    def reach(self, counts: Sequence[int]) -> None:
+        """Wait until each clock has so many steps.
+
+        Raises:
+            RuntimeError: it ended, or takes too long; with the end of its output.
+        """
+        deadline = time.monotonic() + SECONDS
+        while any(len(clock()) < count for clock, count in zip(self.clocks, counts, strict=True)):
+            ended = any(process.poll() is not None for process in self.started)
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError(f"no further step\n{self.log.read_text()[-2_000:]}")
+            time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        """To everything that it started: torch gives each worker a session of its own."""
+        for process in self.started:
+            root = psutil.Process(process.pid)
+            for each in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.started:
+            process.wait()
+
+
+def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DEEP) -> Result:
+    """Train with LoRA in bf16 on one process, and on two under each backend, in turns."""
+    recipe = write_adapter_job(folder / "job", shape, ENDLESS)
+    runs = {backend: Run(folder / backend) for backend in ("single", *backends)}
+    with contextlib.ExitStack() as held:
+        racing: dict[str, Contender] = {}
+        for backend, run in runs.items():
+            processes = 1 if backend == "single" else 2
+            racing[backend] = held.enter_context(training(folder, recipe, run, processes))
+        alone, both = (held.enter_context(multiplying(folder, count)) for count in (1, 2))
+        found: list[dict[str, float]] = []
+        for _ in range(turns):
+            found.append({name: contender.turn() for name, contender in racing.items()})
+            # Two processes do two bursts in the time of the slower one.
+            found[-1] |= {PRODUCTS: both.turn() / 2, f"{PRODUCTS}, one": alone.turn()}
+            told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found[-1].items())
+            print(told, flush=True)
+    return result(runs, found, shape)
+
+
+@contextlib.contextmanager
+def training(folder: Path, recipe: Path, run: Run, processes: int) -> Iterator[Contender]:
+    """A run of so many processes, after its first steps."""
+    backend = run.root.name
+    words = [
+        "finetune", "launch", str(recipe), "--backend", backend, "--processes", str(processes),
+        "--precision", "bf16", "--no-plot", "--output", str(run.root),
+    ]  # fmt: skip
+    log = folder / f"{backend}.log"
+    process = start(words, log, cache=folder / "cache", threads=1)
+
+    def clock() -> list[float]:
+        return [step["seconds"] for step in run.read_metrics("train")]
+
+    with stopped(Contender([process], [clock], log)) as contender:
+        yield contender
+
+
+@contextlib.contextmanager
+def multiplying(folder: Path, count: int) -> Iterator[Contender]:
+    """So many processes that do matrix products only, and know nothing of each other."""
+    files = [folder / f"products-{count}-{number}.txt" for number in range(count)]
+    log = folder / f"products-{count}.log"
+    started = [
+        start(["benchmarks.scaling", str(file)], log, cache=folder / "cache", threads=1)
+        for file in files
+    ]
+
+    def clock(file: Path) -> Clock:
+        # What follows the last line end is being written.
+        return lambda: [float(line) for line in _text(file).split("\n")[:-1]]
+
+    with stopped(Contender(started, [clock(file) for file in files], log)) as contender:
+        yield contender
+
+
+@contextlib.contextmanager
+def stopped(contender: Contender) -> Iterator[Contender]:
+    """Let it take its first steps and stop it; at the end it is ended."""
+    try:
+        contender.reach([WARMUP] * len(contender.clocks))
+        contender.signal(signal.SIGSTOP)
+        yield contender
+    finally:
+        contender.end()
+
+
+def result(runs: dict[str, Run], turns: list[dict[str, float]], shape: Shape) -> Result:
+    """The ratios of each turn, and their medians."""
+    measured: dict[str, Any] = {}
+    for name in (*runs, PRODUCTS):
+        one = f"{PRODUCTS}, one" if name == PRODUCTS else "single"
+        ratios = [turn[one] / turn[name] for turn in turns]
+        measured[name] = {
+            "processes": 1 if name == "single" else 2,
+            "speedup": statistics.median(ratios),
+            "speedup_of_turns": ratios,
+        }
+    limit = measured[PRODUCTS]["speedup_of_turns"]
+    for name, run in runs.items():
+        steps = list(run.read_metrics("train"))
+        (begun,) = run.read_metrics("start")
+        of_limit = zip(measured[name]["speedup_of_turns"], limit, strict=True)
+        measured[name] |= {
+            "speedup_of_products": statistics.median(mine / most for mine, most in of_limit),
+            "parameters": begun["parameters"],
+            "loss": steps[WARMUP - 1]["loss"],
+            "peak_memory_bytes": steps[-1]["memory"],
+        }
     how = (
         f"LoRA r=16 on every linear layer of a Llama with {shape.layers} layers of "
-        f"{shape.hidden_size} and random weights, in bf16; {shape.rows} rows of {shape.length} "
-        f"tokens a step, {shape.micro_rows} in a micro-batch, one thread in each process. Of each "
-        f"backend the fastest of {runs} runs, which took turns: median of {steps} steps after "
-        f"{WARMUP} others."
+        f"{shape.hidden_size} and random weights, in bf16; {shape.rows} packs of {shape.length} "
+        f"tokens a step, {shape.micro_rows} in a micro-batch, one thread in each process. All runs "
+        "are there at once, and take an optimizer step in turn, after 3 or more others, while the "
+        f"rest is stopped: medians of the ratios of {len(turns)} turns. Matrix products alone, of "
+        "one process and of two that know nothing of each other, take turns with them: what a "
+        "second process of this machine brings at most at that moment."
     )
-    values = {"timed_steps": steps, "runs": runs, "backends": measured}
-    return Result("Two processes against one", how, values, table, [])
+    values = {"turns": turns, "backends": measured}
+    return Result("Two processes against one", how, values, tabulate(measured), [])
+
+
+def tabulate(measured: dict[str, Any]) -> list[list[str]]:
+    head = ["", "processes", "speed / one process", "least and most", "/ matrix products"]
+    rows = [
+        [
+            name if name == PRODUCTS else f"`{name}`",
+            str(values["processes"]),
+            f"{values['speedup']:.2f}",
+            f"{min(values['speedup_of_turns']):.2f} to {max(values['speedup_of_turns']):.2f}",
+            f"{values['speedup_of_products']:.2f}" if values["processes"] == 2 and name != PRODUCTS
+            else "",
+            units.size(values["peak_memory_bytes"]) if name != PRODUCTS else "",
+        ]
+        for name, values in measured.items()
+    ]  # fmt: skip
+    return [[*head, "peak memory"], *rows]
+
+
+def multiply(file: Path) -> None:
+    """Products of a layer's shape in bf16, for ever; a line for each burst has its seconds."""
+    torch.manual_seed(0)
+    rows = torch.randn(4 * DEEP.length, DEEP.hidden_size).bfloat16()
+    weight = torch.randn(3 * DEEP.hidden_size, DEEP.hidden_size).bfloat16()
+    while True:
+        begun = time.perf_counter()
+        for _ in range(BURST):
+            rows @ weight.T
+        with file.open("a") as lines:
+            lines.write(f"{time.perf_counter() - begun}\n")
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+if __name__ == "__main__":
+    multiply(Path(sys.argv[1]))

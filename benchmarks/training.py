@@ -48,7 +48,7 @@ def measure(
             print(remarks[-1], flush=True)
         else:
             possible[backend] = count
-    measured = fastest(folder, recipe, possible, precision, runs)
+    measured = fastest(in_turns(folder, recipe, possible, precision, runs))
     add_ratios(measured)
     values = {"precision": precision, "timed_steps": steps, "runs": runs, "backends": measured}
     told = (
@@ -65,33 +65,36 @@ def measure(
     return Result("Training on each backend", how, values, tabulate(measured), remarks)
 
 
-def fastest(
+def fastest(turns: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What the fastest run of each backend says."""
+    return {
+        backend: max((turn[backend] for turn in turns), key=lambda each: each["tokens_per_second"])
+        for backend in turns[0]
+    }
+
+
+def in_turns(
     folder: Path,
     recipe: Path,
     processes: dict[str, int],
     precision: str,
     runs: int,
-    threads: int | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Train on each backend `runs` times in turns; what the fastest run of each says.
+) -> list[dict[str, dict[str, Any]]]:
+    """Train on each backend, one after the other, `runs` times; what each run says, by backend.
 
     Args:
         processes: of each backend.
-        threads: of each process; None: as PyTorch or the launcher chooses.
     """
-    measured: dict[str, dict[str, Any]] = {}
+    measured: list[dict[str, dict[str, Any]]] = [{} for _ in range(runs)]
     for turn, (backend, count) in itertools.product(range(runs), processes.items()):
         run = Run(folder / f"{backend}-{turn}")
         finetune(
             "launch", recipe, "--backend", backend, "--processes", str(count), "--no-plot",
             "--precision", precision, "--output", run.root,
-            cache=folder / "cache", threads=threads,
+            cache=folder / "cache",
         )  # fmt: skip
-        found = read(run, count)
+        found = measured[turn][backend] = read(run, count)
         print(f"{backend} on {count}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
-        measured[backend] = max(
-            measured.get(backend, found), found, key=lambda each: each["tokens_per_second"]
-        )
     return measured
 
 

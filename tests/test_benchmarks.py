@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, run_command
 
 from benchmarks import scaling
 from benchmarks.job import SMALL
-from benchmarks.kernels import Case, distance, timed
+from benchmarks.kernels import Case, distance, tabulate, timed
 from benchmarks.peers import command, report, workload
 from benchmarks.peers.ours import packs
 from benchmarks.peers.race import race
@@ -61,13 +62,19 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_are_compared_with_one(tmp_path: Path) -> None:
-    found = scaling.measure(tmp_path, ["ddp"], steps=2, runs=1, shape=SMALL)
-    single, ddp = (found.values["backends"][name] for name in ("single", "ddp"))
-    assert (single["processes"], single["speedup"]) == (1, 1)
+    found = scaling.measure(tmp_path, ["ddp"], turns=2, shape=SMALL)
+    turns, measured = found.values["turns"], found.values["backends"]
+    single, ddp = measured["single"], measured["ddp"]
+    assert (single["processes"], single["speedup_of_turns"]) == (1, [1, 1])
     assert (ddp["processes"], ddp["parameters"]) == (2, single["parameters"])
-    assert ddp["speedup"] == ddp["tokens_per_second"] / single["tokens_per_second"]
-    assert ddp["final_loss"] == pytest.approx(single["final_loss"], rel=5e-3)  # bf16
-    assert [row[:2] for row in found.table[1:]] == [["`single`", "1"], ["`ddp`", "2"]]
+    assert ddp["speedup_of_turns"] == [turn["single"] / turn["ddp"] for turn in turns]
+    assert 0.1 < measured["matrix products"]["speedup"] < 4  # of two on one core, or on two
+    assert ddp["loss"] == pytest.approx(single["loss"], rel=5e-3)  # bf16
+    assert [row[:2] for row in found.table[1:]] == [
+        ["`single`", "1"], ["`ddp`", "2"], ["matrix products", "2"],
+    ]  # fmt: skip
+    lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in " ".join(line)]  # all are ended
 
 
 def test_ratios_are_to_the_references_of_the_same_session() -> None:
@@ -120,6 +127,26 @@ def test_a_kernel_is_timed_in_turns_and_compared() -> None:
     assert found["difference"] == pytest.approx(0.1)
     assert found["gain"] == found["plain_seconds"] / found["ours_seconds"]
     assert distance({"a": torch.ones(2)}, {"a": torch.ones(2)}) == 0
+
+
+def test_a_third_kernel_takes_its_turn_and_has_its_column() -> None:
+    calls: list[str] = []
+
+    def work(name: str) -> dict[str, torch.Tensor]:
+        calls.append(name)
+        return {"input": torch.ones(2)}
+
+    alone = Case("x", lambda: work("plain"), lambda: work("ours"))
+    case = Case("y", alone.plain, alone.ours, lambda: work("liger"))
+    ticks = iter(range(100))
+    found = timed(case, repeats=2, clock=lambda: next(ticks))
+    assert calls == ["plain", "ours", "liger"] * 4 + ["plain", "ours", "plain", "liger"]
+    assert (found["liger_seconds"], found["liger_difference"]) == (1, 0)
+    without = timed(alone, repeats=1)
+    both = tabulate({"x": without, "y": found})
+    assert both[0][-2:] == ["Liger ms", "its difference"]
+    assert (both[1][-2:], both[2][-2:]) == (["", ""], ["1000.0", "0.0e+00"])
+    assert "Liger ms" not in tabulate({"x": without})[0]
 
 
 def test_the_committed_kernels_are_exact_and_not_slower() -> None:
@@ -237,6 +264,22 @@ def test_a_race_compares_the_same_rows_step_by_step() -> None:
     assert last["**finetune**, packed"][-3:] == ["90.0", "10.0100", "yes"]
     assert last["TRL SFTTrainer, defaults"][-1] == "no"
     assert found.remarks[0] == "LLaMA-Factory was not there"
+
+
+def test_steps_of_which_some_have_long_rows_are_compared_together() -> None:
+    job = workload.Job(rows=2, steps=4, name="tail")
+    rows = workload.make_rows(job)
+    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+    seconds = {"trainer": (9, 9, 4, 9), "ours": (9, 9, 1, 3)}
+    race = {
+        name: [answer(s, 10.0, each) for s, each in zip(spent, taken, strict=True)]
+        for name, spent in seconds.items()
+    }
+    found = report.result([race], rows, job, threads=1, remarks=[])
+    ours = found.values["contenders"]["ours"]
+    assert ours["of_trainer"] == 13 / 4  # the median of the steps is 3.5
+    assert ours["tokens_per_second"] == sum(len(ids) for ids, _ in taken[2] + taken[3]) / 8
+    assert "rates are of 2 steps together after 2 others" in found.how
 
 
 def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def run(
     known: dict[str, str | None],
     commit: str | None,
 ) -> tuple[list[report.Race], list[str]]:
-    """A race of each peer against the three that are in all of them, so that memory holds them.
+    """A race of each peer against those that are in all of them, so that memory holds them.
 
     One that is there from the same commit and job is kept: what was interrupted goes on.
     """
@@ -138,6 +138,8 @@ def run(
                 continue
             trainers = [str(python), "-m", "benchmarks.peers.trainers", peer, str(work / "job")]
             commands[peer] = trainers
+            if job.workload.large and not job.gpu:
+                del commands[report.REFERENCE]
         path = work / f"race_{job.name}_{job.seed}_{peer}.json"
         answers, lost = kept(path, job, arguments, commands, commit)
         remarks += [f"{report.TITLES[name]} stopped: {why}" for name, why in lost.items()]

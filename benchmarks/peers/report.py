@@ -1,7 +1,7 @@
 """From the answers of a race to a table: the same rows or not, rates, ratios."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.peers.race import Answer
@@ -48,26 +48,44 @@ def first_loss_differs(loss: float, reference: float) -> bool:
     return abs(loss - reference) > LOSS_TOLERANCE * abs(reference)
 
 
-def speed(race: Race, name: str, tokens: Sequence[int], clock: str) -> float:
-    """Median of real tokens per second over the timed rounds."""
-    timed = list(zip(race[name], tokens, strict=False))[WARMUP:]
-    return statistics.median(count / answer[clock] for answer, count in timed)
+Parts = Sequence[tuple[float, float]]
+"""A numerator and a denominator of each timed round."""
 
 
-def ratio(race: Race, name: str, other: str, clock: str) -> float:
-    """How many times the speed of another: the median over rounds, each on the same rows."""
-    pairs = list(zip(race[name], race[other], strict=True))[WARMUP:]
-    return statistics.median(theirs[clock] / mine[clock] for mine, theirs in pairs)
+def medians(parts: Parts) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(above / below for above, below in parts)
 
 
-def summarise(races: Sequence[Race], tokens: Sequence[int], clock: str) -> dict[str, Any]:
+def totals(parts: Parts) -> float:
+    """The ratio of the sums, where rounds differ too much for a median of few to say anything."""
+    return sum(above for above, _ in parts) / sum(below for _, below in parts)
+
+
+def speed(race: Race, name: str, tokens: Sequence[int], clock: str) -> Parts:
+    """Real tokens, and the seconds of a contender."""
+    return [(count, each[clock]) for each, count in zip(race[name], tokens, strict=False)][WARMUP:]
+
+
+def ratio(race: Race, name: str, other: str, clock: str) -> Parts:
+    """The seconds of another, and of a contender: on the same rows, how many times its speed."""
+    both = zip(race[name], race[other], strict=True)
+    return [(theirs[clock], mine[clock]) for mine, theirs in both][WARMUP:]
+
+
+def summarise(
+    races: Sequence[Race],
+    tokens: Sequence[int],
+    clock: str,
+    settled: Callable[[Parts], float] = medians,
+) -> dict[str, Any]:
     """Figures of every contender; those that ran in several races have the median of these."""
     names = [name for name in TITLES if any(name in race for race in races)]
     summary: dict[str, Any] = {}
     for name in names:
         ran = [race for race in races if name in race]
         found: dict[str, Any] = {
-            "tokens_per_second": _median(speed(race, name, tokens, clock) for race in ran),
+            "tokens_per_second": _median(settled(speed(race, name, tokens, clock)) for race in ran),
             "peak_bytes": max(race[name][-1]["peak_bytes"] for race in ran),
             "cpu_seconds_to_first_step": _median(
                 race[name][0]["cpu_seconds_since_start"] for race in ran
@@ -75,9 +93,9 @@ def summarise(races: Sequence[Race], tokens: Sequence[int], clock: str) -> dict[
             "first_loss": ran[0][name][0]["loss"],
         }
         for other, key in ((REFERENCE, "of_trainer"), (FLOOR, "of_products")):
-            each = [ratio(race, name, other, clock) for race in ran if other in race]
+            each = [settled(ratio(race, name, other, clock)) for race in ran if other in race]
             found[key] = _median(each) if each else None
-        each = [ratio(race, OURS, name, clock) for race in ran if OURS in race]
+        each = [settled(ratio(race, OURS, name, clock)) for race in ran if OURS in race]
         found["ours_of_it"] = _median(each) if each else None
         found["ours_of_it_by_race"] = each
         summary[name] = found
@@ -95,7 +113,8 @@ def gate(races: Sequence[Race], rows: list[Row], job: Job) -> dict[str, list[str
         for name in (name for name in race if name != FLOOR):
             problems = found.setdefault(name, [])
             problems += differences(race[name], rows, job)
-            loss, reference = race[name][0]["loss"], race.get(REFERENCE, race[name])[0]["loss"]
+            known = next(each for each in (REFERENCE, OURS, name) if each in race)
+            loss, reference = race[name][0]["loss"], race[known][0]["loss"]
             if name != OTHER_BASE and first_loss_differs(loss, reference):
                 problems.append(f"first loss {loss:.4f}, not {reference:.4f}")
     return {name: list(dict.fromkeys(problems)) for name, problems in found.items()}
@@ -142,7 +161,8 @@ def result(
         sum(len(ids) for ids, _ in of_step(rows, step, job.rows)) for step in range(job.steps)
     ]
     clock = "cpu_seconds" if threads == 1 and not job.gpu else "seconds"
-    summary, failed = summarise(races, counts, clock), gate(races, rows, job)
+    settled = totals if job.workload.uneven else medians
+    summary, failed = summarise(races, counts, clock, settled), gate(races, rows, job)
     told = [f"{TITLES[name]}: {'; '.join(each)}" for name, each in failed.items() if each]
     timed = sorted({len(answers) - WARMUP for race in races for answers in race.values()})
     said = " to ".join(str(number) for number in dict.fromkeys((timed or [0])[:1] + timed[-1:]))
@@ -154,14 +174,22 @@ def result(
         "full": "All weights of a Llama of SmolLM2-135M's shape, random, in fp32, and computed in "
         "bf16",
     }[job.workload.method]
+    rates = (
+        f"rates are of {{}} steps together after {WARMUP} others, of which some have long rows"
+        if job.workload.uneven
+        else f"medians of {{}} steps after {WARMUP} others, ratios step by step on the same rows"
+    ).format(said)
+    without = " (other toolkits without Trainer + PEFT, for want of memory)" * (
+        job.workload.large and not job.gpu
+    )
     how = (
         f"{what}, {job.rows} rows a step {job.workload.about}: {sum(counts) / len(rows):.0f} "
         f"tokens in the mean, {labelled / sum(counts):.0%} labelled; seed: {job.seed}; threads: "
         f"{threads}. Each contender is a process of its own and takes one optimizer step in turn "
-        f"with Trainer + PEFT, **finetune** and the products alone; medians of {said} steps after "
-        f"{WARMUP} others, ratios step by step on the same rows. CPU time counts processes that a "
-        "contender starts, and `to the first step` everything from its start. Ids and labels are "
-        f"read at each model's input; first losses agree to {LOSS_TOLERANCE}"
+        f"with Trainer + PEFT, **finetune** and the products alone{without}; {rates}. CPU time "
+        "counts processes that a contender starts, and `to the first step` everything from its "
+        "start. Ids and labels are read at each model's input; first losses agree to "
+        f"{LOSS_TOLERANCE}"
         + (", but for LoRA in bf16, whose base is not rounded." if OTHER_BASE in summary else ".")
     )
     values = {

@@ -66,6 +66,10 @@ class Workload:
     """Rows of an optimizer step, where no other number is asked for."""
     micro_rows: int | None = None
     """Rows of a padded forward pass, those of a step sorted by length; None: all of a step."""
+    uneven: bool = False
+    """Steps differ so much that their rates are taken together."""
+    large: bool = False
+    """Other toolkits are raced without Trainer + PEFT: this machine's memory holds one of them."""
     peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager")
     """Who takes part beside Trainer + PEFT, where nobody is named."""
 
@@ -74,10 +78,11 @@ WORKLOADS = {
     "short": Workload("as long as those of GSM8K"),
     "tail": Workload(
         "15 % of them up to 3,000 tokens, padded in micro-batches of 2 rows of about one length",
-        _tail, micro_rows=2, peers=("trl_packing", "ours_eager"),
+        _tail, micro_rows=2, uneven=True, large=True, peers=("ours_eager", "trl_packing"),
     ),
     "long": Workload(
-        "of 1,700 to 6,600 tokens", _long, rows=2, micro_rows=1, peers=("trl_packing",)
+        "of 1,700 to 6,600 tokens",
+        _long, rows=2, micro_rows=1, large=True, peers=("ours_eager", "trl_packing"),
     ),
     "prompt_heavy": Workload("with long questions", prompt=0.95, peers=("ours_eager",)),
     "full": Workload("as long as those of GSM8K", method="full", peers=("ours_eager",)),
