@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import platform
 import resource
 import sys
@@ -37,6 +38,7 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        gc.collect()  # what an earlier training of this process left, which would be freed later
         self.before = handed_out() or 0
         self.peak: int | None = None
         """Bytes; None until it was measured, and where it cannot be (a CPU without glibc)."""

@@ -1,6 +1,7 @@
 """A run's own plan is true: what it foresaw of memory is what was counted."""
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -66,6 +67,18 @@ def test_a_meter_counts_what_lives_at_once_and_nothing_from_before() -> None:
         del second
     assert meter.peak == pytest.approx(16_000_000, abs=200_000)
     assert len(kept) == 1_000_000
+
+
+def test_a_meter_counts_nothing_of_an_earlier_training() -> None:
+    left: list[object] = [torch.ones(2_000_000)]  # 8 MB in a cycle, which is freed at any time
+    left.append(left)
+    del left
+    meter = Meter(torch.device("cpu"))
+    gc.collect()
+    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
+    with meter.measuring(model):
+        pass
+    assert meter.peak == pytest.approx(4_000_000, abs=200_000)
 
 
 def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path: Path) -> None:
