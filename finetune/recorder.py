@@ -30,6 +30,7 @@ from finetune.record.metrics import (
     Skipped,
     Start,
     Trained,
+    unwritable,
 )
 from finetune.record.trackers import open_trackers, track
 from finetune.run import Run, write_json
@@ -204,26 +205,31 @@ class Recorder:
         )
 
     def realised(self, parameters: tuple[int, int], stored: dict[str, int]) -> None:
-        """What the engine built, and what every rank holds of it; meaningful after a step."""
+        """What the engine built, and what every rank holds of it; meaningful after a step.
+
+        Raises TrainingFailure where it cannot be written.
+        """
         ranks: list[object] = [dataclasses.asdict(self.engine.held())]
         if self.engine.world > 1:
             (held,), ranks = ranks, [None] * self.engine.world
             torch.distributed.all_gather_object(ranks, held)
+        if not self.engine.speaks:
+            return
         accelerator = self.engine.accelerator
-        if self.engine.speaks:
-            write_json(
-                self.run.realised,
-                {
-                    "distributed_type": accelerator.distributed_type.value,
-                    "processes": accelerator.num_processes,
-                    "mixed_precision": accelerator.mixed_precision,
-                    "device": str(accelerator.device),
-                    "trainable_parameters": parameters[0],
-                    "parameters": parameters[1],
-                    "stored": stored,
-                    "ranks": ranks,
-                },
-            )
+        found = {
+            "distributed_type": accelerator.distributed_type.value,
+            "processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "device": str(accelerator.device),
+            "trainable_parameters": parameters[0],
+            "parameters": parameters[1],
+            "stored": stored,
+            "ranks": ranks,
+        }
+        try:
+            write_json(self.run.realised, found)
+        except OSError as error:
+            raise unwritable(self.run.realised, error) from error
 
 
 def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Forecast | None:

@@ -211,7 +211,7 @@ class Metrics:
                 os.fsync(file.fileno())
             scratch.replace(self._path)
         except OSError as error:
-            raise _unwritable(self._path, error) from error
+            raise unwritable(self._path, error) from error
 
     def write(self, record: Record) -> None:
         """Append one line; it has reached the operating system when this returns.
@@ -227,7 +227,7 @@ class Metrics:
             self._file.write(_line(record))
             self._file.flush()
         except OSError as error:
-            raise _unwritable(self._path, error) from error
+            raise unwritable(self._path, error) from error
         for listener in self._listeners:
             listener(record)
 
@@ -255,7 +255,8 @@ def _happened_by(step: int, line: bytes) -> bool:
         return False
 
 
-def _unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
+def unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
+    """What a record that could not be written is told as."""
     return TrainingFailure(
         f"{path}: cannot be written ({error.strerror}); make room or allow writing, and resume "
         "from the newest checkpoint"
