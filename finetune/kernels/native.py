@@ -7,27 +7,15 @@ tensors that the C is not for.
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
-from finetune.cache import cache
+from finetune.kernels.compiler import CannotCompile, compiled
 
 SOURCE = Path(__file__).with_name("chains.c")
+FLAGS = ("-std=c11", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 DEFINED = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
-COMPILERS = ("gcc", "clang", "cc")
-FLAGS = (
-    "-std=c11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno",
-    "-fno-trapping-math",
-    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
-)  # fmt: skip
-SECONDS = 120
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
@@ -41,10 +29,6 @@ SIGNATURES = {
 }
 LANES = 16
 """`VECTOR` of the C."""
-
-
-class CannotCompile(Exception):
-    """Why there is no C for this machine."""
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
@@ -65,55 +49,11 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
 
 
 def _loaded(defined: tuple[str, ...]) -> ctypes.CDLL:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise CannotCompile("this machine has no C compiler")
-    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
-        made = _compiled(compiler, defined, Path(scratch))
-        try:
-            found = ctypes.CDLL(str(made))
-        except OSError as error:
-            raise CannotCompile(f"what {compiler} made cannot be loaded ({error})") from None
+    found = compiled(SOURCE, [*FLAGS, *defined])
     for name, types in SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
     return found
-
-
-def _compiled(compiler: str, defined: tuple[str, ...], scratch: Path) -> Path:
-    """The file of a compiler for this very CPU: kept from another run, or made now."""
-    # What -march=native means here is among what the compiler says of itself.
-    words = [compiler, *FLAGS, *defined]
-    said = _run([*words, "-E", "-v", "-x", "c", os.devnull]).stderr
-    key = hashlib.sha256(SOURCE.read_bytes() + said.encode()).hexdigest()[:16]
-    kept = cache("compiled") / f"chains-{key}.so"
-    if kept.exists():
-        return kept
-    # Linked without OpenMP's own library: PyTorch has loaded one, and two would not share threads.
-    unlinked, made = scratch / "chains.o", scratch / "chains.so"
-    _run([*words, "-c", str(SOURCE), "-o", str(unlinked)])
-    _run([compiler, "-shared", str(unlinked), "-o", str(made), "-lm"])
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        own = kept.with_name(f".{kept.name}.{os.getpid()}")
-        shutil.copyfile(made, own)
-        own.replace(kept)
-    except OSError:  # a full or read-only disk: this process has it all the same
-        return made
-    return kept
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=True,
-        )  # fmt: skip
-    except subprocess.CalledProcessError as error:
-        words = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[0]
-        raise CannotCompile(f"{command[0]} refused: {words}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotCompile(f"{command[0]} did not run ({error})") from None
 
 
 # The twins ---------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Code in C and C++ for the CPU of this machine: compiled when first used, and kept."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.cache import cache
+
+COMPILERS = {".c": ("gcc", "clang", "cc"), ".cpp": ("g++", "clang++", "c++")}
+LANGUAGES = {".c": "C", ".cpp": "C++"}
+FLAGS = (
+    "-O3", "-march=native", "-fPIC",
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
+)  # fmt: skip
+SECONDS = 120
+
+
+class CannotCompile(Exception):
+    """Why there is no code for this machine."""
+
+
+def compiled(
+    source: Path, flags: Sequence[str], libraries: Sequence[str] = (), version: str = ""
+) -> ctypes.CDLL:
+    """The functions of a file, from an earlier run or compiled now.
+
+    Args:
+        source: a file in C or C++.
+        flags: of the compiler, beside `FLAGS`.
+        libraries: words of the linker that say what is linked with it.
+        version: of headers that are not the compiler's own.
+
+    Raises:
+        CannotCompile: with the reason.
+    """
+    names = COMPILERS[source.suffix]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise CannotCompile(f"this machine has no {LANGUAGES[source.suffix]} compiler")
+    words = [compiler, *FLAGS, *flags]
+    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
+        made = _made(source, words, [*libraries, "-lm"], version, Path(scratch))
+        try:
+            return ctypes.CDLL(str(made))
+        except OSError as error:
+            raise CannotCompile(f"what {compiler} made cannot be loaded ({error})") from None
+
+
+def _made(
+    source: Path, words: Sequence[str], libraries: Sequence[str], version: str, scratch: Path
+) -> Path:
+    """The library of a source for this very CPU: kept from another run, or made now."""
+    # What -march=native means here is among what the compiler says of itself.
+    language = "c" if source.suffix == ".c" else "c++"
+    said = _run([*words, "-E", "-v", "-x", language, os.devnull]).stderr
+    told = source.read_bytes() + f"{said}{libraries}{version}".encode()
+    name = f"{source.stem}-{hashlib.sha256(told).hexdigest()[:16]}.so"
+    kept = cache("compiled") / name
+    if kept.exists():
+        return kept
+    # Linked without OpenMP's own library: PyTorch has loaded one, and two would not share threads.
+    unlinked, made = scratch / f"{source.stem}.o", scratch / name
+    _run([*words, "-c", str(source), "-o", str(unlinked)])
+    _run([words[0], "-shared", str(unlinked), "-o", str(made), *libraries])
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        own = kept.with_name(f".{name}.{os.getpid()}")
+        shutil.copyfile(made, own)
+        own.replace(kept)
+    except OSError:  # a full or read-only disk: this process has it all the same
+        return made
+    return kept
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=True,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        words = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[0]
+        raise CannotCompile(f"{command[0]} refused: {words}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotCompile(f"{command[0]} did not run ({error})") from None
