@@ -15,6 +15,8 @@ from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from finetune.kernels import pool
+
 MAPS = Path("/proc/self/maps")
 
 
@@ -30,10 +32,10 @@ class Meter:
     """The peak of what training allocates, counted over a forward and backward pass and the update.
 
     On CUDA it is PyTorch's own count. A CPU has none, and resident memory would not do: libraries
-    outweigh a small model, and glibc keeps freed blocks. There it is what `malloc` had handed out
-    when the measurement began, less what it had handed out before the model was loaded, plus
-    weights that are still mapped from their file, plus the highest sum of PyTorch's allocations
-    since. Made before the model is loaded.
+    outweigh a small model, and glibc keeps freed blocks. There it is what `malloc` and the pool of
+    large tensors had handed out when the measurement began, less what they had before the model was
+    loaded, plus weights that are still mapped from their file, plus the highest sum of PyTorch's
+    allocations since. Made before the model is loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,14 +78,17 @@ class _Mallinfo(ctypes.Structure):
 
 
 def handed_out() -> int | None:
-    """Bytes that `malloc` has handed out and not got back; None without glibc 2.33 or later."""
+    """Bytes that `malloc` and the pool of large tensors have handed out and not got back.
+
+    None without glibc 2.33 or later.
+    """
     name, version = platform.libc_ver()
     if name != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 33):
         return None
     read = ctypes.CDLL(None).mallinfo2
     read.restype = _Mallinfo
     found = read()
-    return found.uordblks + found.hblkhd
+    return found.uordblks + found.hblkhd + pool.handed_out()
 
 
 def mapped(model: nn.Module) -> int:
@@ -102,7 +107,7 @@ def mapped(model: nn.Module) -> int:
 def _highest_sum(profiled: profile) -> int:
     """The largest sum of allocations less releases.
 
-    torch 2.13 does not report on a CPU that a block from before the profile is freed.
+    torch 2.13 does not report on a CPU that a block of `malloc` from before the profile is freed.
     """
     inner = profiled.profiler
     assert inner is not None

@@ -190,6 +190,8 @@ class Kernels:
     """Rotary positions: query and key in one operation, or as transformers computes them."""
     pointwise: Literal["auto", "compiled", "eager"] = "auto"
     """Cheap operations within the others and attention: compiled, or one by one."""
+    allocator: Literal["auto", "pooled", "plain"] = "auto"
+    """Large tensors on CPUs: in memory of their own that each step uses again, or from `malloc`."""
 
 
 @dataclass(frozen=True, config=STRICT)

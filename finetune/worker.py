@@ -28,7 +28,7 @@ from finetune.engine import Engine
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
-from finetune.kernels import chains
+from finetune.kernels import chains, pool
 from finetune.loop import StepResult, evaluate, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
@@ -245,13 +245,14 @@ class Training:
     def _build(self) -> Progress:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
         engine = self.engine
+        compiled = self._settle_compiled()
         network = model.build(engine, self.recipe.seed)
         self._refuse_another_vocabulary(network)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
             *self.plan.notes(), *self._check_context(network),
-            *model.kernel_notes(network, self.plan), *self._settle_chains(),
+            *model.kernel_notes(network, self.plan), *compiled,
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
@@ -294,17 +295,18 @@ class Training:
             raise FinetuneError(problem)
         return [problem.removesuffix(f"; {MEANT}")]
 
-    def _settle_chains(self) -> list[str]:
-        """Decide whether cheap operations are compiled; returns what is to be said of it."""
+    def _settle_compiled(self) -> list[str]:
+        """Decide what is compiled for this machine; returns what is to be said of it."""
         keep_compiled(chains.usual_folder)
-        rows = self.data.counts["train"]
+        rows, kernels = self.data.counts["train"], self.recipe.kernels
         share = self.recipe.batch.rows * self.steps / len(self.data.train)
-        asked = self.recipe.kernels.pointwise
         dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
-        tokens = rows["tokens"] * share
-        compiled, note = chains.settle(asked, self.engine.device, tokens, dtype)
-        chains.compile_chains(compiled)
-        return [] if note is None else [note]
+        device, tokens = self.engine.device, rows["tokens"] * share
+        chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
+        chains.compile_chains(chained)
+        pooled, of_pool = pool.settle(kernels.allocator, device, tokens)
+        pool.use_pool(pooled)
+        return [note for note in (of_chains, of_pool) if note is not None]
 
     def _loop(self) -> None:
         first, stop = self.progress.step, self._patience_is_over()

@@ -35,7 +35,7 @@ INNER_ORDER = {
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("accelerator", "nvme"), ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("attention", "kernels"),
+    ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

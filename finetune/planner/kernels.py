@@ -77,6 +77,7 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
         _part("activation", kernels.activation, kind),
         _part("rotary", kernels.rotary, kind),
         Choice("pointwise", kernels.pointwise),
+        Choice("allocator", kernels.allocator),
     )
 
 
