@@ -79,3 +79,20 @@ def test_no_packs_give_a_document_that_trains_nothing():
     assert batch.boundaries is not None
     assert batch.boundaries.ends.tolist() == [0, 2]
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
+
+
+def test_on_a_cpu_a_large_pack_is_filled_up_by_a_document_of_padding():
+    """To a multiple of 64; "meta" stands for any other device."""
+    for length, slots in ((1_023, 1_023), (1_024, 1_024), (1_025, 1_088), (1_087, 1_088)):
+        rows = packed_rows([([5] * 700, range(1, 700)), ([6] * (length - 700), [1])])
+        batch = collate(rows, np.array([0]), pad_id=6, device="cpu")
+        assert batch.ids.tolist() == [[5] * 700 + [6] * (slots - 700)]
+        assert (batch.real_tokens, batch.trained_tokens) == (length, 700)
+        assert (batch.labels[0, 702:] == -100).all()
+        assert batch.boundaries is not None
+        filled = [slots] if slots > length else []
+        assert batch.boundaries.ends.tolist() == [0, 700, length, *filled]
+        assert batch.boundaries.positions[0, length:].tolist() == list(range(slots - length))
+        assert batch.boundaries.longest == 700
+        elsewhere = collate(rows, np.array([0]), pad_id=6, device="meta")
+        assert elsewhere.ids.shape == (1, length)

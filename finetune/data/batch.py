@@ -10,6 +10,9 @@ from finetune.data.rows import Columns, Rows
 
 UNTRAINED = -100
 """The label that PyTorch's cross entropy leaves out."""
+GRAIN, GRAIN_FROM = 64, 1_024
+"""On a CPU a pack of so many tokens or more is filled up to a multiple: oneDNN writes code for each
+number of rows that a product has, most of it for the rows that are no whole block."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +57,26 @@ class MicroBatch:
 
 
 def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
-    """Rows as one micro-batch on a device: padded on the right, or packed without padding.
+    """Rows as one micro-batch on a device: padded on the right, or packed.
 
-    Padding is known by its position, never by its id, so `pad_id` may be any token. No indices give
+    Padding is known by its position, never by its id, so `pad_id` may be any token. In a pack it is
+    a document by itself, of less than `GRAIN` tokens, and only on CPUs. No indices give
     a row of two tokens with nothing trained, for a rank that must run its collectives all the same.
     """
     if not len(indices):
-        nothing = (np.full(2, pad_id, dtype=np.int32), np.zeros(2, dtype=bool))
-        return (_side_by_side if rows.packed else _padded)([nothing], 0, pad_id, device)
+        picked = [_nothing(2, pad_id)]
+        return (_side_by_side if rows.packed else _padded)(picked, 0, pad_id, device)
     picked = [
         rows.documents.document(int(number))
         for index in indices
         for number in rows.numbers(int(index))
     ]
     return (_side_by_side if rows.packed else _padded)(picked, len(indices), pad_id, device)
+
+
+def _nothing(tokens: int, pad_id: int) -> Columns:
+    """A document of padding."""
+    return np.full(tokens, pad_id, dtype=np.int32), np.zeros(tokens, dtype=bool)
 
 
 def _padded(
@@ -105,6 +114,9 @@ def _side_by_side(
     labels     - b c d | - f | - h i
     ends       0 4 6 9
     """
+    tokens = sum(len(ids) for ids, _ in picked)
+    if torch.device(device).type == "cpu" and tokens >= GRAIN_FROM and tokens % GRAIN:
+        picked = [*picked, _nothing(-tokens % GRAIN, pad_id)]
     lengths = np.array([len(ids) for ids, _ in picked], dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate([ids for ids, _ in picked]).astype(np.int64)
@@ -117,7 +129,7 @@ def _side_by_side(
         attention_mask=None,
         rows=rows,
         trained_tokens=int((labels != UNTRAINED).sum()),
-        real_tokens=len(ids) if rows else 0,
+        real_tokens=tokens if rows else 0,
         boundaries=Boundaries(
             positions=torch.from_numpy(positions)[None].to(device),
             ends=torch.from_numpy(ends.astype(np.int32)).to(device),
