@@ -21,9 +21,12 @@ from finetune import SFT, Data, Model, model, optim
 from finetune.data.order import permutation
 from finetune.data.rows import Documents, Rows
 from finetune.engine import Engine
-from finetune.kernels import chains
+from finetune.kernels import chains, pool
 from finetune.loop import train_step
 from finetune.planner import plan
+
+PADDING = 0
+"""An id that occurs in no row."""
 
 
 def packs(rows: list[Row], size: int, seed: int) -> Rows:
@@ -41,20 +44,27 @@ def packs(rows: list[Row], size: int, seed: int) -> Rows:
 def ours(job: Job, place: Path, turns: Turns) -> None:
     """The toolkit's own loop with its default kernels, packed; its cache of code is empty."""
     with nothing_compiled():
-        chains.compile_chains(True)
+        compile_code(job)
         train(job, place, turns, job.workload.method)
 
 
 def ours_lora(job: Job, place: Path, turns: Turns) -> None:
     """The same with LoRA on a base in bf16, whatever the job's method."""
     with nothing_compiled():
-        chains.compile_chains(True)
+        compile_code(job)
         train(job, place, turns, "lora")
 
 
 def ours_eager(job: Job, place: Path, turns: Turns) -> None:
     """The same, of which nothing is compiled, as in a run of few tokens."""
     train(job, place, turns, job.workload.method)
+
+
+def compile_code(job: Job) -> None:
+    """As a run of many tokens does."""
+    chains.compile_chains(True)
+    if not job.gpu:
+        pool.use_pool(True)
 
 
 @contextlib.contextmanager
@@ -84,7 +94,7 @@ def train(job: Job, place: Path, turns: Turns, method: str) -> None:
     turns.ready()
     for step in range(job.steps):
         turns.wait()
-        turns.answer(train_step(engine, rows, step, job.steps, 0).loss)
+        turns.answer(train_step(engine, rows, step, job.steps, PADDING).loss)
     turns.wait()
 
 
@@ -98,13 +108,17 @@ def read(
     """Labels as others hand them on: the target of a place is the label of the next one."""
     labels = torch.full_like(input_ids, UNTRAINED)
     labels[0, places + 1] = targets
-    return {"ids": input_ids, "labels": labels, "positions": position_ids}
+    real = slice(int((input_ids != PADDING).sum()))  # a pack is filled up at its end
+    read = {"ids": input_ids, "labels": labels, "positions": position_ids}
+    return {name: each[:, real] for name, each in read.items()}
 
 
 def products(job: Job, place: Path, turns: Turns) -> None:
     """Nothing but the matrix products of each step in bf16, at its shapes: a floor for the time."""
     rows = read_rows(place)
     steps = [of_step(rows, step, job.rows) for step in range(job.steps)]
+    if not job.gpu:
+        pool.use_pool(True)  # products that wait for new pages are no floor
     floor = Floor(max(sum(len(ids) for ids, _ in step) for step in steps), job)
     turns.ready()
     for step in steps:
