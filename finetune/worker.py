@@ -96,9 +96,9 @@ def train(
             engine = Engine(settled, nvme, timeout)
             return Training(engine, run, options, interruption).go()
     finally:
-        if (
-            settled.processes == 1
-        ):  # a notebook trains again, perhaps with another plan, in this process
+        if settled.processes == 1:
+            # A notebook trains again, perhaps with another plan, or goes on with something else.
+            pool.use_pool(False)
             AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
@@ -74,6 +75,23 @@ def test_a_block_is_taken_again_and_gaps_that_meet_become_one(pooled: None) -> N
     assert whole.data_ptr() == start
     del whole, last
     assert tensor(64 * LARGE).data_ptr() == start
+
+
+@needs_pool
+def test_what_no_tensor_holds_goes_back_to_the_system(pooled: None) -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    before = resident()
+    kept, gone = tensor(2**24, 1), tensor(2**27, 2)
+    assert resident() - before > 2**27
+    del gone
+    assert resident() - before > 2**27  # the next step uses it again
+    pool.use_pool(False)
+    assert resident() - before < 2**25
+    assert bool((kept == 1).all())
+    pool.use_pool(True)
+    assert bool((tensor(2**27) == 0).all())  # pages that are new
 
 
 @needs_pool

@@ -84,6 +84,13 @@ class Pool final : public c10::Allocator {
         return size;
     }
 
+    /* Let the system have what no block holds. */
+    void release() {
+        std::lock_guard<std::mutex> lock(guard);
+        for (const auto &[at, size] : gaps) madvise(at, size, MADV_DONTNEED);
+        madvise(used, open - used, MADV_DONTNEED);
+    }
+
   private:
     using Gaps = std::map<char *, size_t>;
 
@@ -166,6 +173,9 @@ extern "C" bool install(size_t bytes) {
     return true;
 }
 
-extern "C" void use(bool on) { pool->on = on; }
+extern "C" void use(bool on) {
+    pool->on = on;
+    if (!on) pool->release();
+}
 
 extern "C" size_t handed_out() { return pool->handed_out; }

@@ -45,7 +45,10 @@ def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str |
 
 
 def use_pool(on: bool) -> None:
-    """Let large tensors that this process makes from now on be pooled, or be `malloc`'s again."""
+    """Let large tensors that this process makes from now on be pooled, or be `malloc`'s again.
+
+    Then the system has back what no tensor holds.
+    """
     found = _library() if on or _library.cache_info().currsize else ""
     if not isinstance(found, str):
         found.use(on)
