@@ -271,11 +271,12 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import backend, catalog
+    from finetune import backend
     from finetune.planner import command, hybrid
-    from finetune.preflight import check, missing_files
+    from finetune.preflight import check, missing_files, read_words
 
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    ours = None if arguments.backend in hybrid.SHARDS else arguments.backend
+    recipe = read_words(arguments.recipe, arguments.overrides, ours)
     if not (arguments.gpu or arguments.gpus or arguments.backend in hybrid.SHARDS):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
@@ -310,12 +311,12 @@ def inspect_recipe(arguments: argparse.Namespace) -> int:
 
 
 def train_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import catalog, last_words
-    from finetune.preflight import check_here
+    from finetune import last_words
+    from finetune.preflight import check_here, read_words
     from finetune.start import collecting_later, compiling_later, read_models_once
 
     last_words.forget_earlier_attempts()
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     with collecting_later(), compiling_later():
         read_models_once()
@@ -334,10 +335,10 @@ def train_recipe(arguments: argparse.Namespace) -> int:
 
 
 def launch_recipe(arguments: argparse.Namespace) -> int:
-    from finetune import catalog
     from finetune.launcher import launch
+    from finetune.preflight import read_words
 
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     words = ["--timeout", str(arguments.timeout)]
     words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
     words += ["--profile"] if arguments.profile else []

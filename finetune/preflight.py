@@ -4,15 +4,32 @@ No torch: a misspelt file is told at once, and not after the seconds that torch 
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from finetune import backend as backends
+from finetune import catalog
 from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, plan
 from finetune.recipe import Model, Recipe
+
+
+def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
+    """The recipe of a name and overrides, beside a backend that is named or left to the recipe.
+
+    Raises:
+        FinetuneError: with every mistake in these words.
+    """
+    problems = [] if backend is None else _problems_of(lambda: backends.load(backend))
+    try:
+        found = catalog.resolve(recipe, overrides)
+    except FinetuneError as error:
+        raise FinetuneError(*error.problems, *problems) from None
+    if problems:
+        raise FinetuneError(*problems)
+    return found
 
 
 def check(

@@ -141,6 +141,14 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
             "override: optim.ler: unknown key; did you mean 'lr'?",
         ],
     ),
+    "a key and a backend that are not there": (
+        ["train", "quickstart", "optim.ler=1", "--backend", "fsdp_ful_shard"],
+        [
+            "override: optim.ler: unknown key; did you mean 'lr'?",
+            "backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are "
+            f"{BACKENDS}",
+        ],
+    ),
     "an unknown backend": (
         ["plan", "quickstart", "--backend", "fsdp_ful_shard"],
         [
