@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from benchmarks import liger
 from benchmarks.record import Result
 from finetune.attention import attend
 from finetune.data.batch import MicroBatch
-from finetune.kernels import activation, chains, head, lora, rotary
+from finetune.kernels import activation, chains, head, lora, pool, rotary
 from finetune.losses import labelled, token_loss_sum
 from finetune.model import FUSED
 
@@ -95,6 +97,8 @@ ON_GPU = Setting(
 )  # fmt: skip
 """As many tokens as a pack has. 6 layers of 32."""
 WARMUP = 2
+CHANGING = 12
+"""Lengths of the micro-batches for which memory is pooled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +210,7 @@ def cases(setting: Setting) -> list[Case]:
         step_case(setting, "micro-batch, norm, activation, rotary", plain, fused, batch),
         whole,
         *(compiled(case) for case in (*small, whole)),
+        *([memory_case(setting, every)] if setting.device == "cpu" else []),
     ]
 
 
@@ -225,8 +230,8 @@ def network(setting: Setting) -> PeftModel:
     return adapted
 
 
-def micro_batch(setting: Setting) -> MicroBatch:
-    rows, length = setting.rows, setting.length
+def micro_batch(setting: Setting, length: int | None = None) -> MicroBatch:
+    rows, length = setting.rows, length or setting.length
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, setting.shape["vocab_size"], (rows, length), generator=generator)
     chosen = torch.rand(ids.shape, generator=generator) < LABELLED
@@ -336,15 +341,35 @@ def operation_case(
 
 def compiled(case: Case) -> Case:
     """The same, with chains compiled."""
-
-    def ours() -> Gradients:
-        chains.compile_chains(True)
-        try:
-            return case.ours()
-        finally:
-            chains.compile_chains(False)
-
+    ours = switched(chains.compile_chains, case.ours)
     return dataclasses.replace(case, name=f"{case.name}, compiled", ours=ours)
+
+
+def switched(switch: Callable[[bool], None], work: Callable[[], Gradients]) -> Callable[[], Any]:
+    """Work with something switched on."""
+
+    def done() -> Gradients:
+        switch(True)
+        try:
+            return work()
+        finally:
+            switch(False)
+
+    return done
+
+
+def memory_case(setting: Setting, model: PeftModel) -> Case:
+    """Micro-batches of changing length, compiled: tensors from `malloc`, and from the pool."""
+    lengths = [setting.length - 7 * number for number in range(CHANGING)]
+    random.Random(0).shuffle(lengths)
+    batches = [micro_batch(setting, length) for length in lengths]
+
+    def work() -> Callable[[], Gradients]:
+        each = itertools.cycle(step_case(setting, "", model, model, batch) for batch in batches)
+        return switched(chains.compile_chains, lambda: next(each).ours())
+
+    pooled = switched(pool.use_pool, work())
+    return Case("micro-batches of changing length, pooled", work(), pooled)
 
 
 def attention_case(setting: Setting, length: int) -> Case:
