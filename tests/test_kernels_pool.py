@@ -157,7 +157,9 @@ def test_the_meter_counts_blocks_and_the_profiler_sees_them_come_and_go(pooled: 
     before = memory.handed_out()
     assert before is not None
     old = tensor(2**24)
-    assert 2**24 <= memory.handed_out() - before < 2**24 + LARGE  # type: ignore[operator]
+    counted = memory.handed_out()
+    assert counted is not None
+    assert abs(counted - before - 2**24) < LARGE  # of small objects that come and go
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         del old
         first = tensor(2**23)
