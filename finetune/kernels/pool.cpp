@@ -1,7 +1,8 @@
 /* Memory of large tensors on CPUs, apart from what else malloc hands out.
 
    One range of addresses is reserved, and used from its start: a block is cut from the smallest gap
-   that holds it, else from the end; gaps that meet become one. Memory that was used once stays. */
+   that holds it, else from the end; gaps that meet become one. Memory that was used once stays
+   until the pool is switched off. */
 
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
