@@ -365,8 +365,8 @@ def memory_case(setting: Setting, model: PeftModel) -> Case:
     batches = [micro_batch(setting, length) for length in lengths]
 
     def work() -> Callable[[], Gradients]:
-        each = itertools.cycle(step_case(setting, "", model, model, batch) for batch in batches)
-        return switched(chains.compile_chains, lambda: next(each).ours())
+        each = itertools.cycle(batches)
+        return switched(chains.compile_chains, lambda: step(setting, model, next(each)))
 
     pooled = switched(pool.use_pool, work())
     return Case("micro-batches of changing length, pooled", work(), pooled)
@@ -398,13 +398,13 @@ def step_case(
     setting: Setting, name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch
 ) -> Case:
     """A whole forward and backward pass."""
+    return Case(name, lambda: step(setting, plain, batch), lambda: step(setting, ours, batch))
 
-    def work(model: PeftModel) -> Gradients:
-        with torch.autocast(setting.device, torch.bfloat16):
-            loss = token_loss_sum(model, batch)
-        (loss / batch.trained_tokens).backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad(set_to_none=True)
-        return grads
 
-    return Case(name, lambda: work(plain), lambda: work(ours))
+def step(setting: Setting, model: PeftModel, batch: MicroBatch) -> Gradients:
+    with torch.autocast(setting.device, torch.bfloat16):
+        loss = token_loss_sum(model, batch)
+    (loss / batch.trained_tokens).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads

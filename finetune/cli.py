@@ -275,9 +275,10 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune.planner import command, hybrid
     from finetune.preflight import check, missing_files, read_words
 
-    ours = None if arguments.backend in hybrid.SHARDS else arguments.backend
-    recipe = read_words(arguments.recipe, arguments.overrides, ours)
-    if not (arguments.gpu or arguments.gpus or arguments.backend in hybrid.SHARDS):
+    copied = arguments.backend in hybrid.SHARDS  # copies of shards, which no backend here runs
+    named = None if copied else arguments.backend
+    recipe = read_words(arguments.recipe, arguments.overrides, named)
+    if not (arguments.gpu or arguments.gpus or copied):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
     verify = None

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
+from finetune.kernels.chains import COMPILE_FROM
 from finetune.kernels.compiler import CannotCompile, compiled
 
 SOURCE = Path(__file__).with_name("pool.cpp")
 TORCH = Path(torch.__file__).parent
-POOL_FROM = 10_000
-"""Tokens of a run from which `kernels.allocator=auto` pools: an estimate, that compiling, about two
-seconds of one core, is paid back by then."""
+POOL_FROM = COMPILE_FROM["cpu"]
+"""Tokens of a run from which `kernels.allocator=auto` pools, as chains are compiled."""
 RESERVED = 4
 """Addresses, as a multiple of the machine's memory: what is reserved takes none of it."""
 
@@ -47,17 +47,22 @@ def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str |
 def use_pool(on: bool) -> None:
     """Let large tensors that this process makes from now on be pooled, or be `malloc`'s again.
 
-    Then the system has back what no tensor holds.
+    Where there is no pool (`reason_against`) nothing changes. Switched off, it gives the system
+    back what no tensor holds.
     """
-    found = _library() if on or _library.cache_info().currsize else ""
-    if not isinstance(found, str):
+    if (on or _was_asked_for()) and not isinstance(found := _library(), str):
         found.use(on)
 
 
 def handed_out() -> int:
     """Bytes of blocks that tensors hold."""
-    found = _library() if _library.cache_info().currsize else ""
-    return 0 if isinstance(found, str) else found.handed_out()
+    found = _library() if _was_asked_for() else None
+    return found.handed_out() if isinstance(found, ctypes.CDLL) else 0
+
+
+def _was_asked_for() -> bool:
+    """Whether there is an answer already, for which nothing is compiled."""
+    return _library.cache_info().currsize > 0
 
 
 def reason_against() -> str | None:
