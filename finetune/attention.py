@@ -18,7 +18,9 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
-from finetune.kernels.attention import DocumentAttention, serves
+from finetune.kernels import tiled_attention
+from finetune.kernels.attention import attention_of_documents, serves
+from finetune.kernels.chains import Chain
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -76,22 +78,28 @@ def check_packing(config: PreTrainedConfig) -> None:
 
 
 def attention_notes(config: PreTrainedConfig, precision: str) -> list[str]:
-    """Why documents side by side are not one kernel on this machine's GPU; nothing without one."""
-    if not torch.cuda.is_available():
-        return []
+    """Why documents side by side are not computed by what is fastest on this machine."""
+    gpu = torch.cuda.is_available()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     reasons = {
         "fp32 has none": precision == "fp32",
-        "it does not cap scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        "it does not cap scores": capped,
         "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
-        "this GPU is older than Ampere": torch.cuda.get_device_capability() < VARLEN_FROM,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if not found:
+    if gpu:
+        older = torch.cuda.get_device_capability() < VARLEN_FROM
+        reasons |= {"this GPU is older than Ampere": older}
+        instead = "each document by itself, not all in one variable-length kernel"
+    elif Chain.compiling and precision == "bf16":
+        size = getattr(config, "head_dim", None)
+        size = size or config.hidden_size // config.num_attention_heads
+        lacking = tiled_attention.reason_against(size)
+        reasons |= {str(lacking): lacking is not None}
+        instead = "each document by products of PyTorch, not in one pass over tiles"
+    else:
         return []
-    return [
-        "model.attention: each document by itself, not all in one variable-length kernel: "
-        + " and ".join(found)
-    ]
+    found = [reason for reason, holds in reasons.items() if holds]
+    return [f"model.attention: {instead}: {' and '.join(found)}"] if found else []
 
 
 def attend(
@@ -149,7 +157,7 @@ def attend(
     parts: list[torch.Tensor] = []
     for run, (q, k, v) in zip(runs, heads, strict=True):
         if run[1] - run[0] <= longest:
-            part = DocumentAttention.apply(q, k, v, [end - run[0] for end in run], scale)
+            part = attention_of_documents(q, k, v, [end - run[0] for end in run], scale)
         elif softcap is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:

@@ -44,8 +44,8 @@ FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
 ENDINGS = {"norm": ("Norm",), "activation": ("MLP", "Experts"), "rotary": ("Attention",)}
 """How transformers ends the names of the classes of each part."""
 
-ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
-"""Parts of the names of torch's operations that are a whole attention."""
+ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "document_attention")
+"""Parts of the names of operations that are a whole attention: torch's, and one of ours."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

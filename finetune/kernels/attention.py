@@ -1,8 +1,9 @@
-"""Attention of documents with a backward pass of matrix products, for CPUs that compute in 16 bits.
+"""Attention of documents for CPUs that compute in 16 bits: over tiles, or by matrix products.
 
     S = Q K^T / sqrt(d) + causal mask      P = softmax(S)      O = P V
 
-PyTorch's fused kernel never holds P. Its forward pass is fast; its backward pass in bf16 takes
+Where code is compiled and the CPU multiplies tiles, all of it is one pass (`tiled_attention`). Else
+the forward pass is PyTorch's fused kernel, which never holds P. Its backward pass in bf16 takes
 longer than these products, which compute P again, a block of queries after another. So less is kept
 than the fused kernel keeps: the inputs, and a number for each query.
 """
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from finetune.kernels import native
-from finetune.kernels.chains import chain
+from finetune.kernels import native, tiled_attention
+from finetune.kernels.chains import Chain, chain
+from finetune.kernels.tiled_attention import TiledAttention, like
 
 BLOCK = 384
 """Queries of a document whose scores are there at once, at most."""
@@ -27,6 +29,26 @@ LEAST = 64
 def serves(query: torch.Tensor) -> bool:
     """Whether this is faster where `query` is: `python -m benchmarks kernels` times it."""
     return query.device.type == "cpu" and query.dtype != torch.float32
+
+
+def attention_of_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int], scale: float
+) -> torch.Tensor:
+    """Causal attention of documents side by side, by what is fastest where `query` is.
+
+    Args:
+        query: (1, heads, tokens, head size).
+        key: (1, key heads, tokens, head size); each is shared by heads / key heads queries.
+        value: As `key`.
+        ends: 0, and the end of each document.
+        scale: Factor of the scores.
+
+    Returns:
+        As `query`.
+    """
+    tiled = Chain.compiling and tiled_attention.serves(query)
+    kernel = TiledAttention if tiled else DocumentAttention
+    return kernel.apply(query, key, value, ends, scale)
 
 
 class DocumentAttention(torch.autograd.Function):
@@ -49,7 +71,7 @@ class DocumentAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """`query` (1, heads, tokens, head size), `ends` as `cu_seq_lens`; returns as `query`."""
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        result, logs = _like(query), query.new_empty(query.shape[1:3], dtype=torch.float32)
+        result, logs = like(query), query.new_empty(query.shape[1:3], dtype=torch.float32)
         for start, end in itertools.pairwise(ends):
             part = slice(start, end)
             given = (each[:, :, part] for each in (query, key, value))
@@ -61,7 +83,7 @@ class DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, logs = ctx.saved_tensors
-        of_query, of_key, of_value = _like(query), _like(key), _like(value)
+        of_query, of_key, of_value = like(query), like(key), like(value)
         groups = query.shape[1] // key.shape[1]
         lengths = [end - start for start, end in itertools.pairwise(ctx.ends)]
         rooms = query.new_empty(
@@ -94,12 +116,6 @@ class DocumentAttention(torch.autograd.Function):
 def _block(query: torch.Tensor, length: int) -> int:
     """Queries of a document of so many tokens whose scores are there at once."""
     return min(length, BLOCK, max(LEAST, ROOM // (query.shape[1] * length)))
-
-
-def _like(heads: torch.Tensor) -> torch.Tensor:
-    """Room for (1, heads, tokens, head size), token by token as projections are."""
-    rows = heads.transpose(1, 2)
-    return torch.empty_like(rows, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _stacked(heads: torch.Tensor, part: slice, groups: int) -> torch.Tensor:

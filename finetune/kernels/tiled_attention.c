@@ -1,0 +1,528 @@
+/* Causal attention of documents side by side, forward and backward, in bfloat16 on CPUs with AMX.
+
+       S = scale Q K^T        P = softmax(S)         O = P V         D_i = sum_d dO_id O_id
+       dV = P^T dO            dS = P (dO V^T - D)    dQ = scale dS K     dK = scale dS^T Q
+
+   A tile of scores goes from its product through softmax to the next product within the caches, and
+   tiles above the diagonal are not computed. Scores, sums and gradients that are added up are in 32
+   bits; what a product reads is rounded to 16. Such are the tiles of a product C += A B:
+
+       A    16 rows of 32 numbers
+       B    32 rows of 16 numbers, of which each two lie side by side: 16 rows of 16 pairs
+       C    16 rows of 16 numbers of 32 bits
+
+   Tokens are taken by the block of 32, and what lacks in the last block of a document is 0. */
+
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef int64_t count;
+typedef uint16_t number;
+
+/* Heads of one document: where its first token has the head, and numbers from token to token. */
+typedef struct {
+    const number *first;
+    count step;
+} given;
+
+#define BLOCK 32        /* tokens */
+#define TILE 512        /* numbers of 16 bits */
+#define SQUARE 256      /* numbers of 32 bits */
+#define TALL 8          /* blocks of queries whose scores are there at once */
+#define WIDE 16         /* blocks of keys of these */
+#define LEAST -87.0f    /* e^x below it is that of it */
+/* What was stored is in memory: compilers do not know that instructions on tiles read it. */
+#define SETTLED __asm__ volatile("" ::: "memory")
+#define EACH(name, from, to) for (count name = (from); name < (to); name++)
+#define EACH_PAIR(name, to) for (count name = 0; name < (to); name += 2)
+
+static inline count less(count one, count other) { return one < other ? one : other; }
+
+static inline __m512 widened(const number *from) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline void store_rounded(number *to, __m512 values) {
+    _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+/* e^x to 2 units in the last place: 2^n e^r with |r| <= log(2) / 2, and a polynomial for e^r. */
+static inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(LEAST), x); /* the second where one is not a number */
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* Tiles ---------------------------------------------------------------------------------------- */
+
+/* Tiles of 16 rows of 64 bytes, all eight. A thread's own configuration is another library's. */
+static void begin_tiles(void *before) {
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } own = {.palette = 1};
+    EACH(tile, 0, 8) own.bytes[tile] = 64, own.rows[tile] = 16;
+    _tile_storeconfig(before);
+    SETTLED;
+    _tile_loadconfig(&own);
+}
+
+static void end_tiles(const void *before) { _tile_loadconfig(before); }
+
+static inline void no_sums(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+/* Two by two tiles of C: the second row of them lies `down` numbers after the first. */
+static inline void load_sums(const float *c, count down) {
+    SETTLED;
+    _tile_loadd(0, c, 64);
+    _tile_loadd(1, c + SQUARE, 64);
+    _tile_loadd(2, c + down, 64);
+    _tile_loadd(3, c + down + SQUARE, 64);
+}
+
+static inline void store_sums(float *c, count down) {
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + SQUARE, 64);
+    _tile_stored(2, c + down, 64);
+    _tile_stored(3, c + down + SQUARE, 64);
+}
+
+/* Adds products of so many tiles: of A two rows of tiles, `a_down` apart, and of B two columns,
+   `b_right` apart; the next tiles of either lie a step on. */
+static inline void add_products(const number *a, count a_down, count a_step, const number *b,
+                                count b_right, count b_step, count steps) {
+    SETTLED;
+    EACH(step, 0, steps) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + b_right, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a + a_down, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        a += a_step;
+        b += b_step;
+    }
+}
+
+/* Rows become columns, of 16 by 16 words of 32 bits. */
+static inline void turn(__m512i *rows) {
+    __m512i half[16];
+    EACH(i, 0, 8) {
+        half[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        half[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    EACH(i, 0, 4) {
+        rows[4 * i] = _mm512_unpacklo_epi64(half[4 * i], half[4 * i + 2]);
+        rows[4 * i + 1] = _mm512_unpackhi_epi64(half[4 * i], half[4 * i + 2]);
+        rows[4 * i + 2] = _mm512_unpacklo_epi64(half[4 * i + 1], half[4 * i + 3]);
+        rows[4 * i + 3] = _mm512_unpackhi_epi64(half[4 * i + 1], half[4 * i + 3]);
+    }
+    EACH(i, 0, 4) {
+        half[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+        half[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+        half[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+        half[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+    }
+    EACH(i, 0, 4) {
+        rows[i] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0xdd);
+        rows[i + 4] = _mm512_shuffle_i32x4(half[i + 4], half[i + 12], 0x88);
+        rows[i + 12] = _mm512_shuffle_i32x4(half[i + 4], half[i + 12], 0xdd);
+    }
+}
+
+/* 32 numbers of a token from `at` on, 0 after the document's last. */
+static inline __m512i numbers(given x, count length, count token, count at) {
+    if (token >= length) return _mm512_setzero_si512();
+    return _mm512_loadu_si512(x.first + token * x.step + at);
+}
+
+/* 16 pairs of the numbers of two tokens. */
+static inline __m512i paired(given x, count length, count token, count at) {
+    __m512i pair[2];
+    EACH(i, 0, 2) {
+        __m256i half = _mm256_setzero_si256();
+        if (token + i < length)
+            half = _mm256_loadu_si256((const void *)(x.first + (token + i) * x.step + at));
+        pair[i] = _mm512_cvtepu16_epi32(half);
+    }
+    return _mm512_or_si512(pair[0], _mm512_slli_epi32(pair[1], 16));
+}
+
+/* X as A: tile after tile of 16 tokens. */
+static void lay_rows(given x, count length, count blocks, count size, number *to) {
+    EACH(first, 0, 2 * blocks) for (count at = 0; at < size; at += 32, to += TILE)
+        EACH(i, 0, 16) _mm512_storeu_si512(to + 32 * i, numbers(x, length, 16 * first + i, at));
+}
+
+/* X^T as B: tile after tile of 16 tokens. */
+static void lay_turned(given x, count length, count blocks, count size, number *to) {
+    __m512i rows[16];
+    EACH(first, 0, 2 * blocks) for (count at = 0; at < size; at += 32, to += TILE) {
+        EACH(i, 0, 16) rows[i] = numbers(x, length, 16 * first + i, at);
+        turn(rows);
+        EACH(i, 0, 16) _mm512_storeu_si512(to + 32 * i, rows[i]);
+    }
+}
+
+/* X as B, or where asked for X^T as A: a block of tokens after another, tile after tile of 16
+   numbers. */
+static void lay_pairs(given x, count length, count blocks, count size, int turned, number *to) {
+    __m512i rows[16];
+    EACH(block, 0, blocks) for (count at = 0; at < size; at += 16, to += TILE) {
+        EACH(i, 0, 16) rows[i] = paired(x, length, BLOCK * block + 2 * i, at);
+        if (turned) turn(rows);
+        EACH(i, 0, 16) _mm512_storeu_si512(to + 32 * i, rows[i]);
+    }
+}
+
+/* Which 16 keys from `key` on a query sees. */
+static inline __mmask16 seen(count query, count key) {
+    count more = query - key + 1;
+    return more >= 16 ? 0xffff : more <= 0 ? 0 : (__mmask16)((1 << more) - 1);
+}
+
+/* Numbers of 16 bits that `forward` and `backward` need for each thread. */
+count room_of_forward(count longest, count size) {
+    count blocks = (longest + BLOCK - 1) / BLOCK;
+    return 3 * blocks * BLOCK * size + 2 * (WIDE * 4 * SQUARE + BLOCK * size) + 2 * WIDE * TILE;
+}
+
+count room_of_backward(count longest, count size) {
+    count blocks = (longest + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size;
+    return 7 * laid + 2 * (2 * laid + TALL * BLOCK * size + 2 * blocks * BLOCK) +
+           3 * TALL * WIDE * 2 * TILE;
+}
+
+/* Whether this process may use the tiles: the system is asked once for the room that they take. */
+int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+/* Forward -------------------------------------------------------------------------------------- */
+
+/* Scores of 32 queries and so many blocks of keys, the last of which they may see in part: four
+   squares each, two for 16 queries. */
+static inline void scores(const number *queries, const number *keys, count blocks, count size,
+                          float *to) {
+    count deep = size / 32;
+    EACH(block, 0, blocks) {
+        no_sums();
+        add_products(queries, deep * TILE, TILE, keys, deep * TILE, TILE, deep);
+        store_sums(to, 2 * SQUARE);
+        keys += 2 * deep * TILE;
+        to += 4 * SQUARE;
+    }
+}
+
+/* A query's weights of keys in blocks, of which it sees `whole` and a part of one more if there is
+   one, as A. Its largest score so far and the sum of e^(scale S - largest) are renewed; returns by
+   what earlier sums are to be multiplied. */
+static inline float weigh(const float *row, number *to, count blocks, count whole, count place,
+                          float scale, float *largest, float *sum) {
+    __m512 none = _mm512_set1_ps(-INFINITY), top = none, total = _mm512_setzero_ps();
+    EACH(block, 0, blocks) EACH(half, 0, 2) {
+        __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
+        if (block == whole) score = _mm512_mask_mov_ps(none, seen(place, 16 * half), score);
+        top = _mm512_max_ps(top, score);
+    }
+    float before = *largest, now = scale * _mm512_reduce_max_ps(top);
+    if (now < before) now = before;
+    __m512 wide = _mm512_set1_ps(scale), less = _mm512_set1_ps(now);
+    EACH(block, 0, blocks) {
+        __m512 weights[2];
+        EACH(half, 0, 2) {
+            __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
+            weights[half] = exponential(_mm512_fmsub_ps(wide, score, less));
+            if (block == whole)
+                weights[half] = _mm512_maskz_mov_ps(seen(place, 16 * half), weights[half]);
+            total = _mm512_add_ps(total, weights[half]);
+        }
+        __m512bh both = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+        _mm512_storeu_si512(to + block * TILE, (__m512i)both);
+    }
+    float kept = before == -INFINITY ? 0.0f : expf(before - now);
+    *sum = kept * *sum + _mm512_reduce_add_ps(total);
+    *largest = now;
+    return kept;
+}
+
+/* One document, one key head and the query heads that share it. */
+static void forward_one(given query, given key, given value, number *result, count result_step,
+                        float *logs, count logs_step, count length, count groups, count size,
+                        float scale, number *room) {
+    count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
+    number *keys = room, *values = keys + laid, *queries = values + laid, *weights = queries + laid;
+    float *square = (float *)(weights + 2 * WIDE * TILE), *mixed = square + WIDE * 4 * SQUARE;
+    lay_turned(key, length, blocks, size, keys);
+    lay_pairs(value, length, blocks, size, 0, values);
+    EACH(head, 0, groups) {
+        given own = {query.first + head * size, query.step};
+        lay_rows(own, length, blocks, size, queries);
+        EACH(block, 0, blocks) {
+            float largest[BLOCK], sum[BLOCK];
+            EACH(i, 0, BLOCK) largest[i] = -INFINITY, sum[i] = 0.0f;
+            memset(mixed, 0, BLOCK * size * sizeof *mixed);
+            for (count first = 0; first <= block; first += WIDE) {
+                count some = less(WIDE, block + 1 - first);
+                scores(queries + block * BLOCK * size, keys + first * BLOCK * size, some, size,
+                       square);
+                EACH(i, 0, BLOCK) {
+                    float *row = square + i / 16 * 2 * SQUARE + i % 16 * 16;
+                    float kept = weigh(row, weights + i / 16 * WIDE * TILE + i % 16 * 32, some,
+                                       block - first, i, scale, largest + i, sum + i);
+                    if (first) EACH(tile, 0, tiles) {
+                        float *at = mixed + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
+                        EACH(d, 0, 16) at[d] *= kept;
+                    }
+                }
+                EACH_PAIR(tile, tiles) {
+                    load_sums(mixed + tile * SQUARE, tiles * SQUARE);
+                    add_products(weights, WIDE * TILE, TILE, values + (first * tiles + tile) * TILE,
+                                 TILE, tiles * TILE, some);
+                    store_sums(mixed + tile * SQUARE, tiles * SQUARE);
+                }
+            }
+            EACH(i, 0, less(BLOCK, length - block * BLOCK)) {
+                count token = block * BLOCK + i;
+                logs[head * logs_step + token] = largest[i] + logf(sum[i]);
+                __m512 share = _mm512_set1_ps(1.0f / sum[i]);
+                EACH(tile, 0, tiles) {
+                    float *at = mixed + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
+                    store_rounded(result + token * result_step + head * size + tile * 16,
+                                  _mm512_mul_ps(share, _mm512_loadu_ps(at)));
+                }
+            }
+        }
+    }
+}
+
+/* Documents end where `ends` says, of which the first is 0. The numbers of a head lie side by side,
+   heads one after another, and tokens `..._step` numbers apart. `room` has `room_each` numbers for
+   each thread. */
+void attention(const number *query, count query_step, const number *key, count key_step,
+               const number *value, count value_step, number *result, count result_step,
+               float *logs, const int64_t *ends, count documents, count key_heads, count groups,
+               count size, float scale, number *room, count room_each, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        char before[64];
+        begin_tiles(before);
+#pragma omp for schedule(dynamic)
+        for (count one = 0; one < documents * key_heads; one++) {
+            count start = ends[one / key_heads], end = ends[one / key_heads + 1];
+            count head = one % key_heads, at = head * size, own = groups * at;
+            forward_one((given){query + start * query_step + own, query_step},
+                        (given){key + start * key_step + at, key_step},
+                        (given){value + start * value_step + at, value_step},
+                        result + start * result_step + own, result_step,
+                        logs + groups * head * ends[documents] + start, ends[documents],
+                        end - start, groups, size, scale, room + omp_get_thread_num() * room_each);
+        }
+        end_tiles(before);
+    }
+}
+
+/* Backward ------------------------------------------------------------------------------------- */
+
+/* P and dS of 32 queries and 32 keys: P and dS as B, dS also as A, whose second row of tiles lies
+   `down` numbers after the first. Both have squares as `scores` makes them. */
+static inline void differentiate(const float *square, const float *by_weights, const float *logs,
+                                 const float *means, int diagonal, float scale, number *weights,
+                                 number *pairs, number *rows, count down) {
+    const __m512i mixed =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512 wide = _mm512_set1_ps(scale);
+    EACH_PAIR(i, BLOCK) {
+        __m512 of_scores[2][2], power[2][2];
+        EACH(next, 0, 2) {
+            __m512 log = _mm512_set1_ps(logs[i + next]), mean = _mm512_set1_ps(means[i + next]);
+            EACH(half, 0, 2) {
+                count at = (i / 16 * 2 + half) * SQUARE + (i + next) % 16 * 16;
+                __m512 score = _mm512_loadu_ps(square + at);
+                __m512 given = _mm512_loadu_ps(by_weights + at);
+                __m512 weight = exponential(_mm512_fmsub_ps(wide, score, log));
+                if (diagonal) weight = _mm512_maskz_mov_ps(seen(i + next, 16 * half), weight);
+                power[half][next] = weight;
+                of_scores[half][next] = _mm512_mul_ps(weight, _mm512_sub_ps(given, mean));
+            }
+            __m512bh row = _mm512_cvtne2ps_pbh(of_scores[1][next], of_scores[0][next]);
+            _mm512_storeu_si512(rows + i / 16 * down + (i + next) % 16 * 32, (__m512i)row);
+        }
+        EACH(half, 0, 2) {
+            __m512i of_weight = (__m512i)_mm512_cvtne2ps_pbh(power[half][1], power[half][0]);
+            __m512i of_score = (__m512i)_mm512_cvtne2ps_pbh(of_scores[half][1], of_scores[half][0]);
+            count at = half * TILE + i / 2 * 32;
+            _mm512_storeu_si512(weights + at, _mm512_permutexvar_epi16(mixed, of_weight));
+            _mm512_storeu_si512(pairs + at, _mm512_permutexvar_epi16(mixed, of_score));
+        }
+    }
+}
+
+/* D of each query, sum_d dO_id O_id. */
+static void dots(given mixed, given grad, count length, count size, float *to) {
+    EACH(token, 0, length) {
+        __m512 sum = _mm512_setzero_ps();
+        for (count at = 0; at < size; at += 16)
+            sum = _mm512_fmadd_ps(widened(mixed.first + token * mixed.step + at),
+                                  widened(grad.first + token * grad.step + at), sum);
+        to[token] = _mm512_reduce_add_ps(sum);
+    }
+}
+
+/* Sums of X^T, squares of 16 numbers by 16 tokens, to rows of tokens. */
+static void put_turned(const float *from, count length, count blocks, count size, float scale,
+                       number *to, count step) {
+    __m512i rows[16];
+    for (count at = 0; at < size; at += 16)
+        for (count first = 0; first < BLOCK * blocks; first += 16, from += SQUARE) {
+            EACH(i, 0, 16) rows[i] = _mm512_loadu_si512(from + 16 * i);
+            turn(rows);
+            EACH(i, 0, less(16, length - first))
+                store_rounded(to + (first + i) * step + at,
+                              _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_castsi512_ps(rows[i])));
+        }
+}
+
+static void backward_one(given query, given key, given value, given mixed, given grad,
+                         const float *logs, count logs_step, number *by_query, count by_query_step,
+                         number *by_key, number *by_value, count by_key_step, count length,
+                         count groups, count size, float scale, number *room) {
+    count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
+    number *keys = room, *values = keys + laid, *key_pairs = values + laid;
+    number *queries = key_pairs + laid, *grads = queries + laid;
+    number *queries_turned = grads + laid, *grads_turned = queries_turned + laid;
+    number *weights = grads_turned + laid, *pairs = weights + TALL * WIDE * 2 * TILE;
+    number *rows = pairs + TALL * WIDE * 2 * TILE;
+    float *of_key = (float *)(rows + TALL * WIDE * 2 * TILE), *of_value = of_key + laid;
+    float *of_query = of_value + laid, *of_logs = of_query + TALL * BLOCK * size;
+    float *means = of_logs + blocks * BLOCK, square[4 * SQUARE], by_weights[4 * SQUARE];
+    lay_turned(key, length, blocks, size, keys);
+    lay_turned(value, length, blocks, size, values);
+    lay_pairs(key, length, blocks, size, 0, key_pairs);
+    memset(of_key, 0, 2 * laid * sizeof *of_key);
+    EACH(head, 0, groups) {
+        given own = {query.first + head * size, query.step};
+        given of_own = {grad.first + head * size, grad.step};
+        lay_rows(own, length, blocks, size, queries);
+        lay_rows(of_own, length, blocks, size, grads);
+        lay_pairs(own, length, blocks, size, 1, queries_turned);
+        lay_pairs(of_own, length, blocks, size, 1, grads_turned);
+        memcpy(of_logs, logs + head * logs_step, length * sizeof *logs);
+        dots((given){mixed.first + head * size, mixed.step}, of_own, length, size, means);
+        EACH(token, length, blocks * BLOCK) of_logs[token] = means[token] = 0.0f;
+        for (count top = 0; top < blocks; top += TALL) {
+            count low = less(blocks, top + TALL);
+            memset(of_query, 0, (low - top) * BLOCK * size * sizeof *of_query);
+            for (count left = 0; left < low; left += WIDE) {
+                count right = less(low, left + WIDE);
+                EACH(block, top, low) EACH(other, left, less(right, block + 1)) {
+                    count tall = block - top, wide = other - left;
+                    count at = (tall * WIDE + wide) * 2 * TILE;
+                    scores(queries + block * BLOCK * size, keys + other * BLOCK * size, 1, size,
+                           square);
+                    scores(grads + block * BLOCK * size, values + other * BLOCK * size, 1, size,
+                           by_weights);
+                    differentiate(square, by_weights, of_logs + block * BLOCK,
+                                  means + block * BLOCK, block == other, scale, weights + at,
+                                  pairs + at, rows + (2 * tall * WIDE + wide) * TILE, WIDE * TILE);
+                }
+                EACH(block, top, low) {
+                    count some = less(right, block + 1) - left;
+                    if (some > 0) EACH_PAIR(tile, tiles) {
+                        float *sums = of_query + ((block - top) * 2 * tiles + tile) * SQUARE;
+                        load_sums(sums, tiles * SQUARE);
+                        add_products(rows + (block - top) * 2 * WIDE * TILE, WIDE * TILE, TILE,
+                                     key_pairs + (left * tiles + tile) * TILE, TILE, tiles * TILE,
+                                     some);
+                        store_sums(sums, tiles * SQUARE);
+                    }
+                }
+                EACH(other, left, right) {
+                    count first = other > top ? other : top, some = low - first;
+                    count at = ((first - top) * WIDE + other - left) * 2 * TILE;
+                    EACH_PAIR(tile, tiles) {
+                        count sums = (tile * blocks + other) * 2 * SQUARE;
+                        count turned = (first * tiles + tile) * TILE;
+                        load_sums(of_key + sums, blocks * 2 * SQUARE);
+                        add_products(queries_turned + turned, TILE, tiles * TILE, pairs + at, TILE,
+                                     WIDE * 2 * TILE, some);
+                        store_sums(of_key + sums, blocks * 2 * SQUARE);
+                        load_sums(of_value + sums, blocks * 2 * SQUARE);
+                        add_products(grads_turned + turned, TILE, tiles * TILE, weights + at, TILE,
+                                     WIDE * 2 * TILE, some);
+                        store_sums(of_value + sums, blocks * 2 * SQUARE);
+                    }
+                }
+            }
+            EACH(token, top * BLOCK, less(length, low * BLOCK)) EACH(tile, 0, tiles) {
+                count i = token - top * BLOCK;
+                const float *sums = of_query + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
+                store_rounded(by_query + token * by_query_step + head * size + tile * 16,
+                              _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_loadu_ps(sums)));
+            }
+        }
+    }
+    put_turned(of_key, length, blocks, size, scale, by_key, by_key_step);
+    put_turned(of_value, length, blocks, size, 1.0f, by_value, by_key_step);
+}
+
+/* As `attention`, whose result and logarithms are given. */
+void attention_gradients(const number *query, count query_step, const number *key, count key_step,
+                         const number *value, count value_step, const number *mixed,
+                         count mixed_step, const number *grad, count grad_step, const float *logs,
+                         number *by_query, number *by_key, number *by_value, const int64_t *ends,
+                         count documents, count key_heads, count groups, count size, float scale,
+                         number *room, count room_each, int threads) {
+    count narrow = key_heads * size, broad = groups * narrow;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        char before[64];
+        begin_tiles(before);
+#pragma omp for schedule(dynamic)
+        for (count one = 0; one < documents * key_heads; one++) {
+            count start = ends[one / key_heads], end = ends[one / key_heads + 1];
+            count head = one % key_heads, at = head * size, own = groups * at;
+            backward_one((given){query + start * query_step + own, query_step},
+                         (given){key + start * key_step + at, key_step},
+                         (given){value + start * value_step + at, value_step},
+                         (given){mixed + start * mixed_step + own, mixed_step},
+                         (given){grad + start * grad_step + own, grad_step},
+                         logs + groups * head * ends[documents] + start, ends[documents],
+                         by_query + start * broad + own, broad, by_key + start * narrow + at,
+                         by_value + start * narrow + at, narrow, end - start, groups, size, scale,
+                         room + omp_get_thread_num() * room_each);
+        }
+        end_tiles(before);
+    }
+}
+
+#else
+
+int may_use_tiles(void) { return 0; }
+
+#endif

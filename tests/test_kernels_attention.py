@@ -1,0 +1,296 @@
+"""Attention over tiles has the result and the gradients of attention in fp32, for every shape."""
+
+import copy
+import itertools
+import platform
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import adapt, build, distance, gradients, inputs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.attention import DOCUMENTS, attend, attention_notes
+from finetune.kernels import chains, tiled_attention
+from finetune.kernels.attention import DocumentAttention, attention_of_documents
+from finetune.kernels.compiler import compiled
+from finetune.kernels.tiled_attention import TiledAttention, serves
+from finetune.model import recompute
+
+needs_tiles = pytest.mark.skipif(
+    tiled_attention.reason_against() is not None, reason=str(tiled_attention.reason_against())
+)
+NEAR = 6e-3
+"""Relative, of a tensor: weights and their gradients are rounded to the 8 bits of bf16."""
+AS_EXACT = 1.05
+"""Most that it may be farther from fp32 than products whose scores are rounded too."""
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    chains.compile_chains(True)
+    yield
+    chains.compile_chains(False)
+
+
+def heads(tokens: int, query_heads: int, key_heads: int, size: int) -> Heads:
+    """As projections make them.  # (1, heads, tokens, size) each"""
+    torch.manual_seed(tokens + size)
+    made = [
+        torch.randn(1, tokens, count, size).bfloat16().transpose(1, 2).requires_grad_()
+        for count in (query_heads, key_heads, key_heads)
+    ]
+    return made[0], made[1], made[2]
+
+
+def of_each(given: Heads, ends: list[int], scale: float) -> torch.Tensor:
+    """Attention of each document by itself, in the type of what is given."""
+    parts: list[torch.Tensor] = []
+    for start, end in itertools.pairwise(ends):
+        query, key, value = (each[:, :, start:end] for each in given)
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        scores = query @ key.transpose(2, 3) * scale
+        unseen = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        parts.append(scores.masked_fill(unseen, -torch.inf).softmax(-1) @ value)
+    return torch.cat(parts, 2)
+
+
+def with_gradients(mixed: torch.Tensor, given: Heads) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    grad = torch.randn(mixed.shape).bfloat16().to(mixed.dtype)
+    return [mixed.detach(), *torch.autograd.grad(mixed, given, grad)]
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-2))
+
+
+ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
+"""Documents shorter and longer than a block of 32 tokens, and than what is there at once."""
+
+
+@needs_tiles
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("size", [32, 64, 96, 256])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_it_has_the_result_and_the_gradients_of_fp32(
+    ends: list[int], size: int, groups: int
+) -> None:
+    given = heads(ends[-1], 2 * groups, 2, size)
+    query, key, value = (each.detach().double().requires_grad_() for each in given)
+    exact = with_gradients(of_each((query, key, value), ends, 0.2), (query, key, value))
+    ours = with_gradients(TiledAttention.apply(*given, ends, 0.2), given)
+    products = with_gradients(DocumentAttention.apply(*given, ends, 0.2), given)
+    for found, other, wanted in zip(ours, products, exact, strict=True):
+        assert apart(found, wanted) <= NEAR
+        if wanted.norm() > 1e-3:  # one token has no gradient of its scores
+            assert apart(found, wanted) <= AS_EXACT * apart(other, wanted)
+
+
+@needs_tiles
+def test_a_document_longer_than_all_scores_that_are_there_at_once() -> None:
+    given = heads(1100, 1, 1, 32)
+    wide = tuple(each.detach().double().requires_grad_() for each in given)
+    exact = with_gradients(of_each(wide, [0, 1100], 2.0), wide)  # weights of a few keys
+    for found, wanted in zip(
+        with_gradients(TiledAttention.apply(*given, [0, 1100], 2.0), given), exact, strict=True
+    ):
+        assert apart(found, wanted) <= NEAR
+
+
+@needs_tiles
+def test_documents_beside_each_other_have_the_bits_of_each_alone() -> None:
+    given, ends = heads(300, 6, 2, 64), [0, 1, 40, 300]
+    together = with_gradients(TiledAttention.apply(*given, ends, 0.4), given)
+    torch.manual_seed(1)
+    grad = torch.randn(together[0].shape).bfloat16()
+    for start, end in itertools.pairwise(ends):
+        alone = tuple(each[:, :, start:end].detach().requires_grad_() for each in given)
+        mixed = TiledAttention.apply(*alone, [0, end - start], 0.4)
+        found = [mixed, *torch.autograd.grad(mixed, alone, grad[:, :, start:end])]
+        for all_of_it, of_part in zip(together, found, strict=True):
+            assert torch.equal(all_of_it[:, :, start:end], of_part)
+
+
+@needs_tiles
+def test_a_later_token_changes_nothing_before_it() -> None:
+    given = heads(100, 2, 1, 32)
+    before = TiledAttention.apply(*given, [0, 100], 0.2)
+    with torch.no_grad():
+        for each in given:
+            each[:, :, 50:] = 1e4
+    after = TiledAttention.apply(*given, [0, 100], 0.2)
+    assert torch.equal(before[:, :, :50], after[:, :, :50])
+    assert not torch.equal(before[:, :, 50:], after[:, :, 50:])
+
+
+@needs_tiles
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(wrong: float) -> None:
+    given = heads(70, 2, 1, 32)
+    with torch.no_grad():
+        given[0][0, 1, 40, 3] = wrong
+    found = with_gradients(TiledAttention.apply(*given, [0, 70], 0.2), given)
+    assert found[0][0, 1, 40].isnan().all()
+    assert found[0][0, 0].isfinite().all()
+    assert found[1][0, 1, 40].isnan().any()
+
+
+@needs_tiles
+def test_several_threads_compute_the_same_bits() -> None:
+    given, threads = heads(260, 6, 3, 64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = with_gradients(TiledAttention.apply(*given, [0, 100, 260], 0.2), given)
+        torch.set_num_threads(2)
+        both = with_gradients(TiledAttention.apply(*given, [0, 100, 260], 0.2), given)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, alone, both))
+
+
+@needs_tiles
+def test_heads_may_lie_in_any_way() -> None:
+    """Parts of one projection, heads before tokens, and a gradient that is one number."""
+    whole = torch.randn(1, 50, 3, 2, 32).bfloat16()
+    query, key, value = (whole[:, :, place].transpose(1, 2) for place in range(3))
+    ours = TiledAttention.apply(query, key, value, [0, 50], 0.2)
+    moved = tuple(each.contiguous().requires_grad_() for each in (query, key, value))
+    again = TiledAttention.apply(*moved, [0, 50], 0.2)
+    assert torch.equal(ours, again)
+    by_ones = torch.autograd.grad(again.sum(), moved)
+    again = TiledAttention.apply(*moved, [0, 50], 0.2)
+    wanted = torch.autograd.grad(again, moved, torch.ones_like(again))
+    assert all(map(torch.equal, by_ones, wanted))
+
+
+@needs_tiles
+def test_products_of_torch_between_have_their_own_tiles() -> None:
+    """Its library and this one say in turn how large the tiles of a thread are."""
+    first, second = torch.randn(2, 40, 72).bfloat16()
+    given, wanted = heads(64, 2, 1, 32), first @ second.T
+    before = TiledAttention.apply(*given, [0, 64], 0.2)
+    for _ in range(3):
+        assert torch.equal(first @ second.T, wanted)
+        assert torch.equal(TiledAttention.apply(*given, [0, 64], 0.2), before)
+
+
+# Where it is used.
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("size", "dtype", "served"),
+    [(64, torch.bfloat16, True), (48, torch.bfloat16, False), (64, torch.float16, False)],
+)
+def test_heads_of_whole_tiles_in_bf16_are_served(
+    size: int, dtype: torch.dtype, served: bool
+) -> None:
+    assert serves(torch.zeros(1, 2, 5, size, dtype=dtype)) is served
+
+
+class Operations(TorchDispatchMode):
+    """Counts attentions over tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiled = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.tiled += "document_attention" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_tiles
+def test_a_pack_is_one_operation(compiling: None) -> None:
+    with Operations() as operations:
+        attend(
+            nn.Module(), *heads(40, 2, 1, 32), None, max_length_q=40,
+            cu_seq_lens_q=torch.tensor([0, 10, 40], dtype=torch.int32),
+        )  # fmt: skip
+    assert operations.tiled == 1
+
+
+def test_where_nothing_is_compiled_it_is_not_used() -> None:
+    with Operations() as operations:
+        attention_of_documents(*heads(40, 2, 1, 32), [0, 40], 0.2)
+    assert operations.tiled == 0
+
+
+WIDER = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+def packed_inputs() -> dict[str, torch.Tensor | int]:
+    """Three documents in one row."""
+    given = inputs()
+    ids = given["input_ids"].flatten()[None]
+    ends, length = [0, 3, 9, ids.shape[1]], ids.shape[1]
+    places = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])
+    ends_there = torch.tensor(ends, dtype=torch.int32)
+    return {
+        "input_ids": ids, "labels": ids, "position_ids": places[None],
+        "cu_seq_lens_q": ends_there, "cu_seq_lens_k": ends_there,
+        "max_length_q": length, "max_length_k": length,
+    }  # fmt: skip
+
+
+def packed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(**packed_inputs()).loss.backward()
+    return gradients(model)
+
+
+@needs_tiles
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("keep", [None, "attention", True], ids=str)
+def test_a_model_trains_as_near_to_fp32_as_by_products(kind: str, keep: str | bool | None) -> None:
+    products = adapt(build(kind, **WIDER)).bfloat16()
+    products.get_base_model().set_attn_implementation(DOCUMENTS)
+    tiled, exact = copy.deepcopy(products), packed_gradients(copy.deepcopy(products).float())
+    theirs = packed_gradients(products)
+    if keep is not None:
+        recompute(tiled.get_base_model(), keep)
+        tiled.train()
+    chains.compile_chains(True)
+    try:
+        with Operations() as operations:
+            ours = packed_gradients(tiled)
+    finally:
+        chains.compile_chains(False)
+    assert operations.tiled == (2 if keep is True else 1) * 2  # layers
+    assert distance(ours, exact) <= AS_EXACT * distance(theirs, exact)
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        ("llama", WIDER, ""),
+        ("llama", {}, "heads of 16 numbers are no multiple of 32"),
+        ("gemma2", WIDER, "it does not cap scores"),
+        ("qwen3", WIDER | {"head_dim": 48}, "heads of 48 numbers are no multiple of 32"),
+    ],
+)
+def test_why_it_is_not_used_is_said(
+    compiling: None, kind: str, fields: dict[str, int], told: str
+) -> None:
+    config = build(kind, **fields).config
+    assert attention_notes(config, "fp32") == []
+    instead = "model.attention: each document by products of PyTorch, not in one pass over tiles"
+    assert attention_notes(config, "bf16") == ([f"{instead}: {told}"] if told else [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a GPU lacks")
+def test_nothing_is_said_where_nothing_is_compiled() -> None:
+    assert attention_notes(build("gemma2").config, "bf16") == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
+def test_without_tiles_it_compiles_and_says_so() -> None:
+    without = compiled(
+        tiled_attention.SOURCE, [*tiled_attention.FLAGS, "-mno-amx-bf16", "-mno-amx-tile"]
+    )
+    assert without.may_use_tiles() == 0
