@@ -198,19 +198,21 @@ def cases(setting: Setting) -> list[Case]:
     norms = [block.input_layernorm for block in other]
     small = (norm_case(setting, *norms), unit_case(setting), rotation_case(setting))
     whole = step_case(setting, "micro-batch, all", plain, every, batch)
+    apart = [attention_case(setting, length) for length in setting.documents]
+    on_cpu = setting.device == "cpu"  # on a GPU attention is compiled already
     return [
         head_case(setting, plain, chunked, batch),
         inputs_case(setting, "adapters of q, k, v", *(b.self_attn for b in blocks), lora.GROUPS[0]),
         inputs_case(setting, "adapters of gate, up", *(b.mlp for b in blocks), lora.GROUPS[1]),
         inputs_case(setting, "adapter of down", *(b.mlp for b in blocks), ("down_proj",)),
         *small,
-        *(attention_case(setting, length) for length in setting.documents),
+        *apart,
         step_case(setting, "micro-batch, head", plain, chunked, batch),
         step_case(setting, "micro-batch, adapters", plain, grouped, batch),
         step_case(setting, "micro-batch, norm, activation, rotary", plain, fused, batch),
         whole,
-        *(compiled(case) for case in (*small, whole)),
-        *([memory_case(setting, every)] if setting.device == "cpu" else []),
+        *(compiled(case) for case in (*small, *(apart if on_cpu else ()), whole)),
+        *([memory_case(setting, every)] if on_cpu else []),
     ]
 
 

@@ -193,11 +193,11 @@ static inline float capped(float z, float cap) {
     return cap * (2.0f * sigmoid(2.0f * z / cap) - 1.0f);
 }
 
-/* The loss of each row goes to `losses`. `room` has WHOLE(width) numbers for each thread; `bias` may
-   be missing, and a cap of 0 is none. */
+/* The loss of each row goes to `losses`, its gradient to `logits` where it is wanted. `room` has
+   WHOLE(width) numbers for each thread; `bias` may be missing, and a cap of 0 is none. */
 void tile_loss(number *logits, count logits_step, const int64_t *targets, const float *bias,
-               number *at_target, float *losses, float *room, count rows, count width, float scale,
-               float cap, int wanted, int threads) {
+               float *losses, float *room, count rows, count width, float scale, float cap,
+               int wanted, int threads) {
     EACH_ROW
     for (count row = 0; row < rows; row++) {
         number *z = logits + row * logits_step;
@@ -218,7 +218,6 @@ void tile_loss(number *logits, count logits_step, const int64_t *targets, const 
         float of_target = at - top - logf(sum), share = scale / sum;
         losses[row] = -of_target;
         if (!wanted) continue;
-        at_target[row] = rounded(slope_at * expm1f(of_target));
         if (cap) {
             LANES
             for (count i = 0; i < width; i++) {
@@ -228,6 +227,8 @@ void tile_loss(number *logits, count logits_step, const int64_t *targets, const 
         }
         LANES
         for (count i = 0; i < width; i++) z[i] = rounded(share * wide[i]);
+        /* Exact where the share is near 1. */
+        z[targets[row]] = rounded(slope_at * expm1f(of_target));
     }
 }
 

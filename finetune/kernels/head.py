@@ -188,12 +188,8 @@ class _Gradients:
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
-            part_loss, at_target = tile_loss(
-                logits[tile], targets[tile], self.added, scale, cap, self.any
-            )
-            loss += part_loss
-            if at_target is not None:
-                logits[tile].scatter_(1, targets[tile, None], at_target)
+            given = logits[tile], targets[tile], self.added
+            loss += tile_loss(*given, scale, cap, self.any)
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=torch.float32)
         if self.hidden is not None:
@@ -221,11 +217,11 @@ def tile_loss(
     scale: float,
     cap: float | None,
     wanted: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """Summed loss of some rows of logits (tile, vocabulary), a scalar in fp32.
 
-    Where it is `wanted`, the gradient of the loss with respect to every logit but those of the
-    targets is written into `logits`; the second result (tile, 1) are those.
+    Where it is `wanted`, the gradient of the loss is written into `logits`: at the target by
+    `expm1`, which stays exact where the target's share is near 1.
     """
     wide = logits.float()
     if bias is not None:
@@ -242,7 +238,7 @@ def tile_loss(
     of_target = shares.gather(1, rows)
     loss = -of_target.sum()
     if not wanted:
-        return loss, None
+        return loss
     by_logits, at_target = shares.exp_(), of_target.expm1()
     if slope is not None:
         by_logits *= slope
@@ -250,5 +246,6 @@ def tile_loss(
     if scale != 1.0:
         by_logits *= scale
         at_target *= scale
+    by_logits[torch.arange(len(logits), device=logits.device), targets] = at_target[:, 0]
     logits.copy_(by_logits)
-    return loss, at_target.to(logits.dtype)
+    return loss
