@@ -4,12 +4,15 @@ import copy
 import itertools
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import Finetune, Tiny, write_recipe
 from families import adapt, build, distance, gradients, inputs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
 
 from finetune.attention import DOCUMENTS, attend, attention_notes
 from finetune.kernels import chains, tiled_attention
@@ -17,6 +20,7 @@ from finetune.kernels.attention import DocumentAttention, attention_of_documents
 from finetune.kernels.compiler import compiled
 from finetune.kernels.tiled_attention import TiledAttention, serves
 from finetune.model import recompute
+from finetune.run import Run
 
 needs_tiles = pytest.mark.skipif(
     tiled_attention.reason_against() is not None, reason=str(tiled_attention.reason_against())
@@ -286,6 +290,41 @@ def test_why_it_is_not_used_is_said(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a GPU lacks")
 def test_nothing_is_said_where_nothing_is_compiled() -> None:
     assert attention_notes(build("gemma2").config, "bf16") == []
+
+
+@needs_tiles
+@pytest.mark.slow
+def test_packs_train_alike_on_every_backend(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+    """A pack has the same bits wherever it is; only sums over packs are in another order."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    build("llama", **WIDER, vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    fields = tiny.fields(
+        model={"name": str(tmp_path / "model")}, adapter={"r": 4},
+        batch={"rows": 4, "micro_rows": 1, "packing": True},
+    )  # fmt: skip
+    losses: dict[str, list[float]] = {}
+    for backend, how in (
+        ("single", "eager"), ("single", "compiled"), ("ddp", "compiled"),
+        ("fsdp_full_shard", "compiled"),
+    ):  # fmt: skip
+        recipe = write_recipe(tmp_path / "r.json", fields | {"kernels": {"pointwise": how}})
+        place = tmp_path / f"{backend}-{how}"
+        done = finetune(
+            "launch", recipe, "--backend", backend, "--precision", "bf16",
+            "--processes", "1" if backend == "single" else "2", "--output", place,
+        )  # fmt: skip
+        assert done.status == 0, done.output
+        assert ("kernels.pointwise: compiled" in done.output) == (how == "compiled")
+        assert "model.attention:" not in done.output
+        losses[place.name] = [step["loss"] for step in Run(place).read_metrics("train")]
+    first, *others = losses.values()
+    assert all(each[0] != first[0] for each in others)  # scores are rounded in another place
+    for found in others:
+        assert found == pytest.approx(others[0], rel=1e-4)
+        assert found == pytest.approx(first, rel=1e-2)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
