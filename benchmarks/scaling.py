@@ -67,18 +67,22 @@ class Contender:
                 raise RuntimeError(f"no further step\n{self.log.read_text()[-2_000:]}")
             time.sleep(0.05)
 
-    def signal(self, number: int) -> None:
-        """To everything that it started: torch gives each worker a session of its own."""
+    def signal(self, number: int) -> list[psutil.Process]:
+        """To everything that it started, which it returns: torch gives each worker a session."""
+        reached: list[psutil.Process] = []
         for process in self.started:
             root = psutil.Process(process.pid)
             for each in [root, *root.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.send_signal(number)
+                    reached.append(each)
+        return reached
 
     def end(self) -> None:
-        self.signal(signal.SIGKILL)
+        reached = self.signal(signal.SIGKILL)
         for process in self.started:
             process.wait()
+        psutil.wait_procs(reached, timeout=SECONDS)  # workers are no children of this process
 
 
 def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DEEP) -> Result:

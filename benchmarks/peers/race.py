@@ -57,8 +57,13 @@ class Contender:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            status = self.process.returncode
+            if status is not None and status < 0:  # by the system, say, where memory is short
+                raise Lost(f"killed by signal {-status}")
             said = [each for each in self.errors.read_text().splitlines() if each.strip()]
-            raise Lost(said[-1] if said else f"status {self.process.wait()}")
+            raise Lost(said[-1] if said else f"status {status}")
         return json.loads(line)
 
     def end(self) -> None:
