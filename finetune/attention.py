@@ -80,10 +80,9 @@ def check_packing(config: PreTrainedConfig) -> None:
 def attention_notes(config: PreTrainedConfig, precision: str) -> list[str]:
     """Why documents side by side are not computed by what is fastest on this machine."""
     gpu = torch.cuda.is_available()
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
     reasons = {
         "fp32 has none": precision == "fp32",
-        "it does not cap scores": capped,
+        "it does not cap scores": getattr(config, "attn_logit_softcapping", None) is not None,
         "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
     }
     if gpu:

@@ -219,8 +219,11 @@ count room_of_backward(count longest, count size) {
            3 * TALL * WIDE * 2 * TILE;
 }
 
-/* Whether this process may use the tiles: the system is asked once for the room that they take. */
-int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* Whether this process may use the tiles: the system is asked for the room that they take. */
+int may_use_tiles(void) {
+    const long ask_for = 0x1023, data_of_tiles = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return syscall(SYS_arch_prctl, ask_for, data_of_tiles) == 0;
+}
 
 /* Forward -------------------------------------------------------------------------------------- */
 
@@ -320,6 +323,22 @@ static void forward_one(given query, given key, given value, number *result, cou
     }
 }
 
+/* A document and a key head, with the query heads that share it: the first token, how many there
+   are, and where in a token these heads begin. */
+typedef struct {
+    count start, length, narrow, broad;
+} work;
+
+static inline work work_of(const int64_t *ends, count one, count key_heads, count groups,
+                           count size) {
+    count start = ends[one / key_heads], at = one % key_heads * size;
+    return (work){start, ends[one / key_heads + 1] - start, at, groups * at};
+}
+
+static inline given heads_at(const number *x, count step, count start, count at) {
+    return (given){x + start * step + at, step};
+}
+
 /* Documents end where `ends` says, of which the first is 0. The numbers of a head lie side by side,
    heads one after another, and tokens `..._step` numbers apart. `room` has `room_each` numbers for
    each thread. */
@@ -333,14 +352,13 @@ void attention(const number *query, count query_step, const number *key, count k
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            count start = ends[one / key_heads], end = ends[one / key_heads + 1];
-            count head = one % key_heads, at = head * size, own = groups * at;
-            forward_one((given){query + start * query_step + own, query_step},
-                        (given){key + start * key_step + at, key_step},
-                        (given){value + start * value_step + at, value_step},
-                        result + start * result_step + own, result_step,
-                        logs + groups * head * ends[documents] + start, ends[documents],
-                        end - start, groups, size, scale, room + omp_get_thread_num() * room_each);
+            work own = work_of(ends, one, key_heads, groups, size);
+            forward_one(heads_at(query, query_step, own.start, own.broad),
+                        heads_at(key, key_step, own.start, own.narrow),
+                        heads_at(value, value_step, own.start, own.narrow),
+                        result + own.start * result_step + own.broad, result_step,
+                        logs + own.broad / size * ends[documents] + own.start, ends[documents],
+                        own.length, groups, size, scale, room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);
     }
@@ -364,11 +382,11 @@ static inline void differentiate(const float *square, const float *by_weights, c
             EACH(half, 0, 2) {
                 count at = (i / 16 * 2 + half) * SQUARE + (i + next) % 16 * 16;
                 __m512 score = _mm512_loadu_ps(square + at);
-                __m512 given = _mm512_loadu_ps(by_weights + at);
+                __m512 by_weight = _mm512_loadu_ps(by_weights + at);
                 __m512 weight = exponential(_mm512_fmsub_ps(wide, score, log));
                 if (diagonal) weight = _mm512_maskz_mov_ps(seen(i + next, 16 * half), weight);
                 power[half][next] = weight;
-                of_scores[half][next] = _mm512_mul_ps(weight, _mm512_sub_ps(given, mean));
+                of_scores[half][next] = _mm512_mul_ps(weight, _mm512_sub_ps(by_weight, mean));
             }
             __m512bh row = _mm512_cvtne2ps_pbh(of_scores[1][next], of_scores[0][next]);
             _mm512_storeu_si512(rows + i / 16 * down + (i + next) % 16 * 32, (__m512i)row);
@@ -505,16 +523,16 @@ void attention_gradients(const number *query, count query_step, const number *ke
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            count start = ends[one / key_heads], end = ends[one / key_heads + 1];
-            count head = one % key_heads, at = head * size, own = groups * at;
-            backward_one((given){query + start * query_step + own, query_step},
-                         (given){key + start * key_step + at, key_step},
-                         (given){value + start * value_step + at, value_step},
-                         (given){mixed + start * mixed_step + own, mixed_step},
-                         (given){grad + start * grad_step + own, grad_step},
-                         logs + groups * head * ends[documents] + start, ends[documents],
-                         by_query + start * broad + own, broad, by_key + start * narrow + at,
-                         by_value + start * narrow + at, narrow, end - start, groups, size, scale,
+            work own = work_of(ends, one, key_heads, groups, size);
+            count by_head = own.start * narrow + own.narrow;
+            backward_one(heads_at(query, query_step, own.start, own.broad),
+                         heads_at(key, key_step, own.start, own.narrow),
+                         heads_at(value, value_step, own.start, own.narrow),
+                         heads_at(mixed, mixed_step, own.start, own.broad),
+                         heads_at(grad, grad_step, own.start, own.broad),
+                         logs + own.broad / size * ends[documents] + own.start, ends[documents],
+                         by_query + own.start * broad + own.broad, broad, by_key + by_head,
+                         by_value + by_head, narrow, own.length, groups, size, scale,
                          room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);
