@@ -5,6 +5,7 @@ accelerator every backend runs for real over gloo, with the same configuration f
 """
 
 import contextlib
+import dataclasses
 import datetime
 import importlib
 from collections.abc import Callable, Iterator
@@ -138,6 +139,18 @@ def _fsdp_plugin(plan: Plan, cpu: bool) -> FullyShardedDataParallelPlugin:
         auto_wrap_policy="transformer_based_wrap",
         cpu_ram_efficient_loading=False,
     )
+
+
+def keep_compute_type_between_units(model: nn.Module) -> None:
+    """Let FSDP2's units hand on what they computed; only the model as a whole returns fp32.
+
+    Accelerate 1.15 gives each unit the policy of the whole: a block's bf16 output goes to fp32, and
+    the next block casts it back, with its gradient the other way round. No digit comes of that.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            state = module._get_fsdp_state()
+            state._mp_policy = dataclasses.replace(state._mp_policy, output_dtype=None)
 
 
 def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
@@ -282,6 +295,8 @@ def _compare_fsdp(plan: Plan, model: nn.Module, compare: Compare) -> None:
         reshards = group.post_forward_mesh_info is not None
         if module in blocks:
             compare(f"reshard_after_forward {place}", plan.backend.shard == "params", reshards)
+        if module is not model:
+            compare(f"output type {place}", None, module._get_fsdp_state()._mp_policy.output_dtype)
         offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         compare(f"offload {place}", plan.backend.offload == "all", offloaded)
 

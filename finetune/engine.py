@@ -100,6 +100,7 @@ class Engine:
             self._fit_buckets(model)
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        accelerator.keep_compute_type_between_units(self.model)
         accelerator.refuse_other_engine(self.plan, self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:

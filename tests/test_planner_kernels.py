@@ -107,14 +107,32 @@ def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
     adapter = None if trained else lora(large().shape, 16)
     workload = large(loss=CHUNKED, scheme="bf16", adapter=adapter, length=4096)
     vocabulary, hidden = 128_256, 4096
-    found = traces(workload)
+    found = traces(workload).head
     chunk = 2**23 // vocabulary * vocabulary
     stream, table = 2 * 4096 * hidden, vocabulary * hidden
     # The last norm's result and the labelled rows of it, a chunk of logits in bf16, then in fp32
     # with its shares, or the gradient of the head of a chunk; and the sum of these in fp32.
     working = max(8 * chunk, 2 * table * trained) + 4 * table * trained
-    kept = found.head.saved - 2 * table * trained  # the head's gradient becomes bf16 afterwards
+    kept = found.trace.saved - 2 * table * trained  # the head's gradient becomes bf16 afterwards
     assert found.projected == kept + 2 * stream + 2 * chunk + working + 4
+
+
+def test_fsdp_frees_a_head_of_its_own_before_the_last_norm_runs_backwards() -> None:
+    adapter, layout = lora(large().shape, 16), Layout("fsdp", "params", 8)
+    fields = {"loss": CHUNKED, "scheme": "fsdp", "adapter": adapter, "fused_norms": True}
+    workload = large(length=4096, layout=layout, **fields)
+    (moment,) = [
+        each for each in memory.timeline(workload).moments if each.name == "backward: loss and head"
+    ]
+    head, stream, layer = 2 * 128_256 * 4096, 2 * 4096 * 4096, workload.unit_bytes
+    held = sum(moment.parts[part] for part in ("loss", "units"))
+    # The norm's input, the gradients of the labelled rows and of the rows that they are picked of.
+    apart = head + layer + 3 * stream
+    assert held == pytest.approx(apart, rel=1e-3)
+    # The norm makes wide copies, when the head has gone.
+    norm = traces(workload).head.trace.backward
+    assert norm > 4 * stream
+    assert layer + norm < apart
 
 
 def moments(backend: str, **fields: object) -> dict[str, dict[str, float]]:

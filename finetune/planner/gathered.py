@@ -42,7 +42,18 @@ class Gathered:
         if not self.fsdp:
             return max(self._table, self._reused())
         held = workload.outer_bytes if workload.root_unit else self._table
-        return held + workload.unit_bytes  # the last layer's, ahead
+        return held + self.ahead
+
+    @property
+    def ahead(self) -> float:
+        """The last layer's weights, gathered in advance of its backward pass."""
+        return float(self.workload.unit_bytes)
+
+    @property
+    def frees_head(self) -> bool:
+        """Whether the head is a unit that is freed once it has run backwards."""
+        apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
+        return self._gathers and apart and not self._stays_gathered
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.

@@ -8,22 +8,32 @@ from finetune.planner.tape import Tape, Trace, Value, trace
 from finetune.planner.workload import Workload
 
 
-def head(workload: Workload) -> tuple[Trace, float, float]:
-    """Last norm, head and loss on a tape.
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Last norm, head and loss, run once on a tape."""
 
-    Returns:
-        The trace, bytes of what goes into the head, and the most that is held before the loss.
-    """
+    trace: Trace
+    entering: float
+    """Bytes of what goes into the head."""
+    projected: float
+    """Most that norm and head hold before the loss, inside autocast."""
+    apart: float
+    """Most that loss and head hold while they run backwards, before the norm does."""
+
+
+def head(workload: Workload) -> Head:
+    """Last norm, head and loss of a workload."""
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
-def _whole(workload: Workload) -> tuple[Trace, float, float]:
+def _whole(workload: Workload) -> Head:
     shape, numerics = workload.shape, workload.numerics
     fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
     tape: Tape = builder.tape
     source = Value(workload.tokens * shape.hidden * numerics.residual)
     normed = builder.norm(source)
+    of_norm = len(tape.nodes)
     width = 4 if fp32_head else numerics.weights
     weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
     given, entries = normed, workload.tokens * shape.vocab
@@ -40,7 +50,7 @@ def _whole(workload: Workload) -> tuple[Trace, float, float]:
         logits = builder.capped(logits)
     projected = trace(tape, source, logits).forward
     found = trace(tape, source, _loss(workload, tape, logits, entries))
-    return found, normed.size, projected
+    return Head(found, normed.size, projected, max(found.backwards[of_norm:]))
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -63,7 +73,7 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     )
 
 
-def _chunked(workload: Workload) -> tuple[Trace, float, float]:
+def _chunked(workload: Workload) -> Head:
     """The same as `kernels.head=chunked` runs it.
 
     The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
@@ -75,8 +85,7 @@ def _chunked(workload: Workload) -> tuple[Trace, float, float]:
     tape, stream = builder.tape, float(workload.tokens * shape.hidden)
     source = Value(stream * numerics.residual)
     normed = builder.norm(source)
-    if workload.scheme == "fsdp" and workload.layout.group > 1:
-        normed = tape.run(4 * stream, (normed,))  # units return fp32, as `output_dtype` says
+    of_norm = len(tape.nodes)
     picked = tape.run(normed.size, (normed,))
     width = 4 if workload.kbit_prepared else numerics.weights
     weight = Value(float(shape.embedding * width), grad=numerics.trained, leaf=True)
@@ -91,7 +100,8 @@ def _chunked(workload: Workload) -> tuple[Trace, float, float]:
     )
     found = trace(tape, source, tape.nodes[-1].outputs[0])
     entering = normed.size + picked.size
-    return dataclasses.replace(found, forward=found.saved), entering, found.forward
+    waiting = dataclasses.replace(found, forward=found.saved)
+    return Head(waiting, entering, found.forward, max(found.backwards[of_norm:]))
 
 
 def _most(workload: Workload, hidden: float, weight: float) -> float:

@@ -102,7 +102,8 @@ class _Step:
         moments = [
             self.moment(
                 "forward: last layer",
-                activations=self._kept(self.layers - 1) + inside + self._held_by_frames(),
+                # The model's own frame holds the embedding's output while layers run.
+                activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
                 units=self.gathered.forward(),
             ),
@@ -110,17 +111,11 @@ class _Step:
             self.moment(
                 "forward: loss",
                 activations=kept,
-                loss=run.head.forward,
+                loss=run.head.trace.forward,
                 casts=casts,
                 units=self.gathered.at_loss(),
             ),
-            self.moment(
-                "backward: loss and head",
-                activations=kept,
-                loss=run.head.backward + self.loss,
-                units=self.gathered.at_head(),
-                **self._buckets(bool(self.trained_outer)),
-            ),
+            self._loss_and_head(kept),
         ]
         names = {0: "backward: last layer", 1: "backward: last layer but one"}
         for index in sorted({0, 1, self.layers - 1} & set(range(self.layers))):
@@ -139,17 +134,25 @@ class _Step:
         """The head's forward pass until there are logits, or the gathering of its weights."""
         name, run = "forward: head", self.run
         held = {"activations": kept, "casts": casts}
-        arrives = self.moment(name, **held, loss=run.entering, units=self.gathered.arriving())
-        runs = self.moment(name, **held, loss=run.projected, units=self.gathered.at_loss())
+        arrives = self.moment(name, **held, loss=run.head.entering, units=self.gathered.arriving())
+        runs = self.moment(name, **held, loss=run.head.projected, units=self.gathered.at_loss())
         return max(arrives, runs, key=lambda moment: moment.total)
 
-    def _held_by_frames(self) -> float:
-        """The embedding's output, which the model's own frame holds while layers run.
+    def _loss_and_head(self, kept: float) -> Moment:
+        """Their backward pass; FSDP2 frees a head that is a unit of its own before the norm's."""
+        head, gathered = self.run.head, self.gathered
+        parts = {"activations": kept, **self._buckets(bool(self.trained_outer))}
 
-        FSDP2's units return fp32 and cast what they are given: the layer's input is held too.
-        """
-        tokens = float(self.workload.tokens * self.workload.shape.hidden)
-        return 8 * tokens if self.fsdp and self.workload.scheme == "fsdp" else self.incoming
+        def moment(most: float, units: float) -> Moment:
+            return self.moment(
+                "backward: loss and head", loss=most + self.loss, units=units, **parts
+            )
+
+        if not gathered.frees_head:
+            return moment(head.trace.backward, gathered.at_head())
+        apart = moment(head.apart, gathered.at_head())
+        norm = moment(head.trace.backward, gathered.ahead)
+        return max(apart, norm, key=lambda each: each.total)
 
     def _kept(self, layers: int) -> float:
         """What the first so many layers keep for the backward pass."""

@@ -107,6 +107,8 @@ class Trace:
     """Most that the backward pass holds at once, saved values and new gradients counted."""
     gradients: float
     """Gradients of parameters that stay."""
+    backwards: tuple[float, ...]
+    """The most while each operation runs backwards, in the order of the forward pass."""
 
 
 class _Memory:
@@ -148,8 +150,9 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
     forward, memory.peak = memory.peak, 0.0
     memory.release(result)
     saved = memory.live
-    gradients = _backward(tape, memory, needed, result)
-    return Trace(saved, forward, passing, memory.peak, gradients)
+    peaks = dict.fromkeys(tape.nodes, 0.0)
+    gradients = _backward(tape, memory, needed, result, peaks)
+    return Trace(saved, forward, passing, memory.peak, gradients, tuple(peaks.values()))
 
 
 def _forward(
@@ -175,8 +178,13 @@ def _forward(
     return memory
 
 
-def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> float:
-    """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients."""
+def _backward(
+    tape: Tape, memory: _Memory, needed: set[Node], result: Value, peaks: dict[Node, float]
+) -> float:
+    """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients.
+
+    `peaks` is given the most that each operation holds.
+    """
     grads: dict[Value, Value] = {result: Value(result.gradient_size)}
     memory.hold(grads[result])
     memory.note()
@@ -193,6 +201,7 @@ def _backward(tape: Tape, memory: _Memory, needed: set[Node], result: Value) -> 
             memory.hold(new)
             made.append((value, new))
         memory.note(node.backward)
+        peaks[node] = memory.live + node.backward
         for value in node.keeps:
             memory.release(value)
         for gradient in given:

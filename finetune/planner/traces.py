@@ -3,7 +3,7 @@
 import dataclasses
 
 from finetune.planner.block import Layer
-from finetune.planner.head import head
+from finetune.planner.head import Head, head
 from finetune.planner.tape import Trace, trace
 from finetune.planner.workload import Workload
 
@@ -17,11 +17,7 @@ class Traces:
     """Bytes that each layer keeps from the forward to the backward pass."""
     first: float
     """The same for the first layer: without gradients of its input it keeps less."""
-    head: Trace
-    entering: float
-    """Bytes of what goes into the head."""
-    projected: float
-    """Most that last norm and head hold before the loss, inside autocast."""
+    head: Head
 
 
 def traces(workload: Workload) -> Traces:
@@ -39,13 +35,9 @@ def traces(workload: Workload) -> Traces:
         kept, least = (each + workload.tokens * of_token for each in (kept, least))
     if workload.checkpointing == "selective":
         kept = least = _layer(workload).kept_selectively()
-    if workload.scheme == "fsdp":
-        # Units return fp32 and cast what they are given: each layer keeps rotary tables of its own.
-        tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
-        kept, least = kept + tables, least + tables
     if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
-    return Traces(layer, kept, least, *head(workload))
+    return Traces(layer, kept, least, head(workload))
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:

@@ -8,8 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finetune import optim
+from finetune import accelerator, optim
 from finetune.data.batch import MicroBatch
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
@@ -107,7 +106,6 @@ class _Step:
         self.forwards = False
         self.saved: int | None = None
         self.before = 0
-        self.entered: Callable[[], torch.UntypedStorage | None] = lambda: None
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
         head = network.get_output_embeddings()
@@ -122,6 +120,7 @@ class _Step:
         engine = self.engine
         if self.plan.backend.engine == "fsdp":
             engine.model = fsdp2_prepare_model(engine.accelerator, network)
+            accelerator.keep_compute_type_between_units(engine.model)
         else:
             engine.model = engine.accelerator.prepare_model(network, device_placement=False)
         engine.optimizers = optim.build(
@@ -157,24 +156,13 @@ class _Step:
     def _enter_first(self, hidden: torch.Tensor) -> None:
         if self.saved is None:
             self.before = self._kept() - hidden.untyped_storage().nbytes()
-            self.entered = weakref.ref(hidden.untyped_storage())
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
 
     def _leave_last(self, output: torch.Tensor) -> None:
         if self.saved is None:
             self.saved = self._kept() - output.untyped_storage().nbytes() - self.before
-            self.saved -= self._held_by_the_model()
         self.tracker.begin("forward: head")
-
-    def _held_by_the_model(self) -> int:
-        """Bytes of what entered the first layer, where layers keep a cast of it: FSDP2's units.
-
-        The model's frame holds it until the last layer has returned.
-        """
-        entered = self.entered()
-        sharded = self.plan.backend.engine == "fsdp" and self.plan.processes > 1
-        return entered.nbytes() if sharded and entered is not None else 0
 
     def _kept(self) -> int:
         """Live bytes that products keep: casts of weights too where no checkpoint drops them."""
