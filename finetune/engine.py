@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from finetune import accelerator
 from finetune.planner import Plan
 from finetune.planner.deepspeed import REDUCE_BUCKET
+from finetune.shared_memory import share_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Engine:
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.held_gradients: int | None = None
+        self.notes: list[str] = []
+        """What is to be said of how the model was prepared."""
 
     @property
     def rank(self) -> int:
@@ -102,6 +105,10 @@ class Engine:
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         accelerator.keep_compute_type_between_units(self.model)
         accelerator.refuse_other_engine(self.plan, self.model)
+        if self.plan.backend.engine == "fsdp" and self.device.type == "cpu" and self.world > 1:
+            reason = share_memory(self.model)
+            if reason is not None:
+                self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
     def _fit_buckets(self, model: nn.Module) -> None:
         """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.

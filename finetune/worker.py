@@ -263,6 +263,7 @@ class Training:
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
         engine.prepare(network, rules)
+        self.notes += engine.notes
         rows = identity(self.data.counts)
         if folder is None:
             return Progress(data=rows)

@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
-        "integrity", "interruption", "heartbeat", "guard", "loading", "start",
+        "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -33,7 +33,8 @@ INNER_ORDER = {
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
-    ("engine", "accelerator"), ("accelerator", "nvme"), ("accelerator", "start"),
+    ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
+    ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),

@@ -1,0 +1,125 @@
+"""What FSDP's processes exchange through memory that they share is what they would over gloo."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Finetune, Finished, Tiny, run_command, write_recipe
+
+from finetune.run import Run
+from finetune.shared_memory import SLOT, SLOTS
+
+MEETING = """
+import random, resource, sys, time
+import torch, torch.distributed as dist
+from torch.distributed import ReduceOp
+from finetune.shared_memory import SLOT, AllGather, Boxes, ReduceScatter
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+"""
+
+EXCHANGES = (
+    MEETING
+    + """
+boxes = Boxes.shared()
+assert not isinstance(boxes, str), boxes
+gather, scatter = AllGather(boxes), ReduceScatter(boxes)
+uneven = random.Random(rank)  # ranks come early and late, each for itself
+
+def values(count, owner, seed, kind):
+    made = torch.Generator().manual_seed(1_000 * seed + owner)
+    return torch.randn(count, generator=made).to(kind)
+
+def empty(count, kind):
+    return gather.allocate((count,), dtype=kind, device=torch.device("cpu"))
+
+for seed, (length, kind) in enumerate([
+    (1, torch.float32), (7, torch.bfloat16), (SLOT // 4 // world, torch.float32),
+    (SLOT // 4 // world + 1, torch.float32), (2 * SLOT + 3, torch.bfloat16),
+    *[(5, torch.float32)] * 20,
+]):
+    parts = [values(length, owner, seed, kind) for owner in range(world)]
+    output = empty(world * length, kind)
+    place = output[rank * length : (rank + 1) * length]
+    time.sleep(uneven.random() / 50)
+    if seed % 2:  # as FSDP2 does: the input lies in the output
+        place.copy_(parts[rank])
+        gather(output, place, dist.group.WORLD)
+    else:
+        gather(output, parts[rank], dist.group.WORLD)
+    assert torch.equal(output, torch.cat(parts)), (seed, length, kind)
+
+    wholes = [values(world * length, owner, seed + 500, kind) for owner in range(world)]
+    rows = [whole.view(world, length)[rank] for whole in wholes]
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    for op, expected in ((ReduceOp.SUM, total), (ReduceOp.AVG, total / world)):
+        result = empty(length, kind)
+        time.sleep(uneven.random() / 50)
+        scatter(result, wholes[rank], dist.group.WORLD, op)
+        assert torch.equal(result, expected), (seed, length, kind, op)
+    if world == 2 and kind == torch.float32:
+        dist.reduce_scatter_tensor(result, wholes[rank], op=ReduceOp.SUM)
+        assert torch.equal(result, total), (seed, length)
+print("alike")
+"""
+)
+
+REFUSAL = (
+    MEETING
+    + """
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+print(Boxes.shared())
+"""
+)
+
+LIMITED = f"""
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({SLOTS * SLOT - 1}, {SLOTS * SLOT - 1}))
+os.execv(sys.executable, [sys.executable, "-m", "finetune", *sys.argv[1:]])
+"""
+"""The command line under a limit on the size of files, which a small run's own stay below."""
+
+
+def together(script: str, count: int, folder: Path) -> Finished:
+    """Run a script in so many processes."""
+    path = folder / "script.py"
+    path.write_text(script + "dist.destroy_process_group()\n")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run_command([*launched, f"--nproc-per-node={count}", str(path)], folder)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_parts_of_any_size_reach_everybody(count: int, tmp_path: Path) -> None:
+    done = together(EXCHANGES, count, tmp_path)
+    assert done.status == 0, done.stderr[-3_000:]
+    assert done.stdout.count("alike") == count
+
+
+def test_where_one_process_has_no_memory_to_share_nobody_shares(tmp_path: Path) -> None:
+    done = together(REFUSAL, 2, tmp_path)
+    assert done.status == 0, done.stderr[-3_000:]
+    assert done.stdout.count("no memory can be shared: File too large") == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_run_over_gloo_says_so_and_has_the_same_digits(
+    finetune: Finetune, tiny: Tiny, tmp_path: Path, precision: str
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(max_steps=3))
+    words = ["launch", str(recipe), "--backend", "fsdp_full_shard", "--processes", "2"]
+    words += ["--precision", precision, "--no-plot", "--output"]
+    shared = finetune(*words, tmp_path / "shared")
+    alone = run_command([sys.executable, "-c", LIMITED, *words, str(tmp_path / "gloo")], tmp_path)
+    assert (shared.status, alone.status) == (0, 0), shared.output + alone.output
+    told = "FSDP's weights and gradients go over gloo, because no memory can be shared"
+    assert told in alone.output
+    assert told not in shared.output
+    found = [
+        [(step["loss"], step["grad_norm"]) for step in Run(tmp_path / name).read_metrics("train")]
+        for name in ("shared", "gloo")
+    ]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
