@@ -25,8 +25,9 @@ from finetune.attention import DOCUMENTS, attention_notes, check_packing, implem
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
-from finetune.kernels.lora import group_adapters, left_alone
+from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled
@@ -133,6 +134,12 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
+    if Chain.compiling and plan.backend.precision == "bf16" and not torch.cuda.is_available():
+        notes += [
+            "kernels.lora: gradients of adapters by products of PyTorch, not in one pass over "
+            f"tiles: {reason}"
+            for reason in reasons_against_tiles(model)
+        ]
     for lever, (_, kind, parts) in FUSED.items():
         alike = [each for each in model.modules() if _is_part(each, lever)]
         plain = sorted({type(each).__name__ for each in alike if not isinstance(each, kind)})

@@ -113,6 +113,8 @@ def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str
         # The narrow side of an adapter is a rank, or the ranks of a group side by side.
         narrow = {rank * joined for rank in ranks for joined in (1, 2, 3)}
         return ADAPTERS if sizes & narrow else MATMUL
+    if "adapter" in name:
+        return ADAPTERS
     if "attention" in name or "flash" in name:
         return ATTENTION
     if "dequantize" in name or "gemm_4bit" in name:

@@ -1,6 +1,8 @@
 """Adapters in groups give the losses and gradients of PEFT, and leave its modules what they are."""
 
 import copy
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
 from peft import PeftModel
 from torch import nn
+from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
-from finetune.kernels import lora
+from finetune.kernels import chains, lora, tiled_adapters
+from finetune.kernels.compiler import compiled
 from finetune.quantization import keep_unpacked, quantization_config
 
 FP32 = 2e-6
@@ -21,6 +25,9 @@ BF16 = 4e-3
 """Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
 AS_EXACT = 1.2
 """Most that gradients in bf16 may be farther from fp32 than those of PEFT in bf16 are."""
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+"""Widths that products over tiles are for."""
 
 
 def step(model: nn.Module, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
@@ -73,6 +80,76 @@ def test_groups_in_bf16_are_as_near_to_fp32_as_peft(kind: str) -> None:
     loss, by_ours = step(given, autocast=True)
     assert loss == pytest.approx(exact, rel=BF16)
     assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+
+
+needs_tiles = pytest.mark.skipif(
+    tiled_adapters.reason_against() is not None, reason=str(tiled_adapters.reason_against())
+)
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    chains.compile_chains(True)
+    yield
+    chains.compile_chains(False)
+
+
+@needs_tiles
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank"), [(1, 32, 1), (63, 96, 4), (77, 64, 33), (128, 576, 16)]
+)
+def test_products_over_tiles_are_exact(tokens: int, width: int, rank: int, threads: int) -> None:
+    """Sums of whole numbers are exact in fp32: what is left is one rounding of the product."""
+    made = torch.Generator().manual_seed(tokens)
+    shapes = (tokens, width + 5), (tokens, 2 * rank), (width, 3 * rank)
+    wide, narrow, up = (torch.randint(-9, 10, s, generator=made).bfloat16() for s in shapes)
+    wide, narrow, up = wide[:, :width], narrow[:, rank:], up[:, ::3]  # parts of other matrices
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        product, outer = tiled_adapters.products(wide, narrow, up)
+        nothing, again = tiled_adapters.products(wide, narrow, None)
+    finally:
+        torch.set_num_threads(before)
+    assert product is not None
+    assert torch.equal(product, (wide.double() @ up.double()).bfloat16())
+    assert outer.dtype == torch.float32
+    assert torch.equal(outer.double(), narrow.double().T @ wide.double())
+    assert nothing is None
+    assert torch.equal(again, outer)
+
+
+@needs_tiles
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_gradients_over_tiles_are_nearer_to_fp32(kind: str, compiling: None) -> None:
+    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
+    plain = grouped(adapt(build(kind, torch.bfloat16, **WIDE, **every)))
+    _, by_exact = step(copy.deepcopy(plain).float())
+    tiled = copy.deepcopy(plain)
+    with profile() as seen:
+        loss, by_tiles = step(tiled, autocast=True)
+    assert any("adapter_gradients" in event.key for event in seen.key_averages())
+    assert lora.reasons_against_tiles(tiled) == []
+    chains.compile_chains(False)
+    expected, by_products = step(plain, autocast=True)
+    assert loss == pytest.approx(expected, rel=BF16)
+    assert whole_distance(by_tiles, by_exact) < AS_EXACT * whole_distance(by_products, by_exact)
+
+
+def test_widths_that_tiles_do_not_divide_are_told(compiling: None) -> None:
+    given = grouped(adapt(build("llama", torch.bfloat16, hidden_size=48, intermediate_size=96)))
+    told = lora.reasons_against_tiles(given)
+    if tiled_adapters.reason_against() is None:
+        assert told == [f"rows of {each} numbers are no multiple of 32" for each in (24, 48)]
+    loss, _ = step(given, autocast=True)
+    assert loss > 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
+def test_without_tiles_it_compiles_and_says_so() -> None:
+    flags = [*tiled_adapters.FLAGS, "-mno-amx-bf16", "-mno-amx-tile"]
+    assert compiled(tiled_adapters.SOURCE, flags).may_use_tiles() == 0
 
 
 def test_the_projections_of_one_input_are_one_group() -> None:

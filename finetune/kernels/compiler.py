@@ -59,7 +59,9 @@ def _made(
     # What -march=native means here is among what the compiler says of itself.
     language = "c" if source.suffix == ".c" else "c++"
     said = _run([*words, "-E", "-v", "-x", language, os.devnull]).stderr
-    told = source.read_bytes() + f"{said}{libraries}{version}".encode()
+    headers = sorted(source.parent.glob("*.h"))
+    told = b"".join(each.read_bytes() for each in (source, *headers))
+    told += f"{said}{libraries}{version}".encode()
     name = f"{source.stem}-{hashlib.sha256(told).hexdigest()[:16]}.so"
     kept = cache("compiled") / name
     if kept.exists():

@@ -22,6 +22,8 @@ from peft.tuners import lora
 from peft.tuners.lora.bnb import Linear4bit as AdaptedLinear4bit
 from torch import nn
 
+from finetune.kernels import tiled_adapters
+from finetune.kernels.chains import Chain
 from finetune.kernels.precision import compute_dtype
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,6 +53,14 @@ def left_alone(model: nn.Module) -> dict[str, int]:
             reason = reason_against(module) or "not grouped"
             found[reason] = found.get(reason, 0) + 1
     return found
+
+
+def reasons_against_tiles(model: nn.Module) -> list[str]:
+    """Why gradients of grouped adapters are not computed over tiles on this machine."""
+    layers = [each.get_base_layer() for each in model.modules() if isinstance(each, Grouped)]
+    widths = {width for each in layers for width in (each.in_features, each.out_features)}
+    reasons = {tiled_adapters.reason_against(width) for width in widths}
+    return sorted(reason for reason in reasons if reason is not None)
 
 
 def reason_against(layer: nn.Module) -> str | None:
@@ -148,6 +158,31 @@ def _operands(layers: tuple[nn.Module, ...]) -> tuple[Any, ...]:
     return tuple(shapes), *tensors
 
 
+def multiply(
+    wide: torch.Tensor,
+    narrow: torch.Tensor,
+    up: torch.Tensor | None = None,
+    product: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`narrow.T @ wide`; where they are given, `wide @ up` is put into `product`.
+
+    Args:
+        wide: # (n, wide)
+        narrow: # (n, r)
+        up: # (wide, r)
+        product: # (n, r)
+    """
+    if Chain.compiling and tiled_adapters.serves(wide):
+        with torch.profiler.record_function("chain::adapter_gradients"):
+            found, sums = tiled_adapters.products(wide, narrow, up)
+        if found is not None and product is not None:
+            product.copy_(found)
+        return sums
+    if up is not None and product is not None:
+        torch.mm(wide, up, out=product)
+    return narrow.T @ wide
+
+
 class GroupedLoRA(torch.autograd.Function):
     """Outputs of adapted layers of one input; gradients of the input and of every A and B."""
 
@@ -189,9 +224,9 @@ class GroupedLoRA(torch.autograd.Function):
         for place, (target, column) in enumerate(parts):
             grad, up, scaling = flat[place], ups[place], ctx.shapes[place].scaling
             if grad is not None:
-                torch.mm(grad, up.to(dtype) * scaling, out=target)
-                by_ups[place] = ((grad.T @ column) * scaling).to(up.dtype)
-        by_down = (by_narrow.T @ rows).split(ranks)
+                by_up = multiply(grad, column, up.to(dtype) * scaling, target)
+                by_ups[place] = (by_up.T.contiguous() * scaling).to(up.dtype)
+        by_down = multiply(rows, by_narrow).split(ranks)
         by_rows = None
         if ctx.needs_input_grad[0]:
             by_rows = by_narrow @ torch.cat([each.to(dtype) for each in downs])
