@@ -89,8 +89,8 @@ class Boxes:
         return parts
 
 
-class AllGather:
-    """`torch.distributed.fsdp`'s interface of the same name."""
+class Collective:
+    """What FSDP2 asks of each collective that it is given."""
 
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
@@ -99,6 +99,10 @@ class AllGather:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(Collective):
+    """`torch.distributed.fsdp`'s interface of the same name."""
 
     def __call__(
         self,
@@ -116,16 +120,8 @@ class AllGather:
                     place.copy_(part)
 
 
-class ReduceScatter:
+class ReduceScatter(Collective):
     """`torch.distributed.fsdp`'s interface of the same name."""
-
-    def __init__(self, boxes: Boxes) -> None:
-        self.boxes = boxes
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
