@@ -174,10 +174,10 @@ def multiply(
     """
     if Chain.compiling and tiled_adapters.serves(wide):
         with torch.profiler.record_function("chain::adapter_gradients"):
-            found, sums = tiled_adapters.products(wide, narrow, up)
+            found, outer = tiled_adapters.products(wide, narrow, up)
         if found is not None and product is not None:
             product.copy_(found)
-        return sums
+        return outer
     if up is not None and product is not None:
         torch.mm(wide, up, out=product)
     return narrow.T @ wide

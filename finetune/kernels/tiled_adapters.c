@@ -4,8 +4,8 @@
        P = W U        S = N^T W
 
    with W (tokens, wide), N and P (tokens, narrow), U (wide, narrow) and S (narrow, wide). W is read
-   from memory once: what is left to do for both products lies in the caches. S is summed and given
-   in 32 bits. */
+   from memory once: what is left to do for both products lies in the caches. S is summed in 32 bits
+   and rounded once. */
 
 #include "tiles.h"
 
@@ -64,7 +64,7 @@ static void add_outer(given w, count deep, const number *n_turned, count narrow,
 }
 
 /* A row of S of 32 columns, summed over threads, in the order of columns. */
-static void put_row(const float *s, count apart, count threads, float *to) {
+static void put_row(const float *s, count apart, count threads, number *to) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     __m512 first = _mm512_setzero_ps(), second = first;
@@ -72,8 +72,8 @@ static void put_row(const float *s, count apart, count threads, float *to) {
         first = _mm512_add_ps(first, _mm512_loadu_ps(s + thread * apart));
         second = _mm512_add_ps(second, _mm512_loadu_ps(s + thread * apart + SQUARE));
     }
-    _mm512_storeu_ps(to, _mm512_permutex2var_ps(first, low, second));
-    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(first, high, second));
+    store_rounded(to, _mm512_permutex2var_ps(first, low, second));
+    store_rounded(to + 16, _mm512_permutex2var_ps(first, high, second));
 }
 
 /* Numbers of 16 bits that each thread needs besides its sums, and all of them together. */
@@ -82,7 +82,7 @@ count room_of_all(count wide, count narrow) { return wide * narrow; }
 
 /* `wide` is a multiple of 32 and `narrow` of 16. Without `u` there is no P. */
 void adapter_gradients(const number *w, count w_step, const number *n, count n_step,
-                       const number *u, number *p, float *s, count tokens, count wide,
+                       const number *u, number *p, number *s, count tokens, count wide,
                        count narrow, float *sums, number *room, int threads) {
     count deep = wide / 32, tiles = narrow / 16;
     number *u_laid = room, *of_threads = room + room_of_all(wide, narrow);

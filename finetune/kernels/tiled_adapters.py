@@ -41,7 +41,10 @@ def serves(wide: torch.Tensor) -> bool:
 def products(
     wide: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`wide @ up`, if that is given, and `narrow.T @ wide` in fp32.
+    """`wide @ up`, if that is given, and `narrow.T @ wide`, each rounded once, as PyTorch's are.
+
+    FSDP's adapters are of 16 bits where they are used, and so are gradients of theirs: where
+    adapters are held in fp32, more digits would make a run depend on its backend.
 
     Args:
         wide: # (tokens, wide) bfloat16
@@ -56,8 +59,8 @@ def products(
     up = None if up is None else up.contiguous()
     functions, threads, filled = _functions(), torch.get_num_threads(), narrow.shape[1]
     product = None if up is None else wide.new_empty(tokens, filled)
-    outer = wide.new_empty(filled, width, dtype=torch.float32)
-    sums = outer.new_empty(threads * outer.numel())
+    outer = wide.new_empty(filled, width)
+    sums = wide.new_empty(threads * outer.numel(), dtype=torch.float32)
     each, shared = (
         room(width, filled) for room in (functions.room_of_thread, functions.room_of_all)
     )
