@@ -198,20 +198,27 @@ def cases(setting: Setting) -> list[Case]:
     norms = [block.input_layernorm for block in other]
     small = (norm_case(setting, *norms), unit_case(setting), rotation_case(setting))
     whole = step_case(setting, "micro-batch, all", plain, every, batch)
-    apart = [attention_case(setting, length) for length in setting.documents]
-    on_cpu = setting.device == "cpu"  # on a GPU attention is compiled already
-    return [
-        head_case(setting, plain, chunked, batch),
+    adapters = (
         inputs_case(setting, "adapters of q, k, v", *(b.self_attn for b in blocks), lora.GROUPS[0]),
         inputs_case(setting, "adapters of gate, up", *(b.mlp for b in blocks), lora.GROUPS[1]),
         inputs_case(setting, "adapter of down", *(b.mlp for b in blocks), ("down_proj",)),
+    )
+    longest = setting.documents[-1]
+    apart = [
+        *(attention_case(setting, length) for length in setting.documents),
+        attention_case(setting, longest, window=longest // 4),
+    ]
+    on_cpu = setting.device == "cpu"  # on a GPU these are compiled already
+    return [
+        head_case(setting, plain, chunked, batch),
+        *adapters,
         *small,
         *apart,
         step_case(setting, "micro-batch, head", plain, chunked, batch),
         step_case(setting, "micro-batch, adapters", plain, grouped, batch),
         step_case(setting, "micro-batch, norm, activation, rotary", plain, fused, batch),
         whole,
-        *(compiled(case) for case in (*small, *(apart if on_cpu else ()), whole)),
+        *(compiled(case) for case in (*small, *((*adapters, *apart) if on_cpu else ()), whole)),
         *([memory_case(setting, every)] if on_cpu else []),
     ]
 
@@ -374,8 +381,14 @@ def memory_case(setting: Setting, model: PeftModel) -> Case:
     return Case("micro-batches of changing length, pooled", work(), pooled)
 
 
-def attention_case(setting: Setting, length: int) -> Case:
-    """A document through PyTorch's kernel, and ours; on a GPU a pack of them, masked, and ours."""
+def attention_case(setting: Setting, length: int, window: int | None = None) -> Case:
+    """A document through PyTorch's kernel, and ours; on a GPU a pack of them, masked, and ours.
+
+    Args:
+        setting: What is timed.
+        length: Tokens of a document.
+        window: A token sees itself and so many less one before it; None for all.
+    """
     count = 1 if setting.device == "cpu" else setting.rows * setting.length // length
     given = setting.heads(1, count * length)
     ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=setting.device)
@@ -383,6 +396,9 @@ def attention_case(setting: Setting, length: int) -> Case:
     if count > 1:
         document = torch.arange(count, device=setting.device).repeat_interleave(length)
         mask = (document[:, None] == document).tril()
+    if window is not None:
+        every = torch.ones(count * length, count * length, dtype=torch.bool, device=setting.device)
+        mask = (every if mask is None else mask).tril().triu(1 - window)
 
     def fused(*inputs: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(
@@ -390,10 +406,14 @@ def attention_case(setting: Setting, length: int) -> Case:
         )
 
     def apart(*inputs: torch.Tensor) -> torch.Tensor:
-        mixed, _ = attend(nn.Module(), *inputs, None, cu_seq_lens_q=ends, max_length_q=length)
+        mixed, _ = attend(
+            nn.Module(), *inputs, None, cu_seq_lens_q=ends, max_length_q=length,
+            sliding_window=window,
+        )  # fmt: skip
         return mixed
 
-    return operation_case(f"attention of {length} tokens", given, fused, apart)
+    name = f"attention of {length} tokens" + (f", window of {window}" if window else "")
+    return operation_case(name, given, fused, apart)
 
 
 def step_case(

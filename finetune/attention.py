@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
 from finetune.kernels import tiled_attention
-from finetune.kernels.attention import attention_of_documents, serves
+from finetune.kernels.attention import attention_of_documents, longest_served
 from finetune.kernels.chains import Chain
 from finetune.recipe import Recipe
 
@@ -77,15 +77,21 @@ def check_packing(config: PreTrainedConfig) -> None:
         raise FinetuneError(*problems)
 
 
-def attention_notes(config: PreTrainedConfig, precision: str) -> list[str]:
-    """Why documents side by side are not computed by what is fastest on this machine."""
-    gpu = torch.cuda.is_available()
+def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> list[str]:
+    """Why documents side by side are not computed by what is fastest on this machine.
+
+    Args:
+        config: Of the model, as loaded.
+        precision: Of the run.
+        longest: Tokens that a document has at most.
+    """
     reasons = {
         "fp32 has none": precision == "fp32",
         "it does not cap scores": getattr(config, "attn_logit_softcapping", None) is not None,
         "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
     }
-    if gpu:
+    instead = ""
+    if torch.cuda.is_available():
         older = torch.cuda.get_device_capability() < VARLEN_FROM
         reasons |= {"this GPU is older than Ampere": older}
         instead = "each document by itself, not all in one variable-length kernel"
@@ -95,10 +101,23 @@ def attention_notes(config: PreTrainedConfig, precision: str) -> list[str]:
         lacking = tiled_attention.reason_against(size)
         reasons |= {str(lacking): lacking is not None}
         instead = "each document by products of PyTorch, not in one pass over tiles"
-    else:
-        return []
     found = [reason for reason, holds in reasons.items() if holds]
-    return [f"model.attention: {instead}: {' and '.join(found)}"] if found else []
+    if instead and not found:
+        return []
+    notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []
+    window = _window(config)
+    if window is not None and window < longest:
+        notes.append(
+            f"model.attention: documents of more than {window} tokens, the window of a layer, one "
+            "by one behind a mask"
+        )
+    return notes
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """Tokens that a token sees in some layer, itself among them; None where it sees all."""
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in layers else None
 
 
 def attend(
@@ -147,8 +166,8 @@ def attend(
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and not dropout and serves(query)
-    longest = 0 if not plain else max_length_q if window is None else window
+    plain = softcap is None and not dropout
+    longest = longest_served(query, max_length_q, window) if plain else 0
     runs = _runs(cu_seq_lens_q.tolist(), longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
@@ -156,7 +175,8 @@ def attend(
     parts: list[torch.Tensor] = []
     for run, (q, k, v) in zip(runs, heads, strict=True):
         if run[1] - run[0] <= longest:
-            part = attention_of_documents(q, k, v, [end - run[0] for end in run], scale)
+            ends = [end - run[0] for end in run]
+            part = attention_of_documents(q, k, v, ends, scale, window)
         elif softcap is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:

@@ -149,7 +149,8 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{lever}: {which}, because {told} not known here")
     if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
-        notes += attention_notes(model.config.get_text_config(), plan.backend.precision)
+        config = model.config.get_text_config()
+        notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
 
 

@@ -31,8 +31,24 @@ def serves(query: torch.Tensor) -> bool:
     return query.device.type == "cpu" and query.dtype != torch.float32
 
 
+def longest_served(query: torch.Tensor, longest: int, window: int | None) -> int:
+    """Tokens of the longest document that `attention_of_documents` computes, `longest` at most."""
+    if not serves(query):
+        return 0
+    return longest if window is None or _tiled(query) else min(window, longest)
+
+
+def _tiled(query: torch.Tensor) -> bool:
+    return Chain.compiling and tiled_attention.serves(query)
+
+
 def attention_of_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: list[int],
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of documents side by side, by what is fastest where `query` is.
 
@@ -42,13 +58,15 @@ def attention_of_documents(
         value: As `key`.
         ends: 0, and the end of each document.
         scale: Factor of the scores.
+        window: A token sees itself and so many less one before it; None for all. A document that
+            is longer has to be served (`longest_served`).
 
     Returns:
         As `query`.
     """
-    tiled = Chain.compiling and tiled_attention.serves(query)
-    kernel = TiledAttention if tiled else DocumentAttention
-    return kernel.apply(query, key, value, ends, scale)
+    if _tiled(query):
+        return TiledAttention.apply(query, key, value, ends, scale, window)
+    return DocumentAttention.apply(query, key, value, ends, scale)
 
 
 class DocumentAttention(torch.autograd.Function):

@@ -4,9 +4,9 @@
        dV = P^T dO            dS = P (dO V^T - D)    dQ = scale dS K     dK = scale dS^T Q
 
    A tile of scores goes from its product through softmax to the next product within the caches, and
-   tiles above the diagonal are not computed. Scores, sums and gradients that are added up are in 32
-   bits; what a product reads is rounded to 16. Tokens are taken by the block of 32, and what lacks
-   in the last block of a document is 0. */
+   tiles above the diagonal or behind a window are not computed. Scores, sums and gradients that are
+   added up are in 32 bits; what a product reads is rounded to 16. Tokens are taken by the block of
+   32, and what lacks in the last block of a document is 0. */
 
 #include "tiles.h"
 
@@ -50,10 +50,30 @@ static void lay_turned(given x, count length, count blocks, count size, number *
     }
 }
 
-/* Which 16 keys from `key` on a query sees. */
-static inline __mmask16 seen(count query, count key) {
-    count more = query - key + 1;
-    return more >= 16 ? 0xffff : more <= 0 ? 0 : (__mmask16)((1 << more) - 1);
+/* So many of 16. */
+static inline __mmask16 first_of_16(count some) {
+    return some >= 16 ? 0xffff : some <= 0 ? 0 : (__mmask16)((1 << some) - 1);
+}
+
+/* Which 16 keys from `key` on a query sees: the window ends with its own. */
+static inline __mmask16 seen(count query, count key, count window) {
+    count behind = query - key + 1;
+    return first_of_16(behind) & ~first_of_16(behind - window);
+}
+
+/* Whether queries of a block see only a part of the block of keys so many blocks before. */
+static inline int in_part(count before, count window) {
+    return before == 0 || before >= window / BLOCK;
+}
+
+/* The first block of keys that a block of queries sees, and the last block of queries that sees one
+   of keys. */
+static inline count first_key(count block, count window) {
+    return block * BLOCK < window ? 0 : (block * BLOCK - window + 1) / BLOCK;
+}
+
+static inline count last_query(count block, count window) {
+    return (block * BLOCK + BLOCK - 2 + window) / BLOCK;
 }
 
 /* Numbers of 16 bits that `forward` and `backward` need for each thread. */
@@ -70,8 +90,7 @@ count room_of_backward(count longest, count size) {
 
 /* Forward -------------------------------------------------------------------------------------- */
 
-/* Scores of 32 queries and so many blocks of keys, the last of which they may see in part: four
-   squares each, two for 16 queries. */
+/* Scores of 32 queries and so many blocks of keys: four squares each, two for 16 queries. */
 static inline void scores(const number *queries, const number *keys, count blocks, count size,
                           float *to) {
     count deep = size / 32;
@@ -84,15 +103,19 @@ static inline void scores(const number *queries, const number *keys, count block
     }
 }
 
-/* A query's weights of keys in blocks, of which it sees `whole` and a part of one more if there is
-   one, as A. Its largest score so far and the sum of e^(scale S - largest) are renewed; returns by
-   what earlier sums are to be multiplied. */
-static inline float weigh(const float *row, number *to, count blocks, count whole, count place,
-                          float scale, float *largest, float *sum) {
+/* A query's weights of keys in blocks, the first of them `back` blocks before its own, as A. Its
+   largest score so far and the sum of e^(scale S - largest) are renewed; returns by what earlier
+   sums are to be multiplied. */
+static inline float weigh(const float *row, number *to, count blocks, count back, count place,
+                          count window, float scale, float *largest, float *sum) {
     __m512 none = _mm512_set1_ps(-INFINITY), top = none, total = _mm512_setzero_ps();
+    count query = place + back * BLOCK; /* from the first of these keys on */
     EACH(block, 0, blocks) EACH(half, 0, 2) {
         __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
-        if (block == whole) score = _mm512_mask_mov_ps(none, seen(place, 16 * half), score);
+        if (in_part(back - block, window)) {
+            __mmask16 those = seen(query, block * BLOCK + 16 * half, window);
+            score = _mm512_mask_mov_ps(none, those, score);
+        }
         top = _mm512_max_ps(top, score);
     }
     float before = *largest, now = scale * _mm512_reduce_max_ps(top);
@@ -103,8 +126,10 @@ static inline float weigh(const float *row, number *to, count blocks, count whol
         EACH(half, 0, 2) {
             __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
             weights[half] = exponential(_mm512_fmsub_ps(wide, score, less));
-            if (block == whole)
-                weights[half] = _mm512_maskz_mov_ps(seen(place, 16 * half), weights[half]);
+            if (in_part(back - block, window)) {
+                __mmask16 those = seen(query, block * BLOCK + 16 * half, window);
+                weights[half] = _mm512_maskz_mov_ps(those, weights[half]);
+            }
             total = _mm512_add_ps(total, weights[half]);
         }
         __m512bh both = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
@@ -118,8 +143,8 @@ static inline float weigh(const float *row, number *to, count blocks, count whol
 
 /* One document, one key head and the query heads that share it. */
 static void forward_one(given query, given key, given value, number *result, count result_step,
-                        float *logs, count logs_step, count length, count groups, count size,
-                        float scale, number *room) {
+                        float *logs, count logs_step, count length, count window, count groups,
+                        count size, float scale, number *room) {
     count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *queries = values + laid, *weights = queries + laid;
     float *square = (float *)(weights + 2 * WIDE * TILE), *mixed = square + WIDE * 4 * SQUARE;
@@ -132,15 +157,16 @@ static void forward_one(given query, given key, given value, number *result, cou
             float largest[BLOCK], sum[BLOCK];
             EACH(i, 0, BLOCK) largest[i] = -INFINITY, sum[i] = 0.0f;
             memset(mixed, 0, BLOCK * size * sizeof *mixed);
-            for (count first = 0; first <= block; first += WIDE) {
+            count begin = first_key(block, window);
+            for (count first = begin; first <= block; first += WIDE) {
                 count some = less(WIDE, block + 1 - first);
                 scores(queries + block * BLOCK * size, keys + first * BLOCK * size, some, size,
                        square);
                 EACH(i, 0, BLOCK) {
                     float *row = square + i / 16 * 2 * SQUARE + i % 16 * 16;
                     float kept = weigh(row, weights + i / 16 * WIDE * TILE + i % 16 * 32, some,
-                                       block - first, i, scale, largest + i, sum + i);
-                    if (first) EACH(tile, 0, tiles) {
+                                       block - first, i, window, scale, largest + i, sum + i);
+                    if (first > begin) EACH(tile, 0, tiles) {
                         float *at = mixed + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
                         EACH(d, 0, 16) at[d] *= kept;
                     }
@@ -167,41 +193,47 @@ static void forward_one(given query, given key, given value, number *result, cou
 }
 
 /* A document and a key head, with the query heads that share it: the first token, how many there
-   are, and where in a token these heads begin. */
+   are and how many of them a token sees, and where in a token these heads begin. */
 typedef struct {
-    count start, length, narrow, broad;
+    count start, length, window, narrow, broad;
 } work;
 
+/* A window of 0 is none, and one as long as all blocks leaves none of them seen in part. */
 static inline work work_of(const int64_t *ends, count one, count key_heads, count groups,
-                           count size) {
+                           count size, count window) {
     count start = ends[one / key_heads], at = one % key_heads * size;
-    return (work){start, ends[one / key_heads + 1] - start, at, groups * at};
+    count length = ends[one / key_heads + 1] - start;
+    if (!window || window >= length) window = (length + BLOCK - 1) / BLOCK * BLOCK;
+    return (work){start, length, window, at, groups * at};
 }
 
 static inline given heads_at(const number *x, count step, count start, count at) {
     return (given){x + start * step + at, step};
 }
 
-/* Documents end where `ends` says, of which the first is 0. The numbers of a head lie side by side,
+/* Documents end where `ends` says, of which the first is 0, and a token sees a window of as many
+   tokens as it says, itself the last. The numbers of a head lie side by side,
    heads one after another, and tokens `..._step` numbers apart. `room` has `room_each` numbers for
    each thread. */
 void attention(const number *query, count query_step, const number *key, count key_step,
                const number *value, count value_step, number *result, count result_step,
                float *logs, const int64_t *ends, count documents, count key_heads, count groups,
-               count size, float scale, number *room, count room_each, int threads) {
+               count size, count window, float scale, number *room, count room_each,
+               int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         char before[64];
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size);
+            work own = work_of(ends, one, key_heads, groups, size, window);
             forward_one(heads_at(query, query_step, own.start, own.broad),
                         heads_at(key, key_step, own.start, own.narrow),
                         heads_at(value, value_step, own.start, own.narrow),
                         result + own.start * result_step + own.broad, result_step,
                         logs + own.broad / size * ends[documents] + own.start, ends[documents],
-                        own.length, groups, size, scale, room + omp_get_thread_num() * room_each);
+                        own.length, own.window, groups, size, scale,
+                        room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);
     }
@@ -210,10 +242,11 @@ void attention(const number *query, count query_step, const number *key, count k
 /* Backward ------------------------------------------------------------------------------------- */
 
 /* P and dS of 32 queries and 32 keys: P and dS as B, dS also as A, whose second row of tiles lies
-   `down` numbers after the first. Both have squares as `scores` makes them. */
+   `down` numbers after the first; the keys' block is `back` blocks before the queries'. Both have
+   squares as `scores` makes them. */
 static inline void differentiate(const float *square, const float *by_weights, const float *logs,
-                                 const float *means, int diagonal, float scale, number *weights,
-                                 number *pairs, number *rows, count down) {
+                                 const float *means, count back, count window, float scale,
+                                 number *weights, number *pairs, number *rows, count down) {
     const __m512i mixed =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -227,7 +260,10 @@ static inline void differentiate(const float *square, const float *by_weights, c
                 __m512 score = _mm512_loadu_ps(square + at);
                 __m512 by_weight = _mm512_loadu_ps(by_weights + at);
                 __m512 weight = exponential(_mm512_fmsub_ps(wide, score, log));
-                if (diagonal) weight = _mm512_maskz_mov_ps(seen(i + next, 16 * half), weight);
+                if (in_part(back, window)) {
+                    __mmask16 those = seen(i + next + back * BLOCK, 16 * half, window);
+                    weight = _mm512_maskz_mov_ps(those, weight);
+                }
                 power[half][next] = weight;
                 of_scores[half][next] = _mm512_mul_ps(weight, _mm512_sub_ps(by_weight, mean));
             }
@@ -272,7 +308,7 @@ static void put_turned(const float *from, count length, count blocks, count size
 static void backward_one(given query, given key, given value, given mixed, given grad,
                          const float *logs, count logs_step, number *by_query, count by_query_step,
                          number *by_key, number *by_value, count by_key_step, count length,
-                         count groups, count size, float scale, number *room) {
+                         count window, count groups, count size, float scale, number *room) {
     count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *key_pairs = values + laid;
     number *queries = key_pairs + laid, *grads = queries + laid;
@@ -299,9 +335,10 @@ static void backward_one(given query, given key, given value, given mixed, given
         for (count top = 0; top < blocks; top += TALL) {
             count low = less(blocks, top + TALL);
             memset(of_query, 0, (low - top) * BLOCK * size * sizeof *of_query);
-            for (count left = 0; left < low; left += WIDE) {
+            for (count left = first_key(top, window); left < low; left += WIDE) {
                 count right = less(low, left + WIDE);
-                EACH(block, top, low) EACH(other, left, less(right, block + 1)) {
+                EACH(block, top, low)
+                EACH(other, more(left, first_key(block, window)), less(right, block + 1)) {
                     count tall = block - top, wide = other - left;
                     count at = (tall * WIDE + wide) * 2 * TILE;
                     scores(queries + block * BLOCK * size, keys + other * BLOCK * size, 1, size,
@@ -309,22 +346,26 @@ static void backward_one(given query, given key, given value, given mixed, given
                     scores(grads + block * BLOCK * size, values + other * BLOCK * size, 1, size,
                            by_weights);
                     differentiate(square, by_weights, of_logs + block * BLOCK,
-                                  means + block * BLOCK, block == other, scale, weights + at,
+                                  means + block * BLOCK, block - other, window, scale, weights + at,
                                   pairs + at, rows + (2 * tall * WIDE + wide) * TILE, WIDE * TILE);
                 }
                 EACH(block, top, low) {
-                    count some = less(right, block + 1) - left;
+                    count first = more(left, first_key(block, window));
+                    count some = less(right, block + 1) - first;
+                    const number *of_scores =
+                        rows + ((block - top) * 2 * WIDE + first - left) * TILE;
                     if (some > 0) EACH_PAIR(tile, tiles) {
                         float *sums = of_query + ((block - top) * 2 * tiles + tile) * SQUARE;
                         load_sums(sums, tiles * SQUARE);
-                        add_products(rows + (block - top) * 2 * WIDE * TILE, WIDE * TILE, TILE,
-                                     key_pairs + (left * tiles + tile) * TILE, TILE, tiles * TILE,
+                        add_products(of_scores, WIDE * TILE, TILE,
+                                     key_pairs + (first * tiles + tile) * TILE, TILE, tiles * TILE,
                                      some);
                         store_sums(sums, tiles * SQUARE);
                     }
                 }
                 EACH(other, left, right) {
-                    count first = other > top ? other : top, some = low - first;
+                    count first = more(other, top);
+                    count some = less(low, last_query(other, window) + 1) - first;
                     count at = ((first - top) * WIDE + other - left) * 2 * TILE;
                     EACH_PAIR(tile, tiles) {
                         count sums = (tile * blocks + other) * 2 * SQUARE;
@@ -357,8 +398,8 @@ void attention_gradients(const number *query, count query_step, const number *ke
                          const number *value, count value_step, const number *mixed,
                          count mixed_step, const number *grad, count grad_step, const float *logs,
                          number *by_query, number *by_key, number *by_value, const int64_t *ends,
-                         count documents, count key_heads, count groups, count size, float scale,
-                         number *room, count room_each, int threads) {
+                         count documents, count key_heads, count groups, count size,
+                         count window, float scale, number *room, count room_each, int threads) {
     count narrow = key_heads * size, broad = groups * narrow;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -366,7 +407,7 @@ void attention_gradients(const number *query, count query_step, const number *ke
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size);
+            work own = work_of(ends, one, key_heads, groups, size, window);
             count by_head = own.start * narrow + own.narrow;
             backward_one(heads_at(query, query_step, own.start, own.broad),
                          heads_at(key, key_step, own.start, own.narrow),
@@ -375,7 +416,7 @@ void attention_gradients(const number *query, count query_step, const number *ke
                          heads_at(grad, grad_step, own.start, own.broad),
                          logs + own.broad / size * ends[documents] + own.start, ends[documents],
                          by_query + own.start * broad + own.broad, broad, by_key + by_head,
-                         by_value + by_head, narrow, own.length, groups, size, scale,
+                         by_value + by_head, narrow, own.length, own.window, groups, size, scale,
                          room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);

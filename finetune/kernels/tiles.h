@@ -35,6 +35,7 @@ typedef struct {
 #define EACH_PAIR(name, to) for (count name = 0; name < (to); name += 2)
 
 static inline count less(count one, count other) { return one < other ? one : other; }
+static inline count more(count one, count other) { return one > other ? one : other; }
 
 static inline __m512 widened(const number *from) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
