@@ -87,13 +87,13 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
     """
     reasons = {
         "fp32 has none": precision == "fp32",
-        "it does not cap scores": getattr(config, "attn_logit_softcapping", None) is not None,
         "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
     }
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     instead = ""
     if torch.cuda.is_available():
         older = torch.cuda.get_device_capability() < VARLEN_FROM
-        reasons |= {"this GPU is older than Ampere": older}
+        reasons |= {"it does not cap scores": capped, "this GPU is older than Ampere": older}
         instead = "each document by itself, not all in one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
         size = getattr(config, "head_dim", None)
@@ -106,10 +106,12 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
         return []
     notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []
     window = _window(config)
-    if window is not None and window < longest:
+    if capped:
+        notes.append("model.attention: each document's scores written out, because they are capped")
+    elif window is not None and window < longest:
         notes.append(
-            f"model.attention: documents of more than {window} tokens, the window of a layer, one "
-            "by one behind a mask"
+            f"model.attention: each document of more than {window} tokens behind a mask, because "
+            "of a layer's window"
         )
     return notes
 
@@ -166,8 +168,7 @@ def attend(
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and not dropout
-    longest = longest_served(query, max_length_q, window) if plain else 0
+    longest = 0 if dropout else longest_served(query, max_length_q, window, softcap)
     runs = _runs(cu_seq_lens_q.tolist(), longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
@@ -176,7 +177,7 @@ def attend(
     for run, (q, k, v) in zip(runs, heads, strict=True):
         if run[1] - run[0] <= longest:
             ends = [end - run[0] for end in run]
-            part = attention_of_documents(q, k, v, ends, scale, window)
+            part = attention_of_documents(q, k, v, ends, scale, window, softcap)
         elif softcap is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:

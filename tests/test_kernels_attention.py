@@ -5,6 +5,7 @@ import itertools
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,13 @@ def heads(tokens: int, query_heads: int, key_heads: int, size: int) -> Heads:
     return made[0], made[1], made[2]
 
 
-def of_each(given: Heads, ends: list[int], scale: float, window: int | None = None) -> torch.Tensor:
+def of_each(
+    given: Heads,
+    ends: list[int],
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> torch.Tensor:
     """Attention of each document by itself, in the type of what is given."""
     parts: list[torch.Tensor] = []
     for start, end in itertools.pairwise(ends):
@@ -60,6 +67,8 @@ def of_each(given: Heads, ends: list[int], scale: float, window: int | None = No
         groups = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
         scores = query @ key.transpose(2, 3) * scale
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
         every = torch.ones(scores.shape[2:], dtype=torch.bool)
         unseen = every.triu(1) | every.tril(-(window or end - start))
         parts.append(scores.masked_fill(unseen, -torch.inf).softmax(-1) @ value)
@@ -125,6 +134,33 @@ def test_a_token_sees_its_window_alone(window: int, size: int) -> None:
     before, after = ours[0], TiledAttention.apply(*given, ends, 0.2, window)
     assert torch.equal(before[:, :, 100 + window :], after[:, :, 100 + window :])
     assert not torch.equal(before[:, :, 99 + window], after[:, :, 99 + window])
+
+
+@needs_tiles
+@pytest.mark.parametrize("cap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_scores_are_capped(ends: list[int], window: int | None, cap: float) -> None:
+    given = heads(ends[-1], 6, 2, 64)
+    query, key, value = (each.detach().double().requires_grad_() for each in given)
+    how = ends, 0.2, window, cap
+    exact = with_gradients(of_each((query, key, value), *how), (query, key, value))
+    for found, wanted in zip(
+        with_gradients(TiledAttention.apply(*given, *how), given), exact, strict=True
+    ):
+        assert apart(found, wanted) <= NEAR
+
+
+@needs_tiles
+def test_a_score_beyond_every_number_is_the_cap() -> None:
+    given = heads(70, 2, 1, 32)
+    with torch.no_grad():
+        given[0][:] = 1e30
+        given[1][:] = torch.where(torch.rand(1, 1, 70, 1) < 0.5, 1e30, -1e30)
+    query, key, value = (each.detach().float().requires_grad_() for each in given)
+    exact = of_each((query, key.clamp(-10, 10), value), [0, 70], 1.0, None, 2.0)
+    found = with_gradients(TiledAttention.apply(*given, [0, 70], 1.0, None, 2.0), given)
+    assert apart(found[0], exact.double()) <= NEAR
 
 
 @needs_tiles
@@ -291,7 +327,13 @@ def packed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @needs_tiles
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("llama", {}), ("qwen3", {}), ("mistral", {}), ("mistral", {"sliding_window": 20})],
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": 20}),
+        ("gemma2", {"sliding_window": 20, "attn_logit_softcapping": 2.0}),
+    ],
 )
 @pytest.mark.parametrize("keep", [None, "attention", True], ids=str)
 def test_a_model_trains_as_near_to_fp32_as_by_products(
@@ -321,7 +363,8 @@ def test_a_model_trains_as_near_to_fp32_as_by_products(
     [
         ("llama", WIDER, ""),
         ("llama", {}, "heads of 16 numbers are no multiple of 32"),
-        ("gemma2", WIDER, "it does not cap scores"),
+        ("gemma2", WIDER, ""),
+        ("llama", WIDER | {"attention_dropout": 0.1}, "it does not drop weights"),
         ("qwen3", WIDER | {"head_dim": 48}, "heads of 48 numbers are no multiple of 32"),
         ("mistral", WIDER | {"sliding_window": 40}, ""),
     ],
@@ -330,38 +373,39 @@ def test_why_it_is_not_used_is_said(
     compiling: None, kind: str, fields: dict[str, int], told: str
 ) -> None:
     config = build(kind, **fields).config
-    assert attention_notes(config, "fp32", 40) == []
     instead = "model.attention: each document by products of PyTorch, not in one pass over tiles"
     assert attention_notes(config, "bf16", 41) == ([f"{instead}: {told}"] if told else [])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a GPU lacks")
-def test_nothing_is_said_where_nothing_is_compiled() -> None:
-    assert attention_notes(build("gemma2").config, "bf16", 100) == []
+BEHIND = "model.attention: each document of more than {} tokens behind a mask, because of a "
+BEHIND += "layer's window"
+WRITTEN = "model.attention: each document's scores written out, because they are capped"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have a kernel with windows")
 @pytest.mark.parametrize(
-    ("kind", "fields", "window"),
+    ("kind", "fields", "told"),
     [
         ("llama", {}, None),
-        ("mistral", {"sliding_window": 40}, 40),
-        ("gemma2", {"sliding_window": 30}, 30),
-        ("qwen2", {"sliding_window": 30, "use_sliding_window": False}, None),
-        ("qwen2", {"sliding_window": 30, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ("qwen2", {"sliding_window": 30, "use_sliding_window": True, "max_window_layers": 1}, 30),
+        ("mistral", {"sliding_window": 40}, BEHIND.format(40)),
+        ("gemma2", {"sliding_window": 40, "attn_logit_softcapping": None}, BEHIND.format(40)),
+        ("gemma2", {"sliding_window": 40}, WRITTEN),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, None),
+        (
+            "qwen2",
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+            BEHIND.format(9),
+        ),
     ],
 )
-def test_documents_behind_a_mask_are_told(
-    kind: str, fields: dict[str, int], window: int | None
+def test_what_no_plain_product_computes_is_said(
+    kind: str, fields: dict[str, Any], told: str | None
 ) -> None:
     config = build(kind, **fields).config
-    told = (
-        f"model.attention: documents of more than {window} tokens, the window of a layer, one by "
-        "one behind a mask"
-    )
-    assert attention_notes(config, "fp32", 100) == ([told] if window else [])
-    assert attention_notes(config, "fp32", window or 30) == []
+    for precision in ("fp32", "bf16"):
+        assert attention_notes(config, precision, 41) == ([told] if told else [])
+    assert attention_notes(config, "fp32", 9) == ([told] if told == WRITTEN else [])
 
 
 @needs_tiles

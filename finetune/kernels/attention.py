@@ -31,11 +31,13 @@ def serves(query: torch.Tensor) -> bool:
     return query.device.type == "cpu" and query.dtype != torch.float32
 
 
-def longest_served(query: torch.Tensor, longest: int, window: int | None) -> int:
+def longest_served(query: torch.Tensor, longest: int, window: int | None, cap: float | None) -> int:
     """Tokens of the longest document that `attention_of_documents` computes, `longest` at most."""
-    if not serves(query):
+    if _tiled(query):
+        return longest
+    if cap is not None or not serves(query):
         return 0
-    return longest if window is None or _tiled(query) else min(window, longest)
+    return longest if window is None else min(window, longest)
 
 
 def _tiled(query: torch.Tensor) -> bool:
@@ -49,8 +51,11 @@ def attention_of_documents(
     ends: list[int],
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of documents side by side, by what is fastest where `query` is.
+
+    None is longer than `longest_served`.
 
     Args:
         query: (1, heads, tokens, head size).
@@ -58,14 +63,14 @@ def attention_of_documents(
         value: As `key`.
         ends: 0, and the end of each document.
         scale: Factor of the scores.
-        window: A token sees itself and so many less one before it; None for all. A document that
-            is longer has to be served (`longest_served`).
+        window: A token sees itself and so many less one before it; None for all.
+        cap: Scores s become cap * tanh(s / cap); None for s.
 
     Returns:
         As `query`.
     """
     if _tiled(query):
-        return TiledAttention.apply(query, key, value, ends, scale, window)
+        return TiledAttention.apply(query, key, value, ends, scale, window, cap)
     return DocumentAttention.apply(query, key, value, ends, scale)
 
 

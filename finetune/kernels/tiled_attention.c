@@ -3,6 +3,8 @@
        S = scale Q K^T        P = softmax(S)         O = P V         D_i = sum_d dO_id O_id
        dV = P^T dO            dS = P (dO V^T - D)    dQ = scale dS K     dK = scale dS^T Q
 
+   Where scores are capped, softmax is of S' = cap tanh(S / cap), and dS = dS' (1 - (S' / cap)^2).
+
    A tile of scores goes from its product through softmax to the next product within the caches, and
    tiles above the diagonal or behind a window are not computed. Scores, sums and gradients that are
    added up are in 32 bits; what a product reads is rounded to 16. Tokens are taken by the block of
@@ -55,6 +57,13 @@ static inline __mmask16 first_of_16(count some) {
     return some >= 16 ? 0xffff : some <= 0 ? 0 : (__mmask16)((1 << some) - 1);
 }
 
+/* How scores become weights: the tokens that a token sees, itself the last of them; the factor of
+   scores; where it is not 0, what none of them exceeds. */
+typedef struct {
+    count window;
+    float scale, cap;
+} rule;
+
 /* Which 16 keys from `key` on a query sees: the window ends with its own. */
 static inline __mmask16 seen(count query, count key, count window) {
     count behind = query - key + 1;
@@ -103,31 +112,42 @@ static inline void scores(const number *queries, const number *keys, count block
     }
 }
 
+/* They become scores that are capped, without their factor: tanh(x) = 1 - 2 / (e^2x + 1). */
+static void cap_scores(float *square, count blocks, rule how) {
+    __m512 given = _mm512_set1_ps(2.0f * how.scale / how.cap), one = _mm512_set1_ps(1.0f);
+    __m512 widest = _mm512_set1_ps(how.cap / how.scale);
+    for (float *at = square; at < square + blocks * 4 * SQUARE; at += 16) {
+        __m512 power = exponential(_mm512_mul_ps(given, _mm512_loadu_ps(at)));
+        __m512 less = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one));
+        _mm512_storeu_ps(at, _mm512_mul_ps(widest, _mm512_sub_ps(one, less)));
+    }
+}
+
 /* A query's weights of keys in blocks, the first of them `back` blocks before its own, as A. Its
    largest score so far and the sum of e^(scale S - largest) are renewed; returns by what earlier
    sums are to be multiplied. */
 static inline float weigh(const float *row, number *to, count blocks, count back, count place,
-                          count window, float scale, float *largest, float *sum) {
+                          rule how, float *largest, float *sum) {
     __m512 none = _mm512_set1_ps(-INFINITY), top = none, total = _mm512_setzero_ps();
     count query = place + back * BLOCK; /* from the first of these keys on */
     EACH(block, 0, blocks) EACH(half, 0, 2) {
         __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
-        if (in_part(back - block, window)) {
-            __mmask16 those = seen(query, block * BLOCK + 16 * half, window);
+        if (in_part(back - block, how.window)) {
+            __mmask16 those = seen(query, block * BLOCK + 16 * half, how.window);
             score = _mm512_mask_mov_ps(none, those, score);
         }
         top = _mm512_max_ps(top, score);
     }
-    float before = *largest, now = scale * _mm512_reduce_max_ps(top);
+    float before = *largest, now = how.scale * _mm512_reduce_max_ps(top);
     if (now < before) now = before;
-    __m512 wide = _mm512_set1_ps(scale), less = _mm512_set1_ps(now);
+    __m512 wide = _mm512_set1_ps(how.scale), less = _mm512_set1_ps(now);
     EACH(block, 0, blocks) {
         __m512 weights[2];
         EACH(half, 0, 2) {
             __m512 score = _mm512_loadu_ps(row + (4 * block + half) * SQUARE);
             weights[half] = exponential(_mm512_fmsub_ps(wide, score, less));
-            if (in_part(back - block, window)) {
-                __mmask16 those = seen(query, block * BLOCK + 16 * half, window);
+            if (in_part(back - block, how.window)) {
+                __mmask16 those = seen(query, block * BLOCK + 16 * half, how.window);
                 weights[half] = _mm512_maskz_mov_ps(those, weights[half]);
             }
             total = _mm512_add_ps(total, weights[half]);
@@ -143,8 +163,8 @@ static inline float weigh(const float *row, number *to, count blocks, count back
 
 /* One document, one key head and the query heads that share it. */
 static void forward_one(given query, given key, given value, number *result, count result_step,
-                        float *logs, count logs_step, count length, count window, count groups,
-                        count size, float scale, number *room) {
+                        float *logs, count logs_step, count length, count groups, count size,
+                        rule how, number *room) {
     count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *queries = values + laid, *weights = queries + laid;
     float *square = (float *)(weights + 2 * WIDE * TILE), *mixed = square + WIDE * 4 * SQUARE;
@@ -157,15 +177,16 @@ static void forward_one(given query, given key, given value, number *result, cou
             float largest[BLOCK], sum[BLOCK];
             EACH(i, 0, BLOCK) largest[i] = -INFINITY, sum[i] = 0.0f;
             memset(mixed, 0, BLOCK * size * sizeof *mixed);
-            count begin = first_key(block, window);
+            count begin = first_key(block, how.window);
             for (count first = begin; first <= block; first += WIDE) {
                 count some = less(WIDE, block + 1 - first);
                 scores(queries + block * BLOCK * size, keys + first * BLOCK * size, some, size,
                        square);
+                if (how.cap) cap_scores(square, some, how);
                 EACH(i, 0, BLOCK) {
                     float *row = square + i / 16 * 2 * SQUARE + i % 16 * 16;
                     float kept = weigh(row, weights + i / 16 * WIDE * TILE + i % 16 * 32, some,
-                                       block - first, i, window, scale, largest + i, sum + i);
+                                       block - first, i, how, largest + i, sum + i);
                     if (first > begin) EACH(tile, 0, tiles) {
                         float *at = mixed + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
                         EACH(d, 0, 16) at[d] *= kept;
@@ -193,46 +214,48 @@ static void forward_one(given query, given key, given value, number *result, cou
 }
 
 /* A document and a key head, with the query heads that share it: the first token, how many there
-   are and how many of them a token sees, and where in a token these heads begin. */
+   are, where in a token these heads begin, and the rule for it. */
 typedef struct {
-    count start, length, window, narrow, broad;
+    count start, length, narrow, broad;
+    rule how;
 } work;
 
 /* A window of 0 is none, and one as long as all blocks leaves none of them seen in part. */
 static inline work work_of(const int64_t *ends, count one, count key_heads, count groups,
-                           count size, count window) {
+                           count size, rule how) {
     count start = ends[one / key_heads], at = one % key_heads * size;
     count length = ends[one / key_heads + 1] - start;
-    if (!window || window >= length) window = (length + BLOCK - 1) / BLOCK * BLOCK;
-    return (work){start, length, window, at, groups * at};
+    if (!how.window || how.window >= length) how.window = (length + BLOCK - 1) / BLOCK * BLOCK;
+    return (work){start, length, at, groups * at, how};
 }
 
 static inline given heads_at(const number *x, count step, count start, count at) {
     return (given){x + start * step + at, step};
 }
 
-/* Documents end where `ends` says, of which the first is 0, and a token sees a window of as many
-   tokens as it says, itself the last. The numbers of a head lie side by side,
+/* Documents end where `ends` says, of which the first is 0, and `window` and `cap` are 0 for
+   none. The numbers of a head lie side by side,
    heads one after another, and tokens `..._step` numbers apart. `room` has `room_each` numbers for
    each thread. */
 void attention(const number *query, count query_step, const number *key, count key_step,
                const number *value, count value_step, number *result, count result_step,
                float *logs, const int64_t *ends, count documents, count key_heads, count groups,
-               count size, count window, float scale, number *room, count room_each,
-               int threads) {
+               count size, count window, float scale, float cap, number *room,
+               count room_each, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         char before[64];
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size, window);
+            work own = work_of(ends, one, key_heads, groups, size,
+                               (rule){window, scale, cap});
             forward_one(heads_at(query, query_step, own.start, own.broad),
                         heads_at(key, key_step, own.start, own.narrow),
                         heads_at(value, value_step, own.start, own.narrow),
                         result + own.start * result_step + own.broad, result_step,
                         logs + own.broad / size * ends[documents] + own.start, ends[documents],
-                        own.length, own.window, groups, size, scale,
+                        own.length, groups, size, own.how,
                         room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);
@@ -245,12 +268,13 @@ void attention(const number *query, count query_step, const number *key, count k
    `down` numbers after the first; the keys' block is `back` blocks before the queries'. Both have
    squares as `scores` makes them. */
 static inline void differentiate(const float *square, const float *by_weights, const float *logs,
-                                 const float *means, count back, count window, float scale,
+                                 const float *means, count back, rule how,
                                  number *weights, number *pairs, number *rows, count down) {
     const __m512i mixed =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512 wide = _mm512_set1_ps(scale);
+    __m512 wide = _mm512_set1_ps(how.scale), one = _mm512_set1_ps(1.0f);
+    __m512 share = how.cap ? _mm512_set1_ps(how.scale / how.cap) : _mm512_setzero_ps();
     EACH_PAIR(i, BLOCK) {
         __m512 of_scores[2][2], power[2][2];
         EACH(next, 0, 2) {
@@ -260,12 +284,17 @@ static inline void differentiate(const float *square, const float *by_weights, c
                 __m512 score = _mm512_loadu_ps(square + at);
                 __m512 by_weight = _mm512_loadu_ps(by_weights + at);
                 __m512 weight = exponential(_mm512_fmsub_ps(wide, score, log));
-                if (in_part(back, window)) {
-                    __mmask16 those = seen(i + next + back * BLOCK, 16 * half, window);
+                if (in_part(back, how.window)) {
+                    __mmask16 those = seen(i + next + back * BLOCK, 16 * half, how.window);
                     weight = _mm512_maskz_mov_ps(those, weight);
                 }
                 power[half][next] = weight;
                 of_scores[half][next] = _mm512_mul_ps(weight, _mm512_sub_ps(by_weight, mean));
+                if (how.cap) {
+                    __m512 of_cap = _mm512_mul_ps(share, score);
+                    __m512 slope = _mm512_fnmadd_ps(of_cap, of_cap, one);
+                    of_scores[half][next] = _mm512_mul_ps(slope, of_scores[half][next]);
+                }
             }
             __m512bh row = _mm512_cvtne2ps_pbh(of_scores[1][next], of_scores[0][next]);
             _mm512_storeu_si512(rows + i / 16 * down + (i + next) % 16 * 32, (__m512i)row);
@@ -308,7 +337,7 @@ static void put_turned(const float *from, count length, count blocks, count size
 static void backward_one(given query, given key, given value, given mixed, given grad,
                          const float *logs, count logs_step, number *by_query, count by_query_step,
                          number *by_key, number *by_value, count by_key_step, count length,
-                         count window, count groups, count size, float scale, number *room) {
+                         count groups, count size, rule how, number *room) {
     count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *key_pairs = values + laid;
     number *queries = key_pairs + laid, *grads = queries + laid;
@@ -335,22 +364,23 @@ static void backward_one(given query, given key, given value, given mixed, given
         for (count top = 0; top < blocks; top += TALL) {
             count low = less(blocks, top + TALL);
             memset(of_query, 0, (low - top) * BLOCK * size * sizeof *of_query);
-            for (count left = first_key(top, window); left < low; left += WIDE) {
+            for (count left = first_key(top, how.window); left < low; left += WIDE) {
                 count right = less(low, left + WIDE);
                 EACH(block, top, low)
-                EACH(other, more(left, first_key(block, window)), less(right, block + 1)) {
+                EACH(other, more(left, first_key(block, how.window)), less(right, block + 1)) {
                     count tall = block - top, wide = other - left;
                     count at = (tall * WIDE + wide) * 2 * TILE;
                     scores(queries + block * BLOCK * size, keys + other * BLOCK * size, 1, size,
                            square);
+                    if (how.cap) cap_scores(square, 1, how);
                     scores(grads + block * BLOCK * size, values + other * BLOCK * size, 1, size,
                            by_weights);
                     differentiate(square, by_weights, of_logs + block * BLOCK,
-                                  means + block * BLOCK, block - other, window, scale, weights + at,
+                                  means + block * BLOCK, block - other, how, weights + at,
                                   pairs + at, rows + (2 * tall * WIDE + wide) * TILE, WIDE * TILE);
                 }
                 EACH(block, top, low) {
-                    count first = more(left, first_key(block, window));
+                    count first = more(left, first_key(block, how.window));
                     count some = less(right, block + 1) - first;
                     const number *of_scores =
                         rows + ((block - top) * 2 * WIDE + first - left) * TILE;
@@ -365,7 +395,7 @@ static void backward_one(given query, given key, given value, given mixed, given
                 }
                 EACH(other, left, right) {
                     count first = more(other, top);
-                    count some = less(low, last_query(other, window) + 1) - first;
+                    count some = less(low, last_query(other, how.window) + 1) - first;
                     count at = ((first - top) * WIDE + other - left) * 2 * TILE;
                     EACH_PAIR(tile, tiles) {
                         count sums = (tile * blocks + other) * 2 * SQUARE;
@@ -385,11 +415,11 @@ static void backward_one(given query, given key, given value, given mixed, given
                 count i = token - top * BLOCK;
                 const float *sums = of_query + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
                 store_rounded(by_query + token * by_query_step + head * size + tile * 16,
-                              _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_loadu_ps(sums)));
+                              _mm512_mul_ps(_mm512_set1_ps(how.scale), _mm512_loadu_ps(sums)));
             }
         }
     }
-    put_turned(of_key, length, blocks, size, scale, by_key, by_key_step);
+    put_turned(of_key, length, blocks, size, how.scale, by_key, by_key_step);
     put_turned(of_value, length, blocks, size, 1.0f, by_value, by_key_step);
 }
 
@@ -399,7 +429,8 @@ void attention_gradients(const number *query, count query_step, const number *ke
                          count mixed_step, const number *grad, count grad_step, const float *logs,
                          number *by_query, number *by_key, number *by_value, const int64_t *ends,
                          count documents, count key_heads, count groups, count size,
-                         count window, float scale, number *room, count room_each, int threads) {
+                         count window, float scale, float cap, number *room, count room_each,
+                         int threads) {
     count narrow = key_heads * size, broad = groups * narrow;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -407,7 +438,8 @@ void attention_gradients(const number *query, count query_step, const number *ke
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size, window);
+            work own = work_of(ends, one, key_heads, groups, size,
+                               (rule){window, scale, cap});
             count by_head = own.start * narrow + own.narrow;
             backward_one(heads_at(query, query_step, own.start, own.broad),
                          heads_at(key, key_step, own.start, own.narrow),
@@ -416,7 +448,7 @@ void attention_gradients(const number *query, count query_step, const number *ke
                          heads_at(grad, grad_step, own.start, own.broad),
                          logs + own.broad / size * ends[documents] + own.start, ends[documents],
                          by_query + own.start * broad + own.broad, broad, by_key + by_head,
-                         by_value + by_head, narrow, own.length, own.window, groups, size, scale,
+                         by_value + by_head, narrow, own.length, groups, size, own.how,
                          room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);

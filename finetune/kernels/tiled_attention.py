@@ -23,8 +23,9 @@ DEEP = 32
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _LAID = (_P, _N)
 """A tensor and the numbers from token to token."""
-_BOTH = (_P, _N, _N, _N, _N, _N, _F, _P, _N, _I)
-"""Ends, documents, key heads, groups, head size, window, scale, room, that of a thread, threads."""
+_BOTH = (_P, _N, _N, _N, _N, _N, _F, _F, _P, _N, _I)
+"""Ends, documents, key heads, groups, head size; window, scale and cap of scores; room, that of a
+thread, threads."""
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "may_use_tiles": ((), _I),
     "room_of_forward": ((_N, _N), _N),
@@ -72,8 +73,9 @@ def _functions() -> ctypes.CDLL:
 class TiledAttention(torch.autograd.Function):
     """Causal attention of documents side by side; each key head is shared by a group of heads.
 
-    A token sees a window of so many tokens of its document, itself the last; None for all. The
-    result is kept for the backward pass, as the layer that reads it keeps it too.
+    A token sees a window of so many tokens of its document, itself the last; None for all. Where
+    there is a cap, scores s become cap * tanh(s / cap). The result is kept for the backward pass,
+    as the layer that reads it keeps it too.
     """
 
     @staticmethod
@@ -85,9 +87,10 @@ class TiledAttention(torch.autograd.Function):
         ends: list[int],
         scale: float,
         window: int | None = None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         """`query` (1, heads, tokens, head size), `ends` as `cu_seq_lens`; returns as `query`."""
-        how = ends, scale, window
+        how = ends, scale, window, cap
         result, logs = torch.ops.finetune.document_attention(query, key, value, *how)
         ctx.save_for_backward(query, key, value, result, logs)
         ctx.how = how
@@ -105,7 +108,7 @@ class TiledAttention(torch.autograd.Function):
                 [*_places(given), *(each.data_ptr() for each in (logs, *made))],
                 query, key, *ctx.how,
             )  # fmt: skip
-        return *made, None, None, None
+        return *made, None, None, None, None
 
 
 def _attention(
@@ -115,6 +118,7 @@ def _attention(
     ends: list[int],
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result as `query`, and the logarithm of each row's sum of e^S.  # (heads, tokens)"""
     given = [laid(each) for each in (query, key, value)]
@@ -123,7 +127,7 @@ def _attention(
     _run(
         functions.attention, functions.room_of_forward,
         [*_places([*given, result]), logs.data_ptr()],
-        query, key, ends, scale, window,
+        query, key, ends, scale, window, cap,
     )  # fmt: skip
     return result, logs
 
@@ -132,7 +136,7 @@ OPERATIONS = torch.library.Library("finetune", "DEF")
 """An operation of its own, which checkpointing may keep and a profile names."""
 OPERATIONS.define(
     "document_attention(Tensor query, Tensor key, Tensor value, int[] ends, float scale,"
-    " int? window) -> (Tensor, Tensor)"
+    " int? window, float? cap) -> (Tensor, Tensor)"
 )
 OPERATIONS.impl("document_attention", _attention, "CPU")
 
@@ -162,6 +166,7 @@ def _run(
     ends: list[int],
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> None:
     """Call a function with the places of its tensors, and what both functions have besides."""
     (_, heads, _, size), key_heads = query.shape, key.shape[1]
@@ -170,5 +175,5 @@ def _run(
     room = query.new_empty(threads * each)
     function(
         *places, (ctypes.c_int64 * len(ends))(*ends), documents, key_heads, heads // key_heads,
-        size, window or 0, scale, room.data_ptr(), each, threads,
+        size, window or 0, scale, cap or 0.0, room.data_ptr(), each, threads,
     )  # fmt: skip
