@@ -27,8 +27,8 @@ DOCUMENTS = "documents"
 """The name of this attention in transformers."""
 
 SHOWN_EXACT = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral", "qwen3_moe", "phi3",
-    "olmo2", "smollm3",
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe",
+    "qwen3_moe", "phi3", "olmo2", "smollm3", "granite", "cohere", "cohere2",
 )  # fmt: skip
 """Architectures of which tests show that documents side by side train as documents alone.
 

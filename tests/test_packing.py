@@ -84,11 +84,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 8, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere2": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mistral": {"sliding_window": 6},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
 }  # fmt: skip
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
 TOLERANCE = 1e-6
@@ -161,7 +173,7 @@ def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind
     assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", [k for k in SHOWN_EXACT if k not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize("kind", [k for k in SHOWN_EXACT if k not in EXPERTS])
 def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
     rows = packs(documents())
     other = packs(documents())
@@ -177,7 +189,7 @@ def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: st
     assert not torch.equal(before[changed], after[changed])
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_of_packed_documents_see_no_other_document(kind: str):
     """An expert multiplies its tokens together, so that their number moves the last digits."""
     rows, other = packs(documents()), packs(documents())
