@@ -147,8 +147,8 @@ def test_widths_that_tiles_do_not_divide_are_told(compiling: None) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
 def test_without_tiles_it_compiles_and_says_so() -> None:
-    flags = [*tiled_adapters.FLAGS, "-mno-amx-bf16", "-mno-amx-tile"]
-    assert compiled(tiled_adapters.SOURCE, flags).may_use_tiles() == 0
+    flags = [*tiled_adapters.FLAGS, "-mno-avx512bf16"]
+    assert compiled(tiled_adapters.SOURCE, flags).tiles_of_this_process() == 0
 
 
 def test_the_projections_of_one_input_are_one_group() -> None:

@@ -2,7 +2,7 @@
 
     S = Q K^T / sqrt(d) + causal mask      P = softmax(S)      O = P V
 
-Where code is compiled and the CPU multiplies tiles, all of it is one pass (`tiled_attention`). Else
+Where code is compiled and the CPU multiplies bf16, all of it is one pass (`tiled_attention`). Else
 the forward pass is PyTorch's fused kernel, which never holds P. Its backward pass in bf16 takes
 longer than these products, which compute P again, a block of queries after another. So less is kept
 than the fused kernel keeps: the inputs, and a number for each query.

@@ -9,7 +9,7 @@
 
 #include "tiles.h"
 
-#ifdef TILES
+#ifdef AMX
 
 #define ROWS 64 /* tokens that are taken at once */
 

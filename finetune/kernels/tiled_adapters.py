@@ -1,8 +1,9 @@
-"""Gradients of adapters over tiles, in C, for CPUs that multiply these (AMX).
+"""Gradients of adapters over tiles, in C, for CPUs that have these (AMX).
 
 PyTorch's products of a wide matrix and a narrow one wait for memory, and the gradients of an
 adapter need two of each wide one. Here it is read once for both. It is compiled when first used,
-and kept.
+and kept. Products of tiles in registers (AVX-512) wait for arithmetic, as PyTorch's do, and were no
+faster.
 """
 
 import ctypes
@@ -18,6 +19,8 @@ SOURCE = Path(__file__).with_name("tiled_adapters.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
 DEEP = 32
 """Numbers that a product of tiles sums over: matrices are as wide, or a multiple of it."""
+IN_TILES = 2
+"""Of a process on a CPU with AMX: `tiles_of_this_process`."""
 BROAD = 16
 """Numbers of a tile's row: narrow matrices are filled up to a multiple of it."""
 
@@ -80,7 +83,7 @@ def _library() -> ctypes.CDLL | str:
         found = compiled(SOURCE, FLAGS)
     except CannotCompile as error:
         return str(error)
-    if not found.may_use_tiles():
+    if found.tiles_of_this_process() != IN_TILES:
         return "this CPU has no tiles of bfloat16 (AMX)"
     found.adapter_gradients.argtypes = (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N, _P, _P, _I)
     found.adapter_gradients.restype = None

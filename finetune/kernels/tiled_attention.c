@@ -1,4 +1,5 @@
-/* Causal attention of documents side by side, forward and backward, in bfloat16 on CPUs with AMX.
+/* Causal attention of documents side by side, forward and backward, in bfloat16 on CPUs with AMX
+   or with AVX-512 for bfloat16.
 
        S = scale Q K^T        P = softmax(S)         O = P V         D_i = sum_d dO_id O_id
        dV = P^T dO            dS = P (dO V^T - D)    dQ = scale dS K     dK = scale dS^T Q
@@ -104,9 +105,8 @@ static inline void scores(const number *queries, const number *keys, count block
                           float *to) {
     count deep = size / 32;
     EACH(block, 0, blocks) {
-        no_sums();
-        add_products(queries, deep * TILE, TILE, keys, deep * TILE, TILE, deep);
-        store_sums(to, 2 * SQUARE);
+        multiply_tiles(to, 2 * SQUARE, 0, queries, deep * TILE, TILE, keys, deep * TILE, TILE,
+                       deep);
         keys += 2 * deep * TILE;
         to += 4 * SQUARE;
     }
@@ -193,10 +193,9 @@ static void forward_one(given query, given key, given value, number *result, cou
                     }
                 }
                 EACH_PAIR(tile, tiles) {
-                    load_sums(mixed + tile * SQUARE, tiles * SQUARE);
-                    add_products(weights, WIDE * TILE, TILE, values + (first * tiles + tile) * TILE,
-                                 TILE, tiles * TILE, some);
-                    store_sums(mixed + tile * SQUARE, tiles * SQUARE);
+                    multiply_tiles(mixed + tile * SQUARE, tiles * SQUARE, 1, weights, WIDE * TILE,
+                                   TILE, values + (first * tiles + tile) * TILE, TILE, tiles * TILE,
+                                   some);
                 }
             }
             EACH(i, 0, less(BLOCK, length - block * BLOCK)) {
@@ -386,11 +385,9 @@ static void backward_one(given query, given key, given value, given mixed, given
                         rows + ((block - top) * 2 * WIDE + first - left) * TILE;
                     if (some > 0) EACH_PAIR(tile, tiles) {
                         float *sums = of_query + ((block - top) * 2 * tiles + tile) * SQUARE;
-                        load_sums(sums, tiles * SQUARE);
-                        add_products(of_scores, WIDE * TILE, TILE,
-                                     key_pairs + (first * tiles + tile) * TILE, TILE, tiles * TILE,
-                                     some);
-                        store_sums(sums, tiles * SQUARE);
+                        multiply_tiles(sums, tiles * SQUARE, 1, of_scores, WIDE * TILE, TILE,
+                                       key_pairs + (first * tiles + tile) * TILE, TILE,
+                                       tiles * TILE, some);
                     }
                 }
                 EACH(other, left, right) {
@@ -400,14 +397,12 @@ static void backward_one(given query, given key, given value, given mixed, given
                     EACH_PAIR(tile, tiles) {
                         count sums = (tile * blocks + other) * 2 * SQUARE;
                         count turned = (first * tiles + tile) * TILE;
-                        load_sums(of_key + sums, blocks * 2 * SQUARE);
-                        add_products(queries_turned + turned, TILE, tiles * TILE, pairs + at, TILE,
-                                     WIDE * 2 * TILE, some);
-                        store_sums(of_key + sums, blocks * 2 * SQUARE);
-                        load_sums(of_value + sums, blocks * 2 * SQUARE);
-                        add_products(grads_turned + turned, TILE, tiles * TILE, weights + at, TILE,
-                                     WIDE * 2 * TILE, some);
-                        store_sums(of_value + sums, blocks * 2 * SQUARE);
+                        multiply_tiles(of_key + sums, blocks * 2 * SQUARE, 1,
+                                       queries_turned + turned, TILE, tiles * TILE, pairs + at,
+                                       TILE, WIDE * 2 * TILE, some);
+                        multiply_tiles(of_value + sums, blocks * 2 * SQUARE, 1,
+                                       grads_turned + turned, TILE, tiles * TILE, weights + at,
+                                       TILE, WIDE * 2 * TILE, some);
                     }
                 }
             }

@@ -1,4 +1,4 @@
-"""Attention of documents in one pass over tiles, in C, for CPUs that multiply these (AMX).
+"""Attention of documents in one pass over tiles, in C, for CPUs with AMX or AVX-512 for bfloat16.
 
 What `finetune.kernels.attention` computes by PyTorch's kernel and by products whose scores go
 through memory, here stays within the caches, and above the diagonal nothing is computed. It is
@@ -27,7 +27,7 @@ _BOTH = (_P, _N, _N, _N, _N, _N, _F, _F, _P, _N, _I)
 """Ends, documents, key heads, groups, head size; window, scale and cap of scores; room, that of a
 thread, threads."""
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "may_use_tiles": ((), _I),
+    "tiles_of_this_process": ((), _I),
     "room_of_forward": ((_N, _N), _N),
     "room_of_backward": ((_N, _N), _N),
     "attention": (_LAID * 4 + (_P,) + _BOTH, None),
@@ -56,8 +56,8 @@ def _library() -> ctypes.CDLL | str:
         found = compiled(SOURCE, FLAGS)
     except CannotCompile as error:
         return str(error)
-    if not found.may_use_tiles():
-        return "this CPU has no tiles of bfloat16 (AMX)"
+    if not found.tiles_of_this_process():
+        return "this CPU has neither AMX nor AVX-512 for bfloat16"
     for name, (types, result) in SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, result

@@ -1,12 +1,17 @@
-/* Tiles of CPUs with AMX: such are those of a product C += A B of bfloat16.
+/* Tiles of bfloat16: such are those of a product C += A B.
 
        A    16 rows of 32 numbers
        B    32 rows of 16 numbers, of which each two lie side by side: 16 rows of 16 pairs
-       C    16 rows of 16 numbers of 32 bits
+       C    16 rows of 16 numbers of 32 bits, a square
 
-   TILES is defined where the compiler is for such a CPU. */
+   A CPU with AMX has them, and another with AVX-512 makes their products of pairs in registers.
+   TILES is defined where the compiler is for either, and AMX where it is for that. */
 
-#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+/* Where this process multiplies tiles. */
+enum { NOWHERE, IN_REGISTERS, IN_TILES };
+int tiles_of_this_process(void);
+
+#if defined(__linux__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 
 #define TILES
 
@@ -14,8 +19,6 @@
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 typedef int64_t count;
 typedef uint16_t number;
@@ -29,8 +32,6 @@ typedef struct {
 #define BLOCK 32        /* tokens */
 #define TILE 512        /* numbers of 16 bits */
 #define SQUARE 256      /* numbers of 32 bits */
-/* What was stored is in memory: compilers do not know that instructions on tiles read it. */
-#define SETTLED __asm__ volatile("" ::: "memory")
 #define EACH(name, from, to) for (count name = (from); name < (to); name++)
 #define EACH_PAIR(name, to) for (count name = 0; name < (to); name += 2)
 
@@ -46,62 +47,21 @@ static inline void store_rounded(number *to, __m512 values) {
     _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-/* Tiles of 16 rows of 64 bytes, all eight. A thread's own configuration is another library's. */
-static inline void begin_tiles(void *before) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } own = {.palette = 1};
-    EACH(tile, 0, 8) own.bytes[tile] = 64, own.rows[tile] = 16;
-    _tile_storeconfig(before);
-    SETTLED;
-    _tile_loadconfig(&own);
-}
+/* Two by two squares of C, the second row of them `down` numbers after the first: products of so
+   many tiles, `added` to what is there or in its place. Of A there are two rows of tiles, `a_down`
+   apart, and of B two columns, `b_right` apart; the next tiles of either lie a step on. */
+static inline void multiply_tiles(float *c, count down, int added, const number *a, count a_down,
+                                  count a_step, const number *b, count b_right, count b_step,
+                                  count steps);
+/* What a thread does before its first product and after its last; 64 bytes keep what was there. */
+static inline void begin_tiles(void *before);
+static inline void end_tiles(const void *before);
 
-static inline void end_tiles(const void *before) { _tile_loadconfig(before); }
-
-static inline void no_sums(void) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-
-/* Two by two tiles of C: the second row of them lies `down` numbers after the first. */
-static inline void load_sums(const float *c, count down) {
-    SETTLED;
-    _tile_loadd(0, c, 64);
-    _tile_loadd(1, c + SQUARE, 64);
-    _tile_loadd(2, c + down, 64);
-    _tile_loadd(3, c + down + SQUARE, 64);
-}
-
-static inline void store_sums(float *c, count down) {
-    _tile_stored(0, c, 64);
-    _tile_stored(1, c + SQUARE, 64);
-    _tile_stored(2, c + down, 64);
-    _tile_stored(3, c + down + SQUARE, 64);
-}
-
-/* Adds products of so many tiles: of A two rows of tiles, `a_down` apart, and of B two columns,
-   `b_right` apart; the next tiles of either lie a step on. */
-static inline void add_products(const number *a, count a_down, count a_step, const number *b,
-                                count b_right, count b_step, count steps) {
-    SETTLED;
-    EACH(step, 0, steps) {
-        _tile_loadd(4, a, 64);
-        _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + b_right, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + a_down, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        a += a_step;
-        b += b_step;
-    }
-}
+#ifdef __AMX_BF16__
+#include "tiles_amx.h"
+#else
+#include "tiles_avx512.h"
+#endif
 
 /* Rows become columns, of 16 by 16 words of 32 bits. */
 static inline void turn(__m512i *rows) {
@@ -160,14 +120,8 @@ static inline void lay_pairs(given x, count length, count blocks, count size, in
     }
 }
 
-/* Whether this process may use the tiles: the system is asked for the room that they take. */
-int may_use_tiles(void) {
-    const long ask_for = 0x1023, data_of_tiles = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-    return syscall(SYS_arch_prctl, ask_for, data_of_tiles) == 0;
-}
-
 #else
 
-int may_use_tiles(void) { return 0; }
+int tiles_of_this_process(void) { return NOWHERE; }
 
 #endif
