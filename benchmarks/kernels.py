@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from benchmarks import liger
 from benchmarks.record import Result
 from finetune.attention import attend
 from finetune.data.batch import MicroBatch
-from finetune.kernels import activation, chains, head, lora, pool, rotary
+from finetune.kernels import activation, chains, head, lora, rotary
 from finetune.losses import labelled, token_loss_sum
 from finetune.model import FUSED
 
@@ -97,8 +95,6 @@ ON_GPU = Setting(
 )  # fmt: skip
 """As many tokens as a pack has. 6 layers of 32."""
 WARMUP = 2
-CHANGING = 12
-"""Lengths of the micro-batches for which memory is pooled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,22 +200,22 @@ def cases(setting: Setting) -> list[Case]:
         inputs_case(setting, "adapter of down", *(b.mlp for b in blocks), ("down_proj",)),
     )
     longest = setting.documents[-1]
-    apart = [
-        *(attention_case(setting, length) for length in setting.documents),
-        attention_case(setting, longest, window=longest // 4),
-    ]
+    apart = [attention_case(setting, length) for length in setting.documents]
+    windowed = attention_case(setting, longest, window=longest // 4)
     on_cpu = setting.device == "cpu"  # on a GPU these are compiled already
+    # Uncompiled, a CPU puts a window behind a mask, as PyTorch does.
+    in_passes = (*adapters, *apart, windowed) if on_cpu else ()
     return [
         head_case(setting, plain, chunked, batch),
         *adapters,
         *small,
         *apart,
+        *([] if on_cpu else [windowed]),
         step_case(setting, "micro-batch, head", plain, chunked, batch),
         step_case(setting, "micro-batch, adapters", plain, grouped, batch),
         step_case(setting, "micro-batch, norm, activation, rotary", plain, fused, batch),
         whole,
-        *(compiled(case) for case in (*small, *((*adapters, *apart) if on_cpu else ()), whole)),
-        *([memory_case(setting, every)] if on_cpu else []),
+        *(compiled(case) for case in (*small, *in_passes, whole)),
     ]
 
 
@@ -239,8 +235,8 @@ def network(setting: Setting) -> PeftModel:
     return adapted
 
 
-def micro_batch(setting: Setting, length: int | None = None) -> MicroBatch:
-    rows, length = setting.rows, length or setting.length
+def micro_batch(setting: Setting) -> MicroBatch:
+    rows, length = setting.rows, setting.length
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, setting.shape["vocab_size"], (rows, length), generator=generator)
     chosen = torch.rand(ids.shape, generator=generator) < LABELLED
@@ -365,20 +361,6 @@ def switched(switch: Callable[[bool], None], work: Callable[[], Gradients]) -> C
             switch(False)
 
     return done
-
-
-def memory_case(setting: Setting, model: PeftModel) -> Case:
-    """Micro-batches of changing length, compiled: tensors from `malloc`, and from the pool."""
-    lengths = [setting.length - 7 * number for number in range(CHANGING)]
-    random.Random(0).shuffle(lengths)
-    batches = [micro_batch(setting, length) for length in lengths]
-
-    def work() -> Callable[[], Gradients]:
-        each = itertools.cycle(batches)
-        return switched(chains.compile_chains, lambda: step(setting, model, next(each)))
-
-    pooled = switched(pool.use_pool, work())
-    return Case("micro-batches of changing length, pooled", work(), pooled)
 
 
 def attention_case(setting: Setting, length: int, window: int | None = None) -> Case:

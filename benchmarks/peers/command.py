@@ -16,8 +16,8 @@ from benchmarks.record import ROOT, Circumstances, write
 from finetune.run import write_json
 
 PEERS = {
-    "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_eager": None,
-    "ours_lora": None,
+    "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_malloc": None,
+    "ours_eager": None, "ours_lora": None,
 }  # fmt: skip
 """Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""
 GPU_PEERS = PEERS | {"unsloth": "unsloth"}

@@ -55,6 +55,13 @@ def ours_lora(job: Job, place: Path, turns: Turns) -> None:
         train(job, place, turns, "lora")
 
 
+def ours_malloc(job: Job, place: Path, turns: Turns) -> None:
+    """The same without a pool of memory."""
+    with nothing_compiled():
+        chains.compile_chains(True)
+        train(job, place, turns, job.workload.method)
+
+
 def ours_eager(job: Job, place: Path, turns: Turns) -> None:
     """The same, of which nothing is compiled, as in a run of few tokens."""
     train(job, place, turns, job.workload.method)
@@ -202,6 +209,7 @@ class Floor:
 
 CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {
     "ours": ours,
+    "ours_malloc": ours_malloc,
     "ours_eager": ours_eager,
     "ours_lora": ours_lora,
     "products": products,

@@ -24,6 +24,7 @@ TITLES = {
     "unsloth": "Unsloth",
     "ours_lora": "**finetune**, LoRA in bf16",
     OURS: "**finetune**, packed",
+    "ours_malloc": "**finetune**, packed, memory from malloc",
     "ours_eager": "**finetune**, packed, nothing compiled",
     FLOOR: "matrix products alone",
 }

@@ -70,7 +70,7 @@ class Workload:
     """Steps differ so much that their rates are taken together."""
     large: bool = False
     """Other toolkits are raced without Trainer + PEFT: this machine's memory holds one of them."""
-    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager")
+    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager", "ours_malloc")
     """Who takes part beside Trainer + PEFT, where nobody is named."""
 
 
