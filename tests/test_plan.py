@@ -93,6 +93,54 @@ def test_the_learning_rate_is_scaled_only_if_asked_and_the_plan_says_so(
     assert plan(recipe, "single").lr == 1e-3
 
 
+def indented(recipe: Recipe) -> list[str]:
+    """What a plan says of levers that are settled when the run knows its device and its data."""
+    lines = plan(recipe, "single").explain().splitlines()
+    return [line.strip() for line in lines if line.startswith(" ")]
+
+
+def test_a_plan_says_by_which_rule_a_lever_is_settled_later() -> None:
+    assert indented(BASE) == [
+        "pointwise: compiled from 10,000 tokens of the run on a CPU, from 3,000,000 on a GPU",
+        "allocator: pooled from 10,000 tokens of the run on a CPU under Linux",
+    ]
+    assert indented(BASE.with_kernels(pointwise="eager", allocator="plain")) == []
+
+
+HEADS = {"hidden_size": 128, "num_attention_heads": 4}
+ONE_PASS = "on a CPU with AMX or AVX-512 for bf16 one pass where pointwise is compiled"
+ONE_KERNEL = "on a GPU from Ampere on one variable-length kernel"
+EACH_ON_A_GPU = "on a GPU one product each, because"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (HEADS, f"{ONE_PASS}; {ONE_KERNEL}"),
+        (
+            HEADS | {"head_dim": 48},
+            "on a CPU one product each, because 48 numbers a head are no multiple of 32; "
+            f"{ONE_KERNEL}",
+        ),
+        (
+            HEADS | {"attn_logit_softcapping": 50.0},
+            f"{ONE_PASS}; {EACH_ON_A_GPU} scores are capped",
+        ),
+        (
+            HEADS | {"attention_dropout": 0.1},
+            "on a CPU one product each, because weights are dropped; "
+            f"{EACH_ON_A_GPU} weights are dropped",
+        ),
+    ],
+)
+def test_a_plan_says_how_packed_documents_attend(fields: dict[str, Any], told: str) -> None:
+    model = Model(config={"model_type": "gemma2"} | fields, tokenizer="models/small")
+    recipe = BASE.with_model(model).with_batch(packing=True)
+    assert indented(recipe)[-1] == f"attention: documents apart: {told}"
+    others = recipe.with_model(dataclasses.replace(model, attention="eager"))
+    assert not any("attention" in line for line in indented(others))
+
+
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "rows", "steps"),
     [(1, None, 160, 10), (1, None, 161, 11), (2.5, None, 160, 25), (1, None, 3, 1), (9, 7, 160, 7)],

@@ -13,11 +13,7 @@ from typing import Any
 import torch
 
 from finetune.kernels import native
-
-COMPILE_FROM = {"cpu": 10_000, "cuda": 3_000_000}
-"""Tokens of a run from which `kernels.pointwise=auto` compiles: an estimate, that compiling is
-paid back by then: two seconds of one core for a CPU, about 20 by TorchInductor in torch 2.13. It
-was not measured on a GPU."""
+from finetune.planner.kernels import COMPILE_FROM
 
 
 class Chain:

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import torch
 
-from finetune.kernels.chains import COMPILE_FROM
 from finetune.kernels.compiler import CannotCompile, compiled
+from finetune.planner.kernels import POOL_FROM
 
 SOURCE = Path(__file__).with_name("pool.cpp")
 TORCH = Path(torch.__file__).parent
-POOL_FROM = COMPILE_FROM["cpu"]
-"""Tokens of a run from which `kernels.allocator=auto` pools, as chains are compiled."""
 RESERVED = 4
 """Addresses, as a multiple of the machine's memory: what is reserved takes none of it."""
 

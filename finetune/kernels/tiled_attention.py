@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from finetune.kernels.compiler import CannotCompile, compiled
+from finetune.planner.kernels import HEAD_MULTIPLE
 
 SOURCE = Path(__file__).with_name("tiled_attention.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
-DEEP = 32
-"""Numbers that a product of tiles sums over: heads are as wide, or a multiple of it."""
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _LAID = (_P, _N)
@@ -35,10 +34,10 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-def reason_against(size: int = DEEP) -> str | None:
+def reason_against(size: int = HEAD_MULTIPLE) -> str | None:
     """Why there is no such attention on this machine for heads of a size; None where there is."""
-    if size % DEEP:
-        return f"heads of {size} numbers are no multiple of {DEEP}"
+    if size % HEAD_MULTIPLE:
+        return f"heads of {size} numbers are no multiple of {HEAD_MULTIPLE}"
     found = _library()
     return found if isinstance(found, str) else None
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from typing import Literal
+from typing import Any, Literal, cast
 
 from finetune.backend import Backend
 from finetune.planner.configs import config_paths
@@ -50,6 +50,16 @@ to be fast."""
 TILE_ENTRIES = 2**21
 """Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
 
+COMPILE_FROM = {"cpu": 10_000, "cuda": 3_000_000}
+"""Tokens of a run from which `kernels.pointwise=auto` compiles: an estimate, that compiling is
+paid back by then: two seconds of one core for a CPU, about 20 by TorchInductor in torch 2.13. It
+was not measured on a GPU."""
+POOL_FROM = COMPILE_FROM["cpu"]
+"""Tokens of a run from which `kernels.allocator=auto` pools, as operations are compiled."""
+HEAD_MULTIPLE = 32
+"""Numbers of a head, or a multiple, for which a CPU computes all documents of a pack in one pass:
+what a product of tiles sums over."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -61,6 +71,8 @@ class Choice:
     """How it is computed."""
     fallback: str = ""
     """Why this is not what the recipe asks for; empty where it is."""
+    rule: str = ""
+    """What is chosen when the run knows its device and its data; empty where that is known."""
 
     def line(self) -> str:
         return f"kernels.{self.lever}: {self.value}, because {self.fallback}"
@@ -76,9 +88,45 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
         _part("norm", kernels.norm, kind),
         _part("activation", kernels.activation, kind),
         _part("rotary", kernels.rotary, kind),
-        Choice("pointwise", kernels.pointwise),
-        Choice("allocator", kernels.allocator),
+        Choice("pointwise", kernels.pointwise, rule=POINTWISE_RULES.get(kernels.pointwise, "")),
+        Choice("allocator", kernels.allocator, rule=ALLOCATOR_RULES.get(kernels.allocator, "")),
     )
+
+
+POINTWISE_RULES = {
+    "auto": (
+        f"compiled from {COMPILE_FROM['cpu']:,} tokens of the run on a CPU, "
+        f"from {COMPILE_FROM['cuda']:,} on a GPU"
+    ),
+    "compiled": "by a C compiler on a CPU, by TorchInductor on a GPU; eager without them",
+}
+ALLOCATOR_RULES = {
+    "auto": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux",
+    "pooled": "on a CPU under Linux, with a C++ compiler",
+}
+
+
+def attention_rule(recipe: Recipe) -> str:
+    """How documents of a pack attend to themselves alone; empty where others compute it."""
+    if not recipe.batch.packing or recipe.model.attention != "sdpa":
+        return ""
+    fields = model_fields(recipe)
+    dropped = bool(fields.get("attention_dropout"))
+    size = fields.get("head_dim")
+    if size is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
+        size = fields["hidden_size"] // fields["num_attention_heads"]
+    on_cpu = "on a CPU with AMX or AVX-512 for bf16 one pass where pointwise is compiled"
+    if dropped:
+        on_cpu = "on a CPU one product each, because weights are dropped"
+    elif size is not None and size % HEAD_MULTIPLE:
+        on_cpu = f"on a CPU one product each, because {size} numbers a head are no multiple of "
+        on_cpu += str(HEAD_MULTIPLE)
+    on_gpu = "on a GPU from Ampere on one variable-length kernel"
+    if fields.get("attn_logit_softcapping") is not None:
+        on_gpu = "on a GPU one product each, because scores are capped"
+    elif dropped:
+        on_gpu = "on a GPU one product each, because weights are dropped"
+    return f"documents apart: {on_cpu}; {on_gpu}"
 
 
 def _head(recipe: Recipe, kind: str | None) -> Choice:
@@ -124,15 +172,21 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
 
 def model_type(recipe: Recipe) -> str | None:
     """The type of a recipe's model, where its config is on this machine."""
+    return model_fields(recipe).get("model_type")
+
+
+def model_fields(recipe: Recipe) -> dict[str, Any]:
+    """The config of a recipe's model; empty where it is not on this machine."""
     model = recipe.model
     if model.config is not None:
-        return model.config.get("model_type")
+        return dict(model.config)
     if model.name is None:
-        return None
+        return {}
     for path in config_paths(model.name, model.revision):
         if path.is_file():
             try:
-                return json.loads(path.read_text(encoding="utf-8")).get("model_type")
+                found = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
-                return None  # loading the model tells what is wrong with it
-    return None
+                return {}  # loading the model tells what is wrong with it
+            return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    return {}

@@ -6,7 +6,7 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
-from finetune.planner.kernels import Choice, choices, model_type
+from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
 
@@ -106,6 +106,9 @@ class Plan:
             f"clip {recipe.optim.max_grad_norm}",
             f"kernels      {', '.join(f'{each.lever} {each.value}' for each in self.kernels)}",
         ]
+        rules = {each.lever: each.rule for each in self.kernels}
+        rules["attention"] = attention_rule(recipe)
+        lines += [f"             {lever}: {rule}" for lever, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
     def _batch(self) -> str:
