@@ -76,7 +76,7 @@ class Recorder:
         """
         engine, recipe = self.engine, self.plan.recipe
         self.parameters = parameters
-        self.display = Display(self.run, speaks=engine.speaks, warnings=notes)
+        self.display = Display(self.run, speaks=engine.speaks, notes=notes)
         listeners = [self.display.show]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))

@@ -45,10 +45,10 @@ def shown(
 ) -> str:
     """What a plain log holds after these records."""
     output, clock = io.StringIO(), Clock()
-    warnings = tuple(str(text) for text in options.pop("warnings", ()))
+    notes = tuple(str(text) for text in options.pop("notes", ()))
     display = Display(
         Run(root),
-        warnings=warnings,
+        notes=notes,
         console=Console(file=output, width=100, force_terminal=False, **options),
         clock=clock,
     )
@@ -62,7 +62,7 @@ def shown(
 
 
 def test_the_start_says_what_will_be_trained(tmp_path: Path) -> None:
-    text = shown(tmp_path / "run", [START], warnings=["a [bold]warning[/bold] with brackets"])
+    text = shown(tmp_path / "run", [START], notes=["a [bold]note[/bold] with brackets"])
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in text.splitlines() if "│" in line]
     assert text.splitlines()[0].rstrip() == "SFT of acme/tiny-llama: QLoRA (NF4), r=16"
     assert rows == [
@@ -73,7 +73,7 @@ def test_the_start_says_what_will_be_trained(tmp_path: Path) -> None:
         ["backend", "ddp, bf16, 2 processes"],
         ["run", str(tmp_path / "run")],
     ]
-    assert text.splitlines()[-1] == "warning: a [bold]warning[/bold] with brackets"
+    assert text.splitlines()[-1] == "note: a [bold]note[/bold] with brackets"
 
 
 def test_a_log_has_one_line_for_each_tenth_of_the_steps(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 def reason_against(width: int = DEEP) -> str | None:
     """Why there are no such products on this machine for a width; None where there are."""
-    if width % DEEP:
-        return f"rows of {width} numbers are no multiple of {DEEP}"
     found = _library()
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    return f"rows of {width} numbers are no multiple of {DEEP}" if width % DEEP else None
 
 
 def serves(wide: torch.Tensor) -> bool:

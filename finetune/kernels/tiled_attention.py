@@ -36,10 +36,11 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 def reason_against(size: int = HEAD_MULTIPLE) -> str | None:
     """Why there is no such attention on this machine for heads of a size; None where there is."""
-    if size % HEAD_MULTIPLE:
-        return f"heads of {size} numbers are no multiple of {HEAD_MULTIPLE}"
     found = _library()
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    odd = size % HEAD_MULTIPLE
+    return f"heads of {size} numbers are no multiple of {HEAD_MULTIPLE}" if odd else None
 
 
 def serves(query: torch.Tensor) -> bool:

@@ -74,12 +74,12 @@ class Display:
         run: Run,
         *,
         speaks: bool = True,
-        warnings: Sequence[str] = (),
+        notes: Sequence[str] = (),
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
-        self._warnings = tuple(warnings)
+        self._notes = tuple(notes)
         self._console = console or open_console(speaks=speaks)
         self._clock = clock
         self._start: Start | None = None
@@ -126,8 +126,8 @@ class Display:
         if start.resumed_from is not None:
             self._evaluated = list(read_history(self._run).evaluated)
         self._console.print(start_table(self._run, start))
-        for warning in self._warnings:
-            self._say(f"[yellow]warning:[/] {escape(warning)}")
+        for note in self._notes:
+            self._say(f"[yellow]note:[/] {escape(note)}")
         if self._console.is_terminal:
             self._bar = open_bar(self._console, start)
 
