@@ -96,9 +96,7 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
         reasons |= {"it does not cap scores": capped, "this GPU is older than Ampere": older}
         instead = "each document by itself, not all in one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
-        size = getattr(config, "head_dim", None)
-        size = size or config.hidden_size // config.num_attention_heads
-        lacking = tiled_attention.reason_against(size)
+        lacking = tiled_attention.reason_against()
         reasons |= {str(lacking): lacking is not None}
         instead = "each document by products of PyTorch, not in one pass over tiles"
     found = [reason for reason, holds in reasons.items() if holds]

@@ -91,7 +91,7 @@ ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
 
 @needs_tiles
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-@pytest.mark.parametrize("size", [32, 64, 96, 256])
+@pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 96, 256])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_it_has_the_result_and_the_gradients_of_fp32(
     ends: list[int], size: int, groups: int
@@ -120,7 +120,7 @@ def test_a_document_longer_than_all_scores_that_are_there_at_once() -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 100, 511, 513, 699, 700])
-@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("size", [24, 64])
 def test_a_token_sees_its_window_alone(window: int, size: int) -> None:
     given, ends = heads(800, 6, 2, size), [0, 20, 100, 800]
     query, key, value = (each.detach().double().requires_grad_() for each in given)
@@ -254,11 +254,9 @@ def test_products_of_torch_between_have_their_own_tiles() -> None:
 @needs_tiles
 @pytest.mark.parametrize(
     ("size", "dtype", "served"),
-    [(64, torch.bfloat16, True), (48, torch.bfloat16, False), (64, torch.float16, False)],
+    [(64, torch.bfloat16, True), (48, torch.bfloat16, True), (64, torch.float16, False)],
 )
-def test_heads_of_whole_tiles_in_bf16_are_served(
-    size: int, dtype: torch.dtype, served: bool
-) -> None:
+def test_heads_in_bf16_are_served(size: int, dtype: torch.dtype, served: bool) -> None:
     assert serves(torch.zeros(1, 2, 5, size, dtype=dtype)) is served
 
 
@@ -362,10 +360,10 @@ def test_a_model_trains_as_near_to_fp32_as_by_products(
     ("kind", "fields", "told"),
     [
         ("llama", WIDER, ""),
-        ("llama", {}, "heads of 16 numbers are no multiple of 32"),
+        ("llama", {}, ""),
         ("gemma2", WIDER, ""),
         ("llama", WIDER | {"attention_dropout": 0.1}, "it does not drop weights"),
-        ("qwen3", WIDER | {"head_dim": 48}, "heads of 48 numbers are no multiple of 32"),
+        ("qwen3", WIDER | {"head_dim": 48}, ""),
         ("mistral", WIDER | {"sliding_window": 40}, ""),
     ],
 )

@@ -44,11 +44,17 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Built]:
 @pytest.mark.parametrize(("flags", "place"), [(EMULATED, 2), (IN_REGISTERS, 1)], ids=["amx", "avx"])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("size", [64, 40])
 def test_attention_has_the_result_and_the_gradients_of_fp32(
-    built: Built, flags: tuple[str, ...], place: int, window: int | None, cap: float | None
+    built: Built,
+    flags: tuple[str, ...],
+    place: int,
+    window: int | None,
+    cap: float | None,
+    size: int,
 ) -> None:
     assert built(tiled_attention, flags) == place
-    given, ends = heads(330, 6, 2, 64), [0, 1, 40, 330]
+    given, ends = heads(330, 6, 2, size), [0, 1, 40, 330]
     query, key, value = (each.detach().double().requires_grad_() for each in given)
     how = ends, 0.2, window, cap
     exact = with_gradients(of_each((query, key, value), *how), (query, key, value))

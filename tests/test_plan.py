@@ -118,11 +118,6 @@ EACH_ON_A_GPU = "on a GPU one product each, because"
     [
         (HEADS, f"{ONE_PASS}; {ONE_KERNEL}"),
         (
-            HEADS | {"head_dim": 48},
-            "on a CPU one product each, because 48 numbers a head are no multiple of 32; "
-            f"{ONE_KERNEL}",
-        ),
-        (
             HEADS | {"attn_logit_softcapping": 50.0},
             f"{ONE_PASS}; {EACH_ON_A_GPU} scores are capped",
         ),

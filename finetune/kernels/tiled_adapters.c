@@ -72,8 +72,8 @@ static void put_row(const float *s, count apart, count threads, number *to) {
         first = _mm512_add_ps(first, _mm512_loadu_ps(s + thread * apart));
         second = _mm512_add_ps(second, _mm512_loadu_ps(s + thread * apart + SQUARE));
     }
-    store_rounded(to, _mm512_permutex2var_ps(first, low, second));
-    store_rounded(to + 16, _mm512_permutex2var_ps(first, high, second));
+    store_rounded(to, 16, _mm512_permutex2var_ps(first, low, second));
+    store_rounded(to + 16, 16, _mm512_permutex2var_ps(first, high, second));
 }
 
 /* Numbers of 16 bits that each thread needs besides its sums, and all of them together. */
@@ -86,7 +86,7 @@ void adapter_gradients(const number *w, count w_step, const number *n, count n_s
                        count narrow, float *sums, number *room, int threads) {
     count deep = wide / 32, tiles = narrow / 16;
     number *u_laid = room, *of_threads = room + room_of_all(wide, narrow);
-    if (u) lay_pairs((given){u, narrow}, wide, deep, narrow, 0, u_laid);
+    if (u) lay_pairs((given){u, narrow, narrow}, wide, deep, narrow, 0, u_laid);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         char before[64];
@@ -98,20 +98,20 @@ void adapter_gradients(const number *w, count w_step, const number *n, count n_s
 #pragma omp for schedule(static)
         for (count first = 0; first < tokens; first += ROWS) {
             count some = less(ROWS, tokens - first);
-            given rows = {w + first * w_step, w_step};
+            given rows = {w + first * w_step, w_step, wide};
             if (some < ROWS) { /* 0 after the last */
                 EACH(i, 0, some) memcpy(copy + i * wide, rows.first + i * w_step, 2 * wide);
                 memset(copy + some * wide, 0, 2 * (ROWS - some) * wide);
-                rows = (given){copy, wide};
+                rows = (given){copy, wide, wide};
             }
             if (u) EACH(tile, 0, tiles) {
                 float squares[4 * SQUARE] __attribute__((aligned(64)));
                 multiply(rows, u_laid + tile * TILE, tiles * TILE, deep, squares);
                 EACH(i, 0, some)
-                    store_rounded(p + (first + i) * narrow + 16 * tile,
+                    store_rounded(p + (first + i) * narrow + 16 * tile, 16,
                                   _mm512_load_ps(squares + 16 * i));
             }
-            given of_rows = {n + first * n_step, n_step};
+            given of_rows = {n + first * n_step, n_step, narrow};
             lay_pairs(of_rows, some, ROWS / BLOCK, narrow, 1, n_turned);
             add_outer(rows, deep, n_turned, tiles, own);
         }

@@ -9,7 +9,7 @@
    A tile of scores goes from its product through softmax to the next product within the caches, and
    tiles above the diagonal or behind a window are not computed. Scores, sums and gradients that are
    added up are in 32 bits; what a product reads is rounded to 16. Tokens are taken by the block of
-   32, and what lacks in the last block of a document is 0. */
+   32 and numbers of a head by 32, and what lacks in the last of these is 0. */
 
 #include "tiles.h"
 
@@ -53,11 +53,6 @@ static void lay_turned(given x, count length, count blocks, count size, number *
     }
 }
 
-/* So many of 16. */
-static inline __mmask16 first_of_16(count some) {
-    return some >= 16 ? 0xffff : some <= 0 ? 0 : (__mmask16)((1 << some) - 1);
-}
-
 /* How scores become weights: the tokens that a token sees, itself the last of them; the factor of
    scores; where it is not 0, what none of them exceeds. */
 typedef struct {
@@ -86,14 +81,18 @@ static inline count last_query(count block, count window) {
     return (block * BLOCK + BLOCK - 2 + window) / BLOCK;
 }
 
+/* Numbers that are taken for a head of so many. */
+static inline count filled(count width) { return (width + 31) / 32 * 32; }
+
 /* Numbers of 16 bits that `forward` and `backward` need for each thread. */
-count room_of_forward(count longest, count size) {
-    count blocks = (longest + BLOCK - 1) / BLOCK;
+count room_of_forward(count longest, count width) {
+    count blocks = (longest + BLOCK - 1) / BLOCK, size = filled(width);
     return 3 * blocks * BLOCK * size + 2 * (WIDE * 4 * SQUARE + BLOCK * size) + 2 * WIDE * TILE;
 }
 
-count room_of_backward(count longest, count size) {
-    count blocks = (longest + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size;
+count room_of_backward(count longest, count width) {
+    count blocks = (longest + BLOCK - 1) / BLOCK, size = filled(width);
+    count laid = blocks * BLOCK * size;
     return 7 * laid + 2 * (2 * laid + TALL * BLOCK * size + 2 * blocks * BLOCK) +
            3 * TALL * WIDE * 2 * TILE;
 }
@@ -163,15 +162,16 @@ static inline float weigh(const float *row, number *to, count blocks, count back
 
 /* One document, one key head and the query heads that share it. */
 static void forward_one(given query, given key, given value, number *result, count result_step,
-                        float *logs, count logs_step, count length, count groups, count size,
-                        rule how, number *room) {
-    count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
+                        float *logs, count logs_step, count length, count groups, rule how,
+                        number *room) {
+    count blocks = (length + BLOCK - 1) / BLOCK, width = key.width, size = filled(width);
+    count laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *queries = values + laid, *weights = queries + laid;
     float *square = (float *)(weights + 2 * WIDE * TILE), *mixed = square + WIDE * 4 * SQUARE;
     lay_turned(key, length, blocks, size, keys);
     lay_pairs(value, length, blocks, size, 0, values);
     EACH(head, 0, groups) {
-        given own = {query.first + head * size, query.step};
+        given own = {query.first + head * width, query.step, width};
         lay_rows(own, length, blocks, size, queries);
         EACH(block, 0, blocks) {
             float largest[BLOCK], sum[BLOCK];
@@ -204,7 +204,8 @@ static void forward_one(given query, given key, given value, number *result, cou
                 __m512 share = _mm512_set1_ps(1.0f / sum[i]);
                 EACH(tile, 0, tiles) {
                     float *at = mixed + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
-                    store_rounded(result + token * result_step + head * size + tile * 16,
+                    store_rounded(result + token * result_step + head * width + tile * 16,
+                                  width - tile * 16,
                                   _mm512_mul_ps(share, _mm512_loadu_ps(at)));
                 }
             }
@@ -221,15 +222,15 @@ typedef struct {
 
 /* A window of 0 is none, and one as long as all blocks leaves none of them seen in part. */
 static inline work work_of(const int64_t *ends, count one, count key_heads, count groups,
-                           count size, rule how) {
-    count start = ends[one / key_heads], at = one % key_heads * size;
+                           count width, rule how) {
+    count start = ends[one / key_heads], at = one % key_heads * width;
     count length = ends[one / key_heads + 1] - start;
     if (!how.window || how.window >= length) how.window = (length + BLOCK - 1) / BLOCK * BLOCK;
     return (work){start, length, at, groups * at, how};
 }
 
-static inline given heads_at(const number *x, count step, count start, count at) {
-    return (given){x + start * step + at, step};
+static inline given heads_at(const number *x, count step, count start, count at, count width) {
+    return (given){x + start * step + at, step, width};
 }
 
 /* Documents end where `ends` says, of which the first is 0, and `window` and `cap` are 0 for
@@ -239,7 +240,7 @@ static inline given heads_at(const number *x, count step, count start, count at)
 void attention(const number *query, count query_step, const number *key, count key_step,
                const number *value, count value_step, number *result, count result_step,
                float *logs, const int64_t *ends, count documents, count key_heads, count groups,
-               count size, count window, float scale, float cap, number *room,
+               count width, count window, float scale, float cap, number *room,
                count room_each, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -247,14 +248,14 @@ void attention(const number *query, count query_step, const number *key, count k
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size,
+            work own = work_of(ends, one, key_heads, groups, width,
                                (rule){window, scale, cap});
-            forward_one(heads_at(query, query_step, own.start, own.broad),
-                        heads_at(key, key_step, own.start, own.narrow),
-                        heads_at(value, value_step, own.start, own.narrow),
+            forward_one(heads_at(query, query_step, own.start, own.broad, width),
+                        heads_at(key, key_step, own.start, own.narrow, width),
+                        heads_at(value, value_step, own.start, own.narrow, width),
                         result + own.start * result_step + own.broad, result_step,
-                        logs + own.broad / size * ends[documents] + own.start, ends[documents],
-                        own.length, groups, size, own.how,
+                        logs + own.broad / width * ends[documents] + own.start, ends[documents],
+                        own.length, groups, own.how,
                         room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);
@@ -309,26 +310,28 @@ static inline void differentiate(const float *square, const float *by_weights, c
 }
 
 /* D of each query, sum_d dO_id O_id. */
-static void dots(given mixed, given grad, count length, count size, float *to) {
+static void dots(given mixed, given grad, count length, float *to) {
     EACH(token, 0, length) {
         __m512 sum = _mm512_setzero_ps();
-        for (count at = 0; at < size; at += 16)
-            sum = _mm512_fmadd_ps(widened(mixed.first + token * mixed.step + at),
-                                  widened(grad.first + token * grad.step + at), sum);
+        for (count at = 0; at < grad.width; at += 16) {
+            count some = grad.width - at;
+            sum = _mm512_fmadd_ps(widened(mixed.first + token * mixed.step + at, some),
+                                  widened(grad.first + token * grad.step + at, some), sum);
+        }
         to[token] = _mm512_reduce_add_ps(sum);
     }
 }
 
 /* Sums of X^T, squares of 16 numbers by 16 tokens, to rows of tokens. */
-static void put_turned(const float *from, count length, count blocks, count size, float scale,
+static void put_turned(const float *from, count length, count blocks, count width, float scale,
                        number *to, count step) {
     __m512i rows[16];
-    for (count at = 0; at < size; at += 16)
+    for (count at = 0; at < width; at += 16)
         for (count first = 0; first < BLOCK * blocks; first += 16, from += SQUARE) {
             EACH(i, 0, 16) rows[i] = _mm512_loadu_si512(from + 16 * i);
             turn(rows);
             EACH(i, 0, less(16, length - first))
-                store_rounded(to + (first + i) * step + at,
+                store_rounded(to + (first + i) * step + at, width - at,
                               _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_castsi512_ps(rows[i])));
         }
 }
@@ -336,8 +339,9 @@ static void put_turned(const float *from, count length, count blocks, count size
 static void backward_one(given query, given key, given value, given mixed, given grad,
                          const float *logs, count logs_step, number *by_query, count by_query_step,
                          number *by_key, number *by_value, count by_key_step, count length,
-                         count groups, count size, rule how, number *room) {
-    count blocks = (length + BLOCK - 1) / BLOCK, laid = blocks * BLOCK * size, tiles = size / 16;
+                         count groups, rule how, number *room) {
+    count blocks = (length + BLOCK - 1) / BLOCK, width = key.width, size = filled(width);
+    count laid = blocks * BLOCK * size, tiles = size / 16;
     number *keys = room, *values = keys + laid, *key_pairs = values + laid;
     number *queries = key_pairs + laid, *grads = queries + laid;
     number *queries_turned = grads + laid, *grads_turned = queries_turned + laid;
@@ -351,14 +355,14 @@ static void backward_one(given query, given key, given value, given mixed, given
     lay_pairs(key, length, blocks, size, 0, key_pairs);
     memset(of_key, 0, 2 * laid * sizeof *of_key);
     EACH(head, 0, groups) {
-        given own = {query.first + head * size, query.step};
-        given of_own = {grad.first + head * size, grad.step};
+        given own = {query.first + head * width, query.step, width};
+        given of_own = {grad.first + head * width, grad.step, width};
         lay_rows(own, length, blocks, size, queries);
         lay_rows(of_own, length, blocks, size, grads);
         lay_pairs(own, length, blocks, size, 1, queries_turned);
         lay_pairs(of_own, length, blocks, size, 1, grads_turned);
         memcpy(of_logs, logs + head * logs_step, length * sizeof *logs);
-        dots((given){mixed.first + head * size, mixed.step}, of_own, length, size, means);
+        dots((given){mixed.first + head * width, mixed.step, width}, of_own, length, means);
         EACH(token, length, blocks * BLOCK) of_logs[token] = means[token] = 0.0f;
         for (count top = 0; top < blocks; top += TALL) {
             count low = less(blocks, top + TALL);
@@ -409,13 +413,14 @@ static void backward_one(given query, given key, given value, given mixed, given
             EACH(token, top * BLOCK, less(length, low * BLOCK)) EACH(tile, 0, tiles) {
                 count i = token - top * BLOCK;
                 const float *sums = of_query + (i / 16 * tiles + tile) * SQUARE + i % 16 * 16;
-                store_rounded(by_query + token * by_query_step + head * size + tile * 16,
+                store_rounded(by_query + token * by_query_step + head * width + tile * 16,
+                              width - tile * 16,
                               _mm512_mul_ps(_mm512_set1_ps(how.scale), _mm512_loadu_ps(sums)));
             }
         }
     }
-    put_turned(of_key, length, blocks, size, how.scale, by_key, by_key_step);
-    put_turned(of_value, length, blocks, size, 1.0f, by_value, by_key_step);
+    put_turned(of_key, length, blocks, width, how.scale, by_key, by_key_step);
+    put_turned(of_value, length, blocks, width, 1.0f, by_value, by_key_step);
 }
 
 /* As `attention`, whose result and logarithms are given. */
@@ -423,27 +428,27 @@ void attention_gradients(const number *query, count query_step, const number *ke
                          const number *value, count value_step, const number *mixed,
                          count mixed_step, const number *grad, count grad_step, const float *logs,
                          number *by_query, number *by_key, number *by_value, const int64_t *ends,
-                         count documents, count key_heads, count groups, count size,
+                         count documents, count key_heads, count groups, count width,
                          count window, float scale, float cap, number *room, count room_each,
                          int threads) {
-    count narrow = key_heads * size, broad = groups * narrow;
+    count narrow = key_heads * width, broad = groups * narrow;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         char before[64];
         begin_tiles(before);
 #pragma omp for schedule(dynamic)
         for (count one = 0; one < documents * key_heads; one++) {
-            work own = work_of(ends, one, key_heads, groups, size,
+            work own = work_of(ends, one, key_heads, groups, width,
                                (rule){window, scale, cap});
             count by_head = own.start * narrow + own.narrow;
-            backward_one(heads_at(query, query_step, own.start, own.broad),
-                         heads_at(key, key_step, own.start, own.narrow),
-                         heads_at(value, value_step, own.start, own.narrow),
-                         heads_at(mixed, mixed_step, own.start, own.broad),
-                         heads_at(grad, grad_step, own.start, own.broad),
-                         logs + own.broad / size * ends[documents] + own.start, ends[documents],
+            backward_one(heads_at(query, query_step, own.start, own.broad, width),
+                         heads_at(key, key_step, own.start, own.narrow, width),
+                         heads_at(value, value_step, own.start, own.narrow, width),
+                         heads_at(mixed, mixed_step, own.start, own.broad, width),
+                         heads_at(grad, grad_step, own.start, own.broad, width),
+                         logs + own.broad / width * ends[documents] + own.start, ends[documents],
                          by_query + own.start * broad + own.broad, broad, by_key + by_head,
-                         by_value + by_head, narrow, own.length, groups, size, own.how,
+                         by_value + by_head, narrow, own.length, groups, own.how,
                          room + omp_get_thread_num() * room_each);
         }
         end_tiles(before);

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from finetune.kernels.compiler import CannotCompile, compiled
-from finetune.planner.kernels import HEAD_MULTIPLE
 
 SOURCE = Path(__file__).with_name("tiled_attention.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
@@ -34,19 +33,16 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-def reason_against(size: int = HEAD_MULTIPLE) -> str | None:
-    """Why there is no such attention on this machine for heads of a size; None where there is."""
+def reason_against() -> str | None:
+    """Why there is no such attention on this machine; None where there is."""
     found = _library()
-    if isinstance(found, str):
-        return found
-    odd = size % HEAD_MULTIPLE
-    return f"heads of {size} numbers are no multiple of {HEAD_MULTIPLE}" if odd else None
+    return found if isinstance(found, str) else None
 
 
 def serves(query: torch.Tensor) -> bool:
     """Whether it computes attention of such queries, (1, heads, tokens, head size)."""
-    fits = query.is_cpu and query.dtype == torch.bfloat16 and query.shape[2] > 0
-    return fits and reason_against(query.shape[3]) is None
+    fits = query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
+    return fits and reason_against() is None
 
 
 @functools.cache

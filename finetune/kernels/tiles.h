@@ -11,7 +11,7 @@
 enum { NOWHERE, IN_REGISTERS, IN_TILES };
 int tiles_of_this_process(void);
 
-#if defined(__linux__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__linux__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
 #define TILES
 
@@ -23,10 +23,11 @@ int tiles_of_this_process(void);
 typedef int64_t count;
 typedef uint16_t number;
 
-/* Rows of a matrix, a token each: where the first begins, and numbers from row to row. */
+/* Rows of a matrix, a token each: where the first begins, numbers from row to row, and how many of
+   them there are: what is read after these is 0. */
 typedef struct {
     const number *first;
-    count step;
+    count step, width;
 } given;
 
 #define BLOCK 32        /* tokens */
@@ -38,13 +39,26 @@ typedef struct {
 static inline count less(count one, count other) { return one < other ? one : other; }
 static inline count more(count one, count other) { return one > other ? one : other; }
 
-static inline __m512 widened(const number *from) {
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+/* So many of 16, and of 32. */
+static inline __mmask16 first_of_16(count some) {
+    return some >= 16 ? 0xffff : some <= 0 ? 0 : (__mmask16)((1 << some) - 1);
 }
 
-static inline void store_rounded(number *to, __m512 values) {
-    _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(values));
+static inline __mmask32 first_of_32(count some) {
+    return some >= 32 ? 0xffffffff : some <= 0 ? 0 : (__mmask32)((1u << some) - 1);
+}
+
+/* 16 numbers from one on, of which so many are there. */
+static inline __m512i words(const number *from, count some) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of_16(some), from));
+}
+
+static inline __m512 widened(const number *from, count some) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words(from, some), 16));
+}
+
+static inline void store_rounded(number *to, count some, __m512 values) {
+    _mm256_mask_storeu_epi16(to, first_of_16(some), (__m256i)_mm512_cvtneps_pbh(values));
 }
 
 /* Two by two squares of C, the second row of them `down` numbers after the first: products of so
@@ -93,17 +107,16 @@ static inline void turn(__m512i *rows) {
 /* 32 numbers of a token from `at` on, 0 after the last. */
 static inline __m512i numbers(given x, count length, count token, count at) {
     if (token >= length) return _mm512_setzero_si512();
-    return _mm512_loadu_si512(x.first + token * x.step + at);
+    return _mm512_maskz_loadu_epi16(first_of_32(x.width - at), x.first + token * x.step + at);
 }
 
 /* 16 pairs of the numbers of two tokens. */
 static inline __m512i paired(given x, count length, count token, count at) {
     __m512i pair[2];
     EACH(i, 0, 2) {
-        __m256i half = _mm256_setzero_si256();
+        pair[i] = _mm512_setzero_si512();
         if (token + i < length)
-            half = _mm256_loadu_si256((const void *)(x.first + (token + i) * x.step + at));
-        pair[i] = _mm512_cvtepu16_epi32(half);
+            pair[i] = words(x.first + (token + i) * x.step + at, x.width - at);
     }
     return _mm512_or_si512(pair[0], _mm512_slli_epi32(pair[1], 16));
 }

@@ -56,9 +56,6 @@ paid back by then: two seconds of one core for a CPU, about 20 by TorchInductor 
 was not measured on a GPU."""
 POOL_FROM = COMPILE_FROM["cpu"]
 """Tokens of a run from which `kernels.allocator=auto` pools, as operations are compiled."""
-HEAD_MULTIPLE = 32
-"""Numbers of a head, or a multiple, for which a CPU computes all documents of a pack in one pass:
-what a product of tiles sums over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +109,9 @@ def attention_rule(recipe: Recipe) -> str:
         return ""
     fields = model_fields(recipe)
     dropped = bool(fields.get("attention_dropout"))
-    size = fields.get("head_dim")
-    if size is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
-        size = fields["hidden_size"] // fields["num_attention_heads"]
     on_cpu = "on a CPU with AMX or AVX-512 for bf16 one pass where pointwise is compiled"
     if dropped:
         on_cpu = "on a CPU one product each, because weights are dropped"
-    elif size is not None and size % HEAD_MULTIPLE:
-        on_cpu = f"on a CPU one product each, because {size} numbers a head are no multiple of "
-        on_cpu += str(HEAD_MULTIPLE)
     on_gpu = "on a GPU from Ampere on one variable-length kernel"
     if fields.get("attn_logit_softcapping") is not None:
         on_gpu = "on a GPU one product each, because scores are capped"
