@@ -21,6 +21,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels import tiled_attention
 from finetune.kernels.attention import attention_of_documents, longest_served
 from finetune.kernels.chains import Chain
+from finetune.planner.kernels import against_one_call
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -85,21 +86,19 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
         precision: Of the run.
         longest: Tokens that a document has at most.
     """
-    reasons = {
-        "fp32 has none": precision == "fp32",
-        "it does not drop weights": bool(getattr(config, "attention_dropout", 0)),
-    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dropped = bool(getattr(config, "attention_dropout", 0))
     capped = getattr(config, "attn_logit_softcapping", None) is not None
+    found = against_one_call(device, precision, dropped, capped)
     instead = ""
-    if torch.cuda.is_available():
-        older = torch.cuda.get_device_capability() < VARLEN_FROM
-        reasons |= {"it does not cap scores": capped, "this GPU is older than Ampere": older}
+    if device == "cuda":
+        if torch.cuda.get_device_capability() < VARLEN_FROM:
+            found.append("this GPU is older than Ampere")
         instead = "each document by itself, not all in one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
         lacking = tiled_attention.reason_against()
-        reasons |= {str(lacking): lacking is not None}
+        found += [] if lacking is None else [lacking]
         instead = "each document by products of PyTorch, not in one pass over tiles"
-    found = [reason for reason, holds in reasons.items() if holds]
     if instead and not found:
         return []
     notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []

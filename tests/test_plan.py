@@ -93,9 +93,9 @@ def test_the_learning_rate_is_scaled_only_if_asked_and_the_plan_says_so(
     assert plan(recipe, "single").lr == 1e-3
 
 
-def indented(recipe: Recipe) -> list[str]:
+def indented(recipe: Recipe, precision: backend.Precision = "bf16") -> list[str]:
     """What a plan says of levers that are settled when the run knows its device and its data."""
-    lines = plan(recipe, "single").explain().splitlines()
+    lines = plan(recipe, "single", precision=precision).explain().splitlines()
     return [line.strip() for line in lines if line.startswith(" ")]
 
 
@@ -107,31 +107,32 @@ def test_a_plan_says_by_which_rule_a_lever_is_settled_later() -> None:
     assert indented(BASE.with_kernels(pointwise="eager", allocator="plain")) == []
 
 
-HEADS = {"hidden_size": 128, "num_attention_heads": 4}
-ONE_PASS = "on a CPU with AMX or AVX-512 for bf16 one pass where pointwise is compiled"
-ONE_KERNEL = "on a GPU from Ampere on one variable-length kernel"
-EACH_ON_A_GPU = "on a GPU one product each, because"
+ON_CPU, ON_GPU = "on a CPU with AMX or AVX-512 for bf16", "on a GPU from Ampere on"
+ONE_PASS, ONE_KERNEL = "one pass where pointwise is compiled", "one variable-length kernel"
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("kind", "fields", "precision", "cpu", "gpu"),
     [
-        (HEADS, f"{ONE_PASS}; {ONE_KERNEL}"),
-        (
-            HEADS | {"attn_logit_softcapping": 50.0},
-            f"{ONE_PASS}; {EACH_ON_A_GPU} scores are capped",
-        ),
-        (
-            HEADS | {"attention_dropout": 0.1},
-            "on a CPU one product each, because weights are dropped; "
-            f"{EACH_ON_A_GPU} weights are dropped",
-        ),
+        ("llama", {}, "bf16", "", ""),
+        ("gemma2", {}, "bf16", "", "it does not cap scores"),  # where its config says nothing
+        ("gemma2", {"attn_logit_softcapping": None}, "bf16", "", ""),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "bf16", "", "it does not cap scores"),
+        ("llama", {"attention_dropout": 0.1}, "bf16", *["it does not drop weights"] * 2),
+        ("llama", {}, "fp32", *["fp32 has none"] * 2),
     ],
 )
-def test_a_plan_says_how_packed_documents_attend(fields: dict[str, Any], told: str) -> None:
-    model = Model(config={"model_type": "gemma2"} | fields, tokenizer="models/small")
+def test_a_plan_says_how_packed_documents_attend(
+    kind: str, fields: dict[str, Any], precision: backend.Precision, cpu: str, gpu: str
+) -> None:
+    model = Model(config={"model_type": kind} | fields, tokenizer="models/small")
     recipe = BASE.with_model(model).with_batch(packing=True)
-    assert indented(recipe)[-1] == f"attention: documents apart: {told}"
+    told = [
+        f"{where} each by itself, not in {call}: {reason}" if reason else f"{where} in {call}"
+        for where, call, reason in ((ON_CPU, ONE_PASS, cpu), (ON_GPU, ONE_KERNEL, gpu))
+    ]
+    found = indented(recipe, precision)[-1]
+    assert found == f"attention: documents apart, {'; '.join(told)}"
     others = recipe.with_model(dataclasses.replace(model, attention="eager"))
     assert not any("attention" in line for line in indented(others))
 

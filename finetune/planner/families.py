@@ -98,7 +98,7 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
         norm="gemma" if gemma else "rms",
         norms=4 if kind == "gemma2" else 2,
         qk_norm=qwen3,
-        capped_scores=kind == "gemma2" and fields.capped("attn_logit_softcapping"),
+        capped_scores=caps_scores(fields.values),
         capped_logits=kind == "gemma2" and fields.capped("final_logit_softcapping"),
         context=fields.size("max_position_embeddings", 2048),
     )
@@ -218,6 +218,12 @@ READERS: dict[str, Callable[[str, _Fields], Architecture]] = {
     "gpt2": _gpt2,
 }
 """Architectures whose every parameter the formulas know, checked against transformers 5.23."""
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Whether attention caps its scores, as Gemma 2 does in transformers without a word of it."""
+    default = 50.0 if config.get("model_type") == "gemma2" else None
+    return config.get("attn_logit_softcapping", default) is not None
 
 
 def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:

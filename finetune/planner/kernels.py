@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 from finetune.backend import Backend
 from finetune.planner.configs import config_paths
+from finetune.planner.families import caps_scores
 from finetune.recipe import Recipe
 
 Logits = Literal["plain", "softcapped", "divided", "multiplied"]
@@ -57,6 +58,23 @@ was not measured on a GPU."""
 POOL_FROM = COMPILE_FROM["cpu"]
 """Tokens of a run from which `kernels.allocator=auto` pools, as operations are compiled."""
 
+POINTWISE_RULES = {
+    "auto": (
+        f"compiled from {COMPILE_FROM['cpu']:,} tokens of the run on a CPU, "
+        f"from {COMPILE_FROM['cuda']:,} on a GPU"
+    ),
+    "compiled": "by a C compiler on a CPU, by TorchInductor on a GPU; eager without them",
+}
+ALLOCATOR_RULES = {
+    "auto": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux",
+    "pooled": "on a CPU under Linux, with a C++ compiler",
+}
+ONE_CALL = {
+    "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
+    "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
+}
+"""Where all documents of a pack may attend in one call, and what that is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -90,34 +108,35 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
     )
 
 
-POINTWISE_RULES = {
-    "auto": (
-        f"compiled from {COMPILE_FROM['cpu']:,} tokens of the run on a CPU, "
-        f"from {COMPILE_FROM['cuda']:,} on a GPU"
-    ),
-    "compiled": "by a C compiler on a CPU, by TorchInductor on a GPU; eager without them",
-}
-ALLOCATOR_RULES = {
-    "auto": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux",
-    "pooled": "on a CPU under Linux, with a C++ compiler",
-}
-
-
-def attention_rule(recipe: Recipe) -> str:
+def attention_rule(recipe: Recipe, backend: Backend) -> str:
     """How documents of a pack attend to themselves alone; empty where others compute it."""
     if not recipe.batch.packing or recipe.model.attention != "sdpa":
         return ""
     fields = model_fields(recipe)
-    dropped = bool(fields.get("attention_dropout"))
-    on_cpu = "on a CPU with AMX or AVX-512 for bf16 one pass where pointwise is compiled"
-    if dropped:
-        on_cpu = "on a CPU one product each, because weights are dropped"
-    on_gpu = "on a GPU from Ampere on one variable-length kernel"
-    if fields.get("attn_logit_softcapping") is not None:
-        on_gpu = "on a GPU one product each, because scores are capped"
-    elif dropped:
-        on_gpu = "on a GPU one product each, because weights are dropped"
-    return f"documents apart: {on_cpu}; {on_gpu}"
+    traits = bool(fields.get("attention_dropout")), caps_scores(fields)
+    told: list[str] = []
+    for device, (where, call) in ONE_CALL.items():
+        reasons = against_one_call(device, backend.precision, *traits)
+        alone = f"each by itself, not in {call}: {' and '.join(reasons)}"
+        told.append(f"on {where} {alone if reasons else f'in {call}'}")
+    return f"documents apart, {'; '.join(told)}"
+
+
+def against_one_call(device: str, precision: str, dropped: bool, capped: bool) -> list[str]:
+    """Why documents of a pack are not computed in one call on devices of a kind.
+
+    Args:
+        device: `cpu` or `cuda`.
+        precision: Of the run.
+        dropped: Whether weights of attention are left out at random.
+        capped: Whether its scores are capped.
+    """
+    reasons = {
+        "fp32 has none": precision == "fp32",
+        "it does not drop weights": dropped,
+        "it does not cap scores": capped and device == "cuda",
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _head(recipe: Recipe, kind: str | None) -> Choice:

@@ -107,7 +107,7 @@ class Plan:
             f"kernels      {', '.join(f'{each.lever} {each.value}' for each in self.kernels)}",
         ]
         rules = {each.lever: each.rule for each in self.kernels}
-        rules["attention"] = attention_rule(recipe)
+        rules["attention"] = attention_rule(recipe, backend)
         lines += [f"             {lever}: {rule}" for lever, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
