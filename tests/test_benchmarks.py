@@ -306,6 +306,7 @@ def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> N
     ("words", "told"),
     [
         (["--peers", "axolotl"], "no peer is called axolotl; known: trl, trl_packing, llamaf"),
+        (["--gpu", "--peers", "ours_malloc"], "no peer is called ours_malloc; known: trl, "),
         (["--workload", "short,tiny"], "no workload is called tiny; known: short, tail, long, "),
         (["--workload", "all", "--rows", "3"], "--rows: micro-batches of tail do not divide them"),
         (["--steps", "0"], "rows, steps and threads are at least 1"),

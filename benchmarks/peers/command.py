@@ -20,7 +20,8 @@ PEERS = {
     "ours_eager": None, "ours_lora": None,
 }  # fmt: skip
 """Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""
-GPU_PEERS = PEERS | {"unsloth": "unsloth"}
+GPU_PEERS = {name: PEERS[name] for name in PEERS if name != "ours_malloc"} | {"unsloth": "unsloth"}
+"""A GPU's memory is pooled by PyTorch, whatever ours is."""
 
 
 def main(words: Sequence[str], results: Path) -> int:
@@ -62,7 +63,7 @@ def build_parser(results: Path) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the rows")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
     parser.add_argument("--minutes", type=float, default=60, help="of a race; then fewer steps")
-    parser.add_argument("--peers", help=f"of {', '.join(GPU_PEERS)}, with commas")
+    parser.add_argument("--peers", help=f"of {', '.join(PEERS | GPU_PEERS)}, with commas")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, Unsloth included")
     parser.add_argument("--work", type=Path, default=ROOT / ".bench", help="environments, models")
     parser.add_argument("--to", type=Path, default=results, help="folder of the results")
@@ -80,6 +81,7 @@ def measure(
     """The races of one workload and their page; whether a contender was given other rows."""
     special = workload.WORKLOADS[name]
     usual = [*special.peers, *["unsloth"] * arguments.gpu]
+    usual = [peer for peer in usual if peer in known]
     steps = report.WARMUP + arguments.steps
     job = Job(arguments.rows or special.rows, steps, arguments.gpu, name, arguments.seed)
     place = arguments.work / "job"
