@@ -1,6 +1,6 @@
 """Code over tiles computes the same by every instruction set: AMX's and those of AVX-512.
 
-AMX is emulated in C (`amx.h`), so that a CPU with AVX-512 alone tests the code for both.
+AMX is emulated in C (`emulated_amx.h`), so that a CPU with AVX-512 alone tests the code for both.
 """
 
 import functools
@@ -15,7 +15,7 @@ from test_kernels_attention import NEAR, apart, heads, of_each, with_gradients
 from finetune.kernels import tiled_adapters, tiled_attention
 from finetune.kernels.tiled_attention import TiledAttention
 
-EMULATED = ("-include", str(Path(__file__).with_name("amx.h")))
+EMULATED = ("-include", str(Path(__file__).with_name("emulated_amx.h")))
 IN_REGISTERS = ("-mno-amx-bf16", "-mno-amx-tile")
 
 pytestmark = pytest.mark.skipif(
@@ -24,9 +24,16 @@ pytestmark = pytest.mark.skipif(
 Built = Callable[[ModuleType, tuple[str, ...]], int]
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What is compiled is kept by its source, which the emulation is no part of."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Built]:
+def built(monkeypatch: pytest.MonkeyPatch, own_cache: str) -> Iterator[Built]:
     """Let a module be compiled with more flags; says where it multiplies tiles then."""
+    monkeypatch.setenv("FINETUNE_CACHE", own_cache)
     changed: list[ModuleType] = []
 
     def build(module: ModuleType, flags: tuple[str, ...]) -> int:

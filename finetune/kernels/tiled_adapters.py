@@ -2,8 +2,8 @@
 
 PyTorch's products of a wide matrix and a narrow one wait for memory, and the gradients of an
 adapter need two of each wide one. Here it is read once for both. It is compiled when first used,
-and kept. Products of tiles in registers (AVX-512) wait for arithmetic, as PyTorch's do, and were no
-faster.
+and kept. Where products are made in registers (AVX-512) they wait for arithmetic, not for memory,
+and are PyTorch's.
 """
 
 import ctypes
