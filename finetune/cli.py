@@ -164,6 +164,13 @@ def build_parser() -> argparse.ArgumentParser:
     _recipe_words(proving)
     _proof_words(proving)
 
+    examining = verb("doctor", run_doctor, "check a model or a recipe in seconds, before a GPU")
+    examining.add_argument("subject", nargs="?", help="model folder or hub id, or a recipe")
+    examining.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as adapter.r=8"
+    )
+    examining.add_argument("--json", action="store_true", help="print JSON")
+
     reporting = verb("report", report_run, "write a run's report as one HTML page")
     reporting.add_argument("run", help="run directory")
     reporting.add_argument("--proof", type=Path, help="folder of a proof of the run's recipe")
@@ -415,6 +422,12 @@ def prove_recipe(arguments: argparse.Namespace) -> int:
     from finetune.prover import command
 
     return command.run(arguments, recipe, arguments.recipe)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from finetune.diagnosis import command
+
+    return command.run(arguments.subject, arguments.overrides, arguments.json)
 
 
 def evaluate_run(arguments: argparse.Namespace) -> int:

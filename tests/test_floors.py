@@ -23,7 +23,7 @@ FLOORS: list[set[str]] = [
         "saver", "profile", "last_words",
     },
     {"worker", "quickstart"},
-    {"cli", "launcher", "prover", "__init__", "__main__"},
+    {"cli", "launcher", "prover", "diagnosis", "__init__", "__main__"},
 ]  # fmt: skip
 """A module imports only from lower floors; one in a package also from its own package."""
 
@@ -38,7 +38,8 @@ INNER_ORDER = {
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
-    ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
+    ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
+    ("diagnosis", "prover"), ("__main__", "cli"),
 }  # fmt: skip
 """Pairs of one floor of which the first imports the second, and never the other way round."""
 
