@@ -299,8 +299,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
     if first:
         print(f"\n{page.before_disk(first)}")
-    if precision == "bf16" and not machine.gpu.bf16:
-        print(f"\nnote: {page.emulated(machine)}")
+    for note in page.machine_notes(machine, precision == "bf16"):
+        print(f"\nnote: {note}")
     if machine.nodes > 1:
         print(f"\nnetwork: {page.network_words(machine)}")
     if best and best.name not in backends.names():
