@@ -34,8 +34,10 @@ class GPU:
     mfu: float = 0.40
     """Share of `flops` that training reaches: an assumption, said on the page."""
     single: float = 0.25
-    """Share of `flops` that fp32 products have: PyTorch leaves TF32 off. Where a GPU is described by
+    """Share of `flops` that fp32 products have: PyTorch leaves TF32 off. Of a GPU described by
     numbers, between the 1/16 of an A100 and the 1/2 of a consumer's card."""
+    context: float = 0.5e9
+    """Bytes of a CUDA context with cuBLAS workspaces, bitsandbytes and Triton modules."""
     pairs: bool = False
     """Whether NVLink is a bridge that joins two cards and no more."""
     note: str = ""
@@ -49,7 +51,7 @@ class GPU:
 
 # Vendors' data sheets: dense rates (half of those "with sparsity"), NVLink halved to one direction.
 # Memory is what the driver reports where that is known: an "80 GB" A100 or H100 shows 79.15 GiB
-# (85.0e9 bytes), a 24 GB card 24 GiB less the ECC or driver share.
+# (85.0e9 bytes), a 24 GB card 24 GiB less ECC or driver share. A T4's context: fitcheck.
 # MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within what is published (torchtitan Llama-3.1
 # 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 elsewhere.
 # `single` is fp32 without TF32 over dense 16 bits; a T4 and a V100 compute bf16 at that rate too
@@ -74,7 +76,7 @@ _ROWS: tuple[GPU, ...] = (
     GPU("RTX3090", 25.4e9, 71e12, 936e9, 56e9, 32e9, single=35.6 / 71, pairs=True),
     GPU("RTX4090", 25.4e9, 165e12, 1008e9, 0, 32e9, mfu=0.5, single=82.6 / 165),
     GPU("RTX5090", 34.2e9, 209e12, 1792e9, 0, 64e9, mfu=0.5, single=104.8 / 209),
-    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False, single=8.1 / 65),
+    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False, single=8.1 / 65, context=0.14e9),
     GPU("V100", 34.1e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
     GPU("V100-16", 16.9e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
 )
@@ -115,6 +117,10 @@ _FORMS = re.compile(r"(sxm|hbm)\d*e?")
 # Share of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
 # 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
 EFFICIENCY = 0.8
+# NCCL's buffers and channels: 0.3 GB within a node, up to 1 GB over several.
+NCCL, NCCL_NODES = 0.3e9, 1.0e9
+# Share of a GPU's free memory that tensors may take; the rest is lost between blocks.
+RESERVE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +146,14 @@ class Machine:
         return self.count // self.nodes
 
     @property
+    def outside(self) -> float:
+        """Bytes of a process outside PyTorch's allocator: its context, and NCCL's buffers."""
+        return self.gpu.context + (NCCL if self.nodes == 1 else NCCL_NODES) * (self.count > 1)
+
+    @property
     def usable(self) -> float:
-        """Bytes that tensors may take: less context, kernels, NCCL, and a reserve of 5 %."""
-        context = 0.14e9 if self.gpu.name == "T4" else 0.5e9
-        several = (0.3e9 if self.nodes == 1 else 1.0e9) if self.count > 1 else 0.0
-        return (self.gpu.memory - context - several) * 0.95
+        """Bytes that tensors may take: less what is outside, and a reserve for the allocator."""
+        return (self.gpu.memory - self.outside) * RESERVE
 
 
 def _key(name: str) -> str:
