@@ -76,6 +76,8 @@ class LoRA:
     """Dropout on the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter: names, a regular expression, or `all-linear`."""
+    target_parameters: tuple[str, ...] = ()
+    """Parameters that get one although no module is theirs: expert tensors, by name or its end."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, such as `embed_tokens`."""
     use_dora: bool = False

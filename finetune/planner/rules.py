@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import published
+from finetune.planner import limits, published
 from finetune.planner.kernels import model_type
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
@@ -19,6 +19,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
     """Every problem of a recipe on a backend, empty when it can run."""
     rules = (
         _completeness,
+        _limits,
         _mixture,
         _batch,
         _quantization,
@@ -41,6 +42,11 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
     if not recipe.data:
         yield "data: none; add a source with its format"
+
+
+def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    yield from limits.architecture(recipe)
+    yield from limits.adapter(recipe)
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
