@@ -1,5 +1,6 @@
 """What the assistant says is trained, with the token that ends it, and nothing else."""
 
+import dataclasses
 import json
 from functools import cache
 from itertools import groupby
@@ -158,6 +159,17 @@ def test_given_messages_are_context():
     sample = Conversation(TWO_TURNS.messages, given=3)
     row = chat.render(sample, "assistant")
     assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+
+
+def test_messages_that_are_context_only_are_not_trained():
+    chat = load_chat(small_tokenizer(), "chatml")
+    row = chat.render(dataclasses.replace(TWO_TURNS, untrained=frozenset({1})), "assistant")
+    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
+    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+    last = dataclasses.replace(TWO_TURNS, untrained=frozenset({3}))
+    assert not any(chat.render(last, "completion").trained)
+    with pytest.raises(FinetuneError, match="message 3 is context only by its weight or train"):
+        chat.render(last, "all")
 
 
 def test_a_conversation_without_an_assistant_trains_nothing():

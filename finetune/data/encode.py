@@ -196,8 +196,13 @@ def _says_nothing(sample: Sample) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
-            turns = sample.messages[sample.given :]
-            said = [m for m in turns if m["role"] == "assistant"]
+            said = [
+                message
+                for number, message in enumerate(sample.messages)
+                if message["role"] == "assistant"
+                and number >= sample.given
+                and number not in sample.untrained
+            ]
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()

@@ -138,9 +138,20 @@ class Chat:
     # Conversations.
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
+        if sample.template_kwargs:
+            raise FinetuneError(
+                "column 'chat_template_kwargs' is not supported; give rows with other variables a "
+                'source of their own, or leave it out: columns={"chat_template_kwargs": null}'
+            )
         marked = self._turns.render(sample)
         ids, offsets = self._encode(marked.text)
         if train_on == "all":
+            if sample.untrained:
+                raise FinetuneError(
+                    f"message {min(sample.untrained)} is context only by its weight or train, but "
+                    "all tokens are trained; use method sft with train_on=assistant, or leave the "
+                    "key out"
+                )
             return Row(ids, [True] * len(ids))
         turns = [
             number
@@ -148,6 +159,7 @@ class Chat:
             if message["role"] == "assistant" and number >= sample.given
         ]
         chosen = turns[-1:] if train_on == "completion" else turns
+        chosen = [number for number in chosen if number not in sample.untrained]
         spans = {number: self._turns.spans(sample, marked, number) for number in chosen}
         borders = sorted({start for each in spans.values() for start, _ in each})
         ids, offsets = self._cut(marked.text, ids, offsets, borders)
