@@ -6,7 +6,6 @@ Verbs that need torch import it inside, so that `list`, `show` and `plan` answer
 import argparse
 import atexit
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -152,12 +151,14 @@ def build_parser() -> argparse.ArgumentParser:
     chatting.add_argument("--prompt", help="answer this once, instead of a conversation")
     chatting.add_argument("--max-new-tokens", type=_count, default=512)
 
-    evaluating = verb("eval", evaluate_run, "exact match of a run's greedy answers on a data file")
-    evaluating.add_argument("run", help="run directory")
-    evaluating.add_argument("--data", help="data file, instead of the recipe's eval_data")
+    evaluating = verb("eval", evaluate_model, "exact match of a model's greedy answers")
+    evaluating.add_argument("model", help="run directory, folder with a model, or hub name")
+    evaluating.add_argument("--rows-of", help="run whose held-out rows are asked")
+    evaluating.add_argument("--data", help="data file, instead of held-out rows of a run")
     evaluating.add_argument("--format", default="messages", help="format of --data")
-    evaluating.add_argument("--limit", type=_count, default=200, help="rows")
+    evaluating.add_argument("--limit", type=_count, default=200, help="rows, evenly spaced")
     evaluating.add_argument("--max-new-tokens", type=_count, default=256)
+    evaluating.add_argument("--samples", type=Path, help="JSONL file to write with every answer")
     evaluating.add_argument("--json", action="store_true", help="print JSON")
 
     proving = verb("prove", prove_recipe, "show that backends change nothing of a recipe")
@@ -417,29 +418,20 @@ def prove_recipe(arguments: argparse.Namespace) -> int:
     return command.run(arguments, recipe, arguments.recipe)
 
 
-def evaluate_run(arguments: argparse.Namespace) -> int:
-    from finetune import catalog
-    from finetune.recipe import Data
+def evaluate_model(arguments: argparse.Namespace) -> int:
     from finetune.run import open_run
 
-    run = open_run(arguments.run)
-    held_out = catalog.load(run.recipe).eval_data
-    if arguments.data is None and not held_out:
-        raise FinetuneError(f"{run.root}: its recipe has no eval_data; give --data and --format")
-    data = Data(arguments.data, arguments.format) if arguments.data else held_out[0]
-    from finetune.result.evaluate import exact_match, references
-    from finetune.result.inference import open_model
+    if arguments.rows_of is not None:
+        open_run(arguments.rows_of)
+    elif arguments.data is None and not (Path(arguments.model) / "recipe.json").is_file():
+        raise FinetuneError(
+            f"{arguments.model}: not a run directory (it has no recipe.json); for another model "
+            "give --rows-of RUN, or --data FILE and --format"
+        )
+    from finetune.result import evaluation
 
     _without_bars()
-    score = exact_match(
-        open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
-    )
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(score) | {"share": score.share}, indent=2))
-    else:
-        print(
-            f"exact match {score.share:.1%}: {score.matched} of {score.rows} rows of {data.source}"
-        )
+    evaluation.run(arguments)
     return 0
 
 

@@ -196,7 +196,10 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a run to evaluate that is not there": (
         ["eval", "runs/none"],
-        ["runs/none: not a run directory (it has no recipe.json)"],
+        [
+            "runs/none: not a run directory (it has no recipe.json); for another model give "
+            "--rows-of RUN, or --data FILE and --format"
+        ],
     ),
     "a model to talk to that is not there": (
         ["chat", "runs/none"],

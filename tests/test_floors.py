@@ -35,7 +35,7 @@ INNER_ORDER = {
     ("serving", "data"), ("pretrained", "serving"), ("pretrained", "engine"),
     ("pretrained", "fragments"), ("checkpoint", "pretrained"), ("checkpoint", "serving"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
-    ("result", "record"), ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
+    ("result", "claim"), ("result", "record"), ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
