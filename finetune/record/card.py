@@ -68,6 +68,7 @@ def write_card(
         answers=exact_answers(read_samples(run)),
         software=[row(*pair) for pair in _software(read_record(run.environment))],
         code=_loading(recipe, kind, folder),
+        stops=_stops(folder),
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
@@ -215,6 +216,15 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
     )
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
     return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _stops(folder: Path) -> tuple[list[int], str]:
+    """Ids of the tokens at which answers end, and their names; none where no file names them."""
+    found = read_record(folder / "generation_config.json").get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    added = read_record(folder / "tokenizer.json").get("added_tokens", ())
+    names = {each["id"]: each["content"] for each in added}
+    return ids, " or ".join(f"{code(names[id])} ({id})" if id in names else str(id) for id in ids)
 
 
 def _written(value: Any) -> str:
