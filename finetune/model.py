@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,10 +33,12 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import other_shapes, unfilled
+from finetune.loading import other_shapes, unfilled, unread
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.planner.prequantised import DEQUANTISED, stored_kind
+from finetune.planner.prequantised import problems as prequantised_problems
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
@@ -228,9 +231,12 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
+    fields = _stored_fields(plan)
+    dequantising = stored_kind(fields) in DEQUANTISED
     # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or dequantising
     loaded: Any = None
+    notes: list[str] = []
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -243,8 +249,11 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                quantization_config=quantization_config(
-                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                **loading_arguments(
+                    fields,
+                    model.quantization,
+                    compute_dtype(plan),
+                    getattr(torch, plan.quant_storage),
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
@@ -257,7 +266,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             raise
     else:
         loaded, info = loaded
-        problems = unfilled(info)
+        unused, notes = unread(info, loaded)
+        problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
         seen = [problems]
         torch.distributed.broadcast_object_list(seen, src=0)
@@ -265,9 +275,29 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "
-            f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
+            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
+    engine.notes += notes
+    compute_in(loaded, compute_dtype(plan))
     return loaded
+
+
+def _stored_fields(plan: Plan) -> dict[str, Any]:
+    """The `config.json` of a recipe's model.
+
+    Raises:
+        FinetuneError: it is quantised in a way that cannot be trained as the recipe asks.
+    """
+    model = plan.recipe.model
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
+    except (OSError, ValueError):
+        return {}  # loading the model says what is wrong
+    name = model.name or ""
+    found = list(prequantised_problems(name, fields, model.quantization, plan.backend))
+    if found:
+        raise FinetuneError(*found)
+    return fields
 
 
 def advice(error: Exception) -> str:

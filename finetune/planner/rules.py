@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from finetune.backend import Backend
 from finetune.planner import limits, published
 from finetune.planner.kernels import model_type
+from finetune.planner.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
@@ -23,6 +24,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _mixture,
         _batch,
         _quantization,
+        prequantised,
         _adapter,
         _attention,
         _checkpointing,
