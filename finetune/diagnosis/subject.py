@@ -40,8 +40,8 @@ def named(word: str, overrides: list[str]) -> Recipe:
 def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
     """The recipe on its model shrunk to two layers, in a folder that transformers loads.
 
-    Dropout is off, of the adapter and of the model, and rows are as long as a proof's. Data and a tokenizer that are not on this
-    machine are generated.
+    Dropout is off, of the adapter and of the model, and rows are as long as a proof's. Data and a
+    tokenizer that are not on this machine are generated.
 
     Raises:
         FinetuneError: the data cannot be prepared.
