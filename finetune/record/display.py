@@ -255,6 +255,8 @@ def start_table(run: Run, start: Start) -> Table:
     counted = read_record(run.data).get("train")
     for line in describe(counted) if counted else ():
         table.add_row("", escape(line))
+    if run.bad_rows.is_file():
+        table.add_row("", escape(f"bad rows are listed in {run.bad_rows}"))
     table.add_row("backend", f"{start.backend}, {start.precision}, {processes}")
     if start.resumed_from is not None:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")
