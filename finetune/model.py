@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -17,10 +18,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from finetune import targets
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
@@ -30,10 +33,12 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import other_shapes, unfilled
+from finetune.loading import other_shapes, unfilled, unread
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.planner.prequantised import DEQUANTISED, stored_kind
+from finetune.planner.prequantised import problems as prequantised_problems
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
@@ -154,6 +159,17 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
     return notes
 
 
+def adapter_notes(model: nn.Module, recipe: Recipe) -> list[str]:
+    """What `all-linear` leaves out of a loaded model; where it has experts also what it reaches."""
+    adapter = recipe.adapter
+    if adapter is None or adapter.targets != targets.ALL:
+        return []
+    assert isinstance(model, PeftModel)
+    base = model.get_base_model()
+    found = targets.reach(model, base)
+    return [found.line()] if found.left or targets.has_experts(base) else []
+
+
 def _is_part(module: nn.Module, lever: str) -> bool:
     """Whether a lever is made for such a module, by the name that transformers gives to its class.
 
@@ -215,9 +231,12 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
+    fields = _stored_fields(plan)
+    dequantising = stored_kind(fields) in DEQUANTISED
     # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or dequantising
     loaded: Any = None
+    notes: list[str] = []
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -230,8 +249,11 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                quantization_config=quantization_config(
-                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                **loading_arguments(
+                    fields,
+                    model.quantization,
+                    compute_dtype(plan),
+                    getattr(torch, plan.quant_storage),
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
@@ -244,7 +266,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             raise
     else:
         loaded, info = loaded
-        problems = unfilled(info)
+        unused, notes = unread(info, loaded)
+        problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
         seen = [problems]
         torch.distributed.broadcast_object_list(seen, src=0)
@@ -252,9 +275,29 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "
-            f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
+            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
+    engine.notes += notes
+    compute_in(loaded, compute_dtype(plan))
     return loaded
+
+
+def _stored_fields(plan: Plan) -> dict[str, Any]:
+    """The `config.json` of a recipe's model.
+
+    Raises:
+        FinetuneError: it is quantised in a way that cannot be trained as the recipe asks.
+    """
+    model = plan.recipe.model
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
+    except (OSError, ValueError):
+        return {}  # loading the model says what is wrong
+    name = model.name or ""
+    found = list(prequantised_problems(name, fields, model.quantization, plan.backend))
+    if found:
+        raise FinetuneError(*found)
+    return fields
 
 
 def advice(error: Exception) -> str:
@@ -278,14 +321,15 @@ def reads_base(adapter: LoRA | None) -> bool:
 
 def lora_config(adapter: LoRA) -> LoraConfig:
     """The adapter in PEFT's own words."""
-    targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     excluded = adapter.exclude_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.r,
         lora_alpha=adapter.scale_alpha,
         lora_dropout=adapter.dropout,
-        target_modules=targets,
+        target_modules=wanted,
+        target_parameters=list(adapter.target_parameters) or None,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
@@ -302,7 +346,7 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, lora_config(adapter))
+        return get_peft_model(model, targets.settle(model, lora_config(adapter), adapter))
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
@@ -312,17 +356,22 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
 def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
     """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
     modules = [name for name, _ in model.named_modules() if name]
+    older = targets.rewritten_names(model)
+    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
     last = {name.rsplit(".", 1)[-1] for name in modules}
     for field in ("targets", "modules_to_save", "exclude_modules"):
         given = getattr(adapter, field)
         for word in () if isinstance(given, str) else given:
+            if field == "targets" and word.rsplit(".", 1)[-1] in older:
+                continue  # experts were modules of this name in transformers 4
             end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
             if not any(name == word or name.endswith(end) for name in modules):
                 told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
-                yield told + (_linear_modules(model) if field == "targets" else "")
+                here = _linear_modules(model) + targets.expert_words(model)
+                yield told + (here if field == "targets" else "")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, field):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
                 told = f"adapter.{field}: no module matches '{pattern}'"
                 yield f"{told}{did_you_mean(pattern, last)}"
 
@@ -349,14 +398,21 @@ def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
     That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
     (`gaussian`). PEFT draws in the order of construction, which differs between engines.
     """
+    ranks = {
+        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+        for rank in layer.r.values()
+        for part in ("lora_A", "lora_embedding_B")
+    }
     for name, parameter in model.named_parameters():
-        if re.search(r"\.lora_(A|embedding_B)\.", name):
+        if (found := re.search(r"(.*\.lora_(A|embedding_B))\.", name)) is not None:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
             if "lora_A" not in name:
                 nn.init.normal_(drawn, generator=generator)
             elif adapter.init_lora_weights == "gaussian":
-                nn.init.normal_(drawn, std=1 / parameter.shape[0], generator=generator)
+                nn.init.normal_(drawn, std=1 / ranks[found[1]], generator=generator)
             else:
                 nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
             with torch.no_grad():

@@ -24,19 +24,20 @@ STRICT = ConfigDict(
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Model:
     """The network that is trained, and how it is held in memory."""
 
-    name: str | None = None
+    name: Text | None = None
     """Hub id or local folder of a pretrained model."""
     config: dict[str, Any] | None = None
     """Architecture to build from scratch instead: the fields of a `config.json`."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Hub id or folder of the tokenizer; by default that of `name`."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of `name` on the hub."""
     quantization: Literal["none", "nf4", "int8"] = "none"
     """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
@@ -44,7 +45,7 @@ class Model:
     """Attention implementation, by its name in transformers."""
     activation_checkpointing: bool | Literal["attention", "offload"] = False
     """Recompute activations: all (true), all but those of `attention`, or from the host's copy."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
@@ -75,6 +76,8 @@ class LoRA:
     """Dropout on the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter: names, a regular expression, or `all-linear`."""
+    target_parameters: tuple[str, ...] = ()
+    """Parameters that get one although no module is theirs: expert tensors, by name or its end."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, such as `embed_tokens`."""
     use_dora: bool = False

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, loading, model, optim
+from finetune import checkpoint, loading, model, optim, serving
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked, refuse_other_data
@@ -230,7 +230,7 @@ class Training:
         return tokenizer, pad
 
     def _data(self) -> Prepared:
-        chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
+        self.chat = chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
         self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
         folder = cache("data")
         counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
@@ -248,17 +248,20 @@ class Training:
         compiled = self._settle_compiled()
         network = model.build(engine, self.recipe.seed)
         self._refuse_another_vocabulary(network)
+        self.tokenizer = serving.settle(network, self.chat, self.data.train)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
             *self.plan.notes(), *self._check_context(network),
             *model.kernel_notes(network, self.plan), *compiled,
+            *model.adapter_notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
             network.save_pretrained(self.run.initial_adapter)
+            serving.follow_umask(self.run.initial_adapter)
         if folder is not None:
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)

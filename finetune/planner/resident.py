@@ -33,7 +33,8 @@ def state(workload: Workload) -> dict[str, float]:
         parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine
     moments = workload.moments * workload.sharded / layout.share("optimizer")
-    parts["optimizer"] = 0.0 if layout.offload != "none" and not workload.cpu else moments
+    elsewhere = layout.offload != "none" or workload.paged
+    parts["optimizer"] = 0.0 if elsewhere and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
     if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
         parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
@@ -71,12 +72,16 @@ def _inputs(workload: Workload) -> float:
 def host(workload: Workload) -> float:
     """Bytes of host memory per process that offload needs.
 
-    What blocks keep for the backward pass, where it waits there; besides that, of offloaded states:
+    What blocks keep for the backward pass, where it waits there, and paged moments, which move
+    there when the GPU is full (bitsandbytes has them from cudaMallocManaged, which PyTorch's count
+    of the device leaves out); besides that, of offloaded states:
     FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
     the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
     """
     layout = workload.layout
     waiting = workload.waiting_activations
+    if workload.paged and not workload.cpu:
+        waiting += workload.moments * workload.sharded / layout.share("optimizer")
     if layout.offload == "none":
         return waiting
     if layout.device == "nvme":

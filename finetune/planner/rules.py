@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import published
+from finetune.planner import limits, published
 from finetune.planner.kernels import model_type
+from finetune.planner.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
@@ -19,9 +20,11 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
     """Every problem of a recipe on a backend, empty when it can run."""
     rules = (
         _completeness,
+        _limits,
         _mixture,
         _batch,
         _quantization,
+        prequantised,
         _adapter,
         _attention,
         _checkpointing,
@@ -41,6 +44,11 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
     if not recipe.data:
         yield "data: none; add a source with its format"
+
+
+def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    yield from limits.architecture(recipe)
+    yield from limits.adapter(recipe)
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -103,8 +103,8 @@ class Times:
 
 def attained(machine: Machine, workload: Workload) -> float:
     """FLOPs a second that a GPU is assumed to reach in the workload's precision."""
-    rate = machine.gpu.flops * machine.gpu.mfu
-    return rate * machine.gpu.single if workload.compute == 4 else rate
+    gpu = machine.gpu
+    return gpu.flops * gpu.mfu * (gpu.single if workload.compute == 4 else gpu.half)
 
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:

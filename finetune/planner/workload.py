@@ -221,6 +221,11 @@ class Workload:
         return not gathered and self.shape.kind != "gpt2"
 
     @property
+    def paged(self) -> bool:
+        """Whether the optimizer's moments are in memory that moves between GPU and host."""
+        return self.update == "paged_adamw_8bit"
+
+    @property
     def moments(self) -> float:
         """Optimizer bytes per trained parameter before sharding."""
         if self.update in ("adamw_8bit", "paged_adamw_8bit"):

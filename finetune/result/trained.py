@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
 from finetune.integrity import differing, read_manifest
-from finetune.loading import unfilled
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.loading import unfilled, unread
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
 
@@ -136,7 +136,7 @@ def base_model(
         torch.manual_seed(recipe.seed)
         config = base_config(recipe)
         return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
-    return load_weights(
+    loaded = load_weights(
         model.name,
         dtype,
         revision=model.revision,
@@ -146,6 +146,15 @@ def base_model(
         quantization=model.quantization if quantized else "none",
         device=device,
     )
+    return loaded if quantized else _unquantised(loaded)
+
+
+def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
+    """Plain weights of a model whose files are quantised by bitsandbytes."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    plain: Any = model
+    return plain.dequantize(model.dtype).eval()
 
 
 def load_weights(
@@ -155,14 +164,19 @@ def load_weights(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pickle: bool = False,
-    attention: str = "sdpa",
+    attention: str | None = None,
     quantization: str = "none",
     device: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless said."""
+    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless given.
+
+    `attention` is that of the recipe. Without one, and where it needs a GPU that is not used, the
+    model has what transformers chooses for it: SDPA, or eager for a model without it.
+    """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     try:
+        fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name),
             output_loading_info=True,
@@ -172,19 +186,29 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if pickle else True,
             weights_only=True,
-            attn_implementation=attention,
-            quantization_config=quantization_config(quantization, dtype),
+            attn_implementation=_attention(attention, device),
+            **loading_arguments(fields, quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise _unloadable(name, error) from None
     model, info = loaded
-    problems = unfilled(info)
+    unused, _ = unread(info, model)
+    problems = unfilled(info) + unused
     if problems:
         raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
-    if quantization == "nf4":
-        keep_unpacked(model)
+    compute_in(model, dtype)
+    keep_unpacked(model)
     return model.eval()
+
+
+def _attention(asked: str | None, device: str) -> str | None:
+    """What transformers is asked for; None leaves the choice to it.
+
+    `sdpa` is what a recipe has by default, also for packed rows of models that have none.
+    """
+    on_gpu = device not in ("cpu", "meta")
+    return asked if asked == "eager" or (asked != "sdpa" and on_gpu) else None
 
 
 def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
