@@ -67,11 +67,9 @@ class Source:
             yield row
         if missing and there:
             (first, *_) = sorted(missing)
-            swapped = columns[first] in there
-            hint = "; columns maps names of the file to those of the format" if swapped else ""
             raise FinetuneError(
                 f"data.columns: no row of {self.data.source} has a column '{first}'"
-                f"{did_you_mean(first, there)}; its columns are {', '.join(sorted(there))}{hint}"
+                f"{did_you_mean(first, there)}; its columns are {', '.join(sorted(there))}"
             )
 
     def _rows(self) -> Iterator[SourceRow]:
