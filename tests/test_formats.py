@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
     Completion,
@@ -17,7 +18,6 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
 
 
