@@ -615,6 +615,24 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "'question_answer' would fit with columns="
         '{"text": "question", "code": "answer"}',
     ),
+    "columns that have the names of others": (
+        "messages",
+        {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
+        "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
+        "'question_answer' would fit with columns="
+        '{"problem": "question", "solution": "answer", "answer": null}',
+    ),
+    "columns by other names beside pictures": (
+        "messages",
+        {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
+        "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'",
+    ),
+    "a prompt that is to be trained": (
+        "prompt_completion",
+        {"prompt": [user("Hi"), assistant("Go") | {"weight": 1}], "completion": [assistant("a")]},
+        "prompt[1] is to be trained by its weight or train, but a prompt is context; leave the key "
+        "out, or use format 'messages'",
+    ),
     "columns of three": (
         "alpaca",
         {"instruction": "Sum up", "context": "A, B", "response": "B"},

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.columns import mapped_columns
+from finetune.data.columns import guess, told
 from finetune.data.encode import COUNTED, Encoded, Tally
 from finetune.data.rows import Rows, digest
 from finetune.recipe import Batch, Data
 
+EMPTY: dict[str, Any] = {"documents": 0}
+"""Counts of no rows."""
 MEANT = "if it is meant, set data_checks=report"
 
 
@@ -172,13 +174,20 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
     """Columns that no format reads, with their rows, and what would train an answer among them."""
     columns = counts.get("columns_unread") or {}
     if columns:
-        named = [f"{name} ({rows:,} row{'s' * (rows != 1)})" for name, rows in columns.items()]
+        named = [f"{_shown(n)} ({rows:,} row{'s' * (rows != 1)})" for n, rows in columns.items()]
         more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
         yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
-    for each in counts["by_source"]:
-        instead = mapped_columns(["text", *each.get("columns_unread", ())])
-        if each["format"] == "text" and instead:
-            yield f"{each['source']}: format 'text' trains the column 'text' alone; {instead}"
+    for each in counts.get("by_source", ()):
+        instead = guess(["text", *each.get("columns_unread", ())])
+        if each["format"] == "text" and instead is not None and "text" in instead[1]:
+            alone = f"{each['source']}: format 'text' trains the column 'text' alone"
+            yield f"{alone}; {told(*instead)}"
+
+
+def _shown(name: str) -> str:
+    """A name as a terminal can show it."""
+    name = name if len(name) <= 60 else f"{name[:57]}..."
+    return name if name.isprintable() else ascii(name)
 
 
 UNUSUAL = {
