@@ -105,13 +105,17 @@ class Data:
     """One source of rows. A mixture is a tuple of these."""
 
     source: str
-    """A file (JSONL, JSON, Parquet, Arrow, CSV, text), a folder or glob of them, or a hub name."""
+    """A file (JSONL, JSON, Parquet, Arrow, CSV, TSV, text), a folder or glob, or a hub name."""
     format: str
     """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
     subset: str | None = None
-    """Configuration name of a hub data set."""
+    """Configuration name of a hub data set, or of a folder whose README.md has `configs`."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, or of a folder by the hub's naming rules."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """Names of the source's columns in the format; null leaves a column out knowingly."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What happens to a row that cannot be read or rendered; `drop` counts it and lists it."""
     first: Positive | None = None
     """Use only the first so many rows."""
     stream: bool = False

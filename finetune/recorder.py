@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import time
 from typing import Literal
 
@@ -60,6 +61,8 @@ class Recorder:
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
         write_json(self.run.environment, environment(accelerators()))
         write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
+        if self.data.bad_rows is not None:
+            shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
 
     def open(
         self,

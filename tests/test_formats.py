@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
     Completion,
@@ -17,7 +18,6 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
 
 
@@ -614,6 +614,24 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "format 'messages' needs 'messages', the row has 'task_id', 'text', 'code'; format "
         "'question_answer' would fit with columns="
         '{"text": "question", "code": "answer"}',
+    ),
+    "columns that have the names of others": (
+        "messages",
+        {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
+        "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
+        "'question_answer' would fit with columns="
+        '{"problem": "question", "solution": "answer", "answer": null}',
+    ),
+    "columns by other names beside pictures": (
+        "messages",
+        {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
+        "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'",
+    ),
+    "a prompt that is to be trained": (
+        "prompt_completion",
+        {"prompt": [user("Hi"), assistant("Go") | {"weight": 1}], "completion": [assistant("a")]},
+        "prompt[1] is to be trained by its weight or train, but a prompt is context; leave the key "
+        "out, or use format 'messages'",
     ),
     "columns of three": (
         "alpaca",

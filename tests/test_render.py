@@ -14,10 +14,10 @@ from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from finetune.data.files import READERS
 from finetune.data.formats import Completion, Conversation, Text, read_row
 from finetune.data.marks import CLOSE, OPEN
 from finetune.data.render import Chat, Row, load_chat
-from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
 
 

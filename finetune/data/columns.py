@@ -16,14 +16,17 @@ PROMPTS = (
 CONTEXTS = ("context", "input", "passage", "document")
 """Names of what a question is about."""
 ANSWERS = (
-    "response", "output", "completion", "answer", "solution", "code", "canonical_solution",
+    "response", "output", "completion", "solution", "answer", "code", "canonical_solution",
     "target", "targets", "outputs", "assistant", "gpt", "reply", "summary",
 )  # fmt: skip
 """Names of what the assistant is to say."""
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value not in ("", [], {}, ())
+def is_given(value: Any) -> bool:
+    """Whether a column holds anything: null, an empty text and empty objects are nothing."""
+    if isinstance(value, Mapping):
+        return any(is_given(each) for each in value.values())
+    return value is not None and value not in ("", [], ())
 
 
 def _is_verdict(value: Any) -> bool:
@@ -49,19 +52,19 @@ def _is_refusal(value: Any) -> bool:
 Check = Callable[[Any], bool]
 
 MEANING: dict[str, tuple[Check, str]] = {
-    **dict.fromkeys(NOT_TEXT, (_is_given, "only text is trained")),
+    **dict.fromkeys(NOT_TEXT, (is_given, "only text is trained")),
     **dict.fromkeys(
-        PREFERENCES, (_is_given, "no method here learns from pairs of a wanted and an unwanted one")
+        PREFERENCES, (is_given, "no method here learns from pairs of a wanted and an unwanted one")
     ),
     "label": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
     "kto_tag": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
-    "history": (_is_given, "earlier turns would be lost"),
-    "system": (_is_given, "the system prompt would be lost"),
-    "system_prompt": (_is_given, 'use columns={"system_prompt": "system"}'),
-    "system_message": (_is_given, 'use columns={"system_message": "system"}'),
-    "tools": (_is_given, "the functions would be lost"),
-    "functions": (_is_given, "the functions would be lost"),
-    "chat_template_kwargs": (_is_given, "the template's variables would be lost"),
+    "history": (is_given, "earlier turns would be lost"),
+    "system": (is_given, "the system prompt would be lost"),
+    "system_prompt": (is_given, 'use columns={"system_prompt": "system"}'),
+    "system_message": (is_given, 'use columns={"system_message": "system"}'),
+    "tools": (is_given, "the functions would be lost"),
+    "functions": (is_given, "the functions would be lost"),
+    "chat_template_kwargs": (is_given, "the template's variables would be lost"),
     **dict.fromkeys(
         ("weight", "loss_weight", "sample_weight"),
         (_is_no_full_weight, "every row has the same weight; a source has `repeat` and `weight`"),
@@ -87,20 +90,25 @@ def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:
     return None
 
 
-def mapped_columns(columns: Sequence[str]) -> str:
-    """The format and `columns` that would read these names as prompt and answer; empty if none."""
+def guess(columns: Sequence[str]) -> tuple[str, dict[str, str | None]] | None:
+    """The format and `columns` that would read these names as prompt and answer, if any do."""
     answer = next((name for name in ANSWERS if name in columns), None)
     prompt = next((name for name in PROMPTS if name in columns and name != answer), None)
     if answer is None or prompt is None:
-        return ""
+        return None
     context = next((n for n in CONTEXTS if n in columns and n not in (prompt, answer)), None)
-    if context is None:
-        name, mapping = "question_answer", {prompt: "question", answer: "answer"}
-    else:
-        name = "alpaca"
-        mapping = {prompt: "instruction", context: "input", answer: "output"}
-    mapping = {theirs: ours for theirs, ours in mapping.items() if theirs != ours}
-    return f"format '{name}' would fit with columns={json.dumps(mapping)}"
+    named: dict[str, str | None] = {prompt: "question", answer: "answer"}
+    if context is not None:
+        named = {prompt: "instruction", context: "input", answer: "output"}
+    taken = {ours for ours in named.values() if ours in columns and ours not in named}
+    changed = {theirs: ours for theirs, ours in named.items() if theirs != ours}
+    name = "question_answer" if context is None else "alpaca"
+    return name, changed | dict.fromkeys(sorted(filter(None, taken)))
+
+
+def told(name: str, columns: Mapping[str, str | None]) -> str:
+    """A format with `columns`, as an advice."""
+    return f"format '{name}' would fit with columns={json.dumps(columns)}"
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> dict[str, Any]:

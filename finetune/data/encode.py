@@ -5,11 +5,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from finetune.data.formats import Completion, Conversation, RowProblem, Sample, read_row
+from finetune.data.formats import (
+    Completion,
+    Conversation,
+    RowProblem,
+    Sample,
+    read_row,
+    unread_columns,
+)
+from finetune.data.messages import KNOWN
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
 from finetune.errors import FinetuneError
@@ -34,6 +42,8 @@ class Chunk:
     """Row numbers with the rows."""
     failure: tuple[str, ...] = ()
     """Why the file could not be read any further behind these rows."""
+    drops_bad_rows: bool = False
+    """Rows that cannot be read are left out, and are no problem."""
 
 
 @dataclass
@@ -56,6 +66,8 @@ class Tally:
     """Samples cut into several rows."""
     empty: int = 0
     """Samples in which nothing is said to train on: the model would learn to end at once."""
+    bad: int = 0
+    """Rows left out because they could not be read or rendered."""
     overlong: int = 0
     """Samples longer than allowed, whatever became of them."""
     longest_sample: int = 0
@@ -63,6 +75,9 @@ class Tally:
     longest_place: str = ""
     roles: Counter[str] = field(default_factory=Counter)
     """Messages by role; prompts, completions and texts by these names."""
+    columns: Counter[str] = field(default_factory=Counter)
+    """Rows with a value in a column that the format does not read, by its name; and messages with
+    a key that neither the format nor the template reads."""
     first: dict[str, str] = field(default_factory=dict)
     """The file and row of the first of each of these numbers that is not zero."""
 
@@ -79,13 +94,24 @@ class Tally:
         if other.longest_sample > self.longest_sample:
             self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
         self.roles.update(other.roles)
+        self.columns.update(other.columns)
 
 
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty",
+    "empty", "bad",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was left out because it could not be read or rendered."""
+
+    file: str
+    number: int
+    problem: str
+    value: object
 
 
 @dataclass(frozen=True)
@@ -104,6 +130,7 @@ class Encoded:
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
+    bad: list[BadRow]
 
 
 @dataclass(frozen=True)
@@ -115,29 +142,37 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; problems are noted, not raised."""
-        tally, problems = Tally(), list[tuple[str, str]]()
+        tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         documents, numbers = list[Columns](), list[int]()
         for number, value in chunk.rows:
             place = f"{chunk.file} row {number}"
-            tally.samples += 1
+            own = Tally(samples=1)
             try:
-                sample = read_row(chunk.data_format, value)
-                added = self._encode(sample, tally, place)
-            except RowProblem as error:
-                problems.append((place, str(error)))
+                added = self._encode(chunk.data_format, value, own, place)
+            except (RowProblem, FinetuneError) as error:
+                told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                if chunk.drops_bad_rows:
+                    own = Tally(samples=1)
+                    own.note("bad", place)
+                    bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                else:
+                    problems.extend((place, problem) for problem in told)
+                tally.add(own)
                 continue
-            except FinetuneError as error:
-                problems.extend((place, problem) for problem in error.problems)
-                continue
+            tally.add(own)
             documents += added
             numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
-        return self._joined(chunk, documents, numbers, tally, problems)
+        return self._joined(chunk, documents, numbers, tally, problems, bad)
 
-    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
+    def _encode(self, data_format: str, value: object, tally: Tally, place: str) -> list[Columns]:
+        sample = read_row(data_format, value)
+        tally.columns.update(unread_columns(data_format, value))
         if sample is None:
             tally.note("passed_over", place)
             return []
+        if isinstance(sample, Conversation):
+            tally.columns.update(self._unread_keys(sample))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
         tally.note("empty", place, _says_nothing(sample))
@@ -152,6 +187,11 @@ class Encoder:
                 return []
         return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
 
+    def _unread_keys(self, sample: Conversation) -> set[str]:
+        """Keys of a row's messages that neither its format nor the template reads."""
+        keys = {key for message in sample.messages for key in message.keys() - KNOWN}
+        return {f"messages[].{key}" for key in keys if not _mentions(self.chat.template, key)}
+
     @cached_property
     def _longest_token(self) -> int:
         """Characters of the longest token."""
@@ -164,6 +204,7 @@ class Encoder:
         numbers: list[int],
         tally: Tally,
         problems: list[tuple[str, str]],
+        bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
         return Encoded(
@@ -178,7 +219,13 @@ class Encoder:
             digests=np.array([_digest(ids) for ids, _ in documents], dtype=np.uint64),
             tally=tally,
             problems=problems,
+            bad=bad,
         )
+
+
+@lru_cache(maxsize=1024)
+def _mentions(template: str | None, key: str) -> bool:
+    return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
@@ -320,10 +367,11 @@ def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[
             "drop, truncate or split"
         )
     elif not rows:
+        bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
         eaten = f", {tally.eaten} of them because truncation ate their answer"
         yield (
             f"{source}: none of its {tally.samples} rows is left to train on "
             f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
             f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} passed over by format '{data.format}')"
+            f"{tally.passed_over} passed over by format '{data.format}'{bad if tally.bad else ''})"
         )

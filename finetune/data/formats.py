@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.columns import ANSWERS, ignored_meaning, mapped_columns
+from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told
 from finetune.data.messages import (
     Message,
     Turns,
@@ -115,9 +115,7 @@ def unread_columns(name: str, row: Any) -> list[str]:
     if not isinstance(row, Mapping):
         return []
     _, read = _reads(name, tuple(column for column, value in row.items() if value is not None))
-    return [
-        column for column, value in row.items() if column not in read and value not in (None, "")
-    ]
+    return [column for column, value in row.items() if column not in read and is_given(value)]
 
 
 @lru_cache(maxsize=1024)
@@ -147,9 +145,19 @@ def _missing_columns(name: str, row: Raw) -> str:
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
     got = ", ".join(nulls) or "no columns"
     fitting = [f"format '{each}' would fit" for each in fitting_formats(row)[:1]]
-    mapped = "" if fitting else mapped_columns([c for c, v in row.items() if v is not None])
-    instead = "".join(f"; {each}" for each in (*fitting, mapped) if each)
+    instead = "".join(f"; {each}" for each in fitting or _fitting_names(row))
     return f"format '{name}' needs {needed}, the row has {got}{instead}"
+
+
+def _fitting_names(row: Raw) -> list[str]:
+    """A format that reads a row under other names of its columns without a loss, if there is one"""
+    guessed = guess([column for column, value in row.items() if value is not None])
+    if guessed is None:
+        return []
+    name, columns = guessed
+    named = rename(row, columns)
+    lost = ignored_meaning(name, named, FORMATS[name].reads(named))
+    return [told(name, columns)] if lost is None else []
 
 
 # The formats.
@@ -188,6 +196,11 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
             "expected two texts or two lists of messages"
         )
     given = messages_of(prompt, "prompt")
+    if given.wanted:
+        raise RowProblem(
+            f"prompt[{min(given.wanted)}] is to be trained by its weight or train, but a prompt is "
+            "context; leave the key out, or use format 'messages'"
+        )
     answer = messages_of(completion, "completion")
     messages = with_call_ids([*given.messages, *answer.messages])
     untrained = frozenset(number + len(given.messages) for number in answer.untrained)
@@ -249,7 +262,7 @@ def read_kto(row: Raw) -> Sample | None:
 
 def _conversation(row: Raw, turns: Turns, given: int = 0) -> Conversation:
     """A conversation with what a row says of it beside its turns."""
-    messages, untrained = turns
+    messages, untrained = turns.messages, turns.untrained
     if row.get("system"):
         system = text_of(row, "system")
         if _is_told_by_a_turn(system, messages):
@@ -277,7 +290,7 @@ def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
     history = exchanges_of(row["history"], "history") if row.get("history") else []
     question = {"role": "user", "content": prompt}
     turns = (*history, question, {"role": "assistant", "content": answer})
-    return _conversation(row, Turns(turns, frozenset()))
+    return _conversation(row, Turns(turns))
 
 
 def _instruction(instruction: str, given: str) -> str:

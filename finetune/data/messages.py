@@ -41,10 +41,13 @@ KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
 
 
 class Turns(NamedTuple):
-    """Messages, and the numbers of the assistant's that the data wants as context only."""
+    """Messages, and what the data says of the training of some."""
 
     messages: tuple[Message, ...]
-    untrained: frozenset[int]
+    untrained: frozenset[int] = frozenset()
+    """Numbers of the assistant's messages that are context only."""
+    wanted: frozenset[int] = frozenset()
+    """Numbers of those that are to be trained, where the data says so."""
 
 
 def messages_of(value: Any, where: str) -> Turns:
@@ -58,14 +61,16 @@ def sharegpt_turns(value: Any, where: str) -> Turns:
 def _turns(values: list[Any], where: str, read: Any) -> Turns:
     if not values:
         raise RowProblem(f"{where} is empty")
-    messages, untrained = list[Message](), set[int]()
+    messages, flags = list[Message](), dict[int, bool]()
     for index, raw in enumerate(values):
         place = f"{where}[{index}]"
         message = read(raw, place)
-        if not _is_trained(message, place):
-            untrained.add(index)
+        trained = _is_trained(message, place)
+        if trained is not None:
+            flags[index] = trained
         messages.append(message)
-    return Turns(with_call_ids(messages), frozenset(untrained))
+    wanted = frozenset(index for index, trained in flags.items() if trained)
+    return Turns(with_call_ids(messages), frozenset(flags) - wanted, wanted)
 
 
 def _message(raw: Any, where: str) -> Message:
@@ -117,21 +122,24 @@ def _with_reasoning(message: Message, where: str) -> Message:
     return message
 
 
-def _is_trained(message: Message, where: str) -> bool:
-    """Take the flags out of a message that say whether it is trained; true without one."""
+def _is_trained(message: Message, where: str) -> bool | None:
+    """Take the flags out of a message that say whether it is trained; None where none does."""
     given = {key: message.pop(key) for key in FLAGS if key in message}
+    if not given:
+        return None
     wanted = {key: _flag(value, f"{where}.{key}") for key, value in given.items()}
     if len(set(wanted.values())) > 1:
-        told = " and ".join(f"{key} {given[key]!r}" for key in given)
-        raise RowProblem(f"{where} has {told}, which contradict each other; keep one of them")
+        shown = " and ".join(f"{key} {given[key]!r}" for key in given)
+        raise RowProblem(f"{where} has {shown}, which contradict each other; keep one of them")
+    key, trained = next(iter(wanted.items()))
     if message["role"] == "assistant":
-        return all(wanted.values())
-    if any(wanted.values()):
+        return trained
+    if trained:
         raise RowProblem(
-            f"{where} ({message['role']}) has {next(iter(wanted))} {next(iter(given.values()))!r}, "
-            "but only turns of the assistant are trained; leave the key out"
+            f"{where} ({message['role']}) has {key} {given[key]!r}, but only turns of the "
+            "assistant are trained; leave the key out"
         )
-    return True
+    return None
 
 
 def _flag(value: Any, where: str) -> bool:

@@ -31,10 +31,11 @@ def json_of(text: str, where: str) -> Any:
 
 
 def text_of(row: Raw, column: str, where: str = "") -> str:
-    if not isinstance(row[column], str):
+    value = row.get(column)
+    if not isinstance(value, str):
         place = f"{where}.{column}" if where else column
-        raise RowProblem(f"{place} is {kind_of(row[column])}, expected text")
-    return row[column]
+        raise RowProblem(f"{place} is {kind_of(value)}, expected text")
+    return value
 
 
 def list_of(value: Any, where: str) -> list[Any]:

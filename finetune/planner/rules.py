@@ -52,6 +52,11 @@ def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    return mixture_problems(recipe)
+
+
+def mixture_problems(recipe: Recipe) -> Iterator[str]:
+    """Contradictions in the weights of the sources: no verb reads such data."""
     for section in ("data", "eval_data"):
         sources: tuple[Data, ...] = getattr(recipe, section)
         weighted = [data.weight is not None for data in sources]
