@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine import Engine
@@ -180,3 +181,29 @@ def _name_parts(folder: Path, parts: list[list[str]], total: int) -> None:
     if len(parts) > 1:
         metadata = {"metadata": {"total_size": total}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", metadata)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round weights as `from_pretrained` does: some stay in fp32 whatever the dtype."""
+    strict: Any = model._keep_in_fp32_modules_strict
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if tensor.is_floating_point() and not in_fp32(name, strict or ()):
+            tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def forget_stored_form(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make plain weights of what transformers dequantised, also where they are saved again.
+
+    transformers 5.23 leaves unquantised tensors in the dtype of their file, and would write a
+    dequantised model in the form that it was read in, without its quantisation in config.json.
+    """
+    cast(model, dtype)
+    inner: Any = model
+    read = [each for each in inner._weight_conversions if isinstance(each, PrefixChange)]
+    prefixes = {str(each.source_patterns) for each in read}
+    inner._weight_conversions = [
+        each
+        for each in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(each, PrefixChange) or str(each.source_patterns) in prefixes
+    ]

@@ -40,7 +40,7 @@ INNER_ORDER = {
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "loading"), ("model", "pretrained"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

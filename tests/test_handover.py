@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import write_recipe
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from tiny_run import (
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import finetune as ft
-from finetune import catalog
+from finetune import catalog, pretrained
 from finetune.recipe import Batch, LoRA
 from finetune.result.exporter import base_reference, export
 from finetune.result.inference import load, load_folder
@@ -200,6 +201,38 @@ def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, monkeyp
         assert all(torch.equal(found[name], given[name]) for name in biases)
     trained = load(run).model
     assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("fsdp_full_shard", "fp32"), ("zero2", "bf16"), ("zero3", "bf16")]
+)
+def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, finetune, backend, precision):
+    base = tmp_path / "base"
+    model = tiny("deepseek_v3", base, **LATENT)
+    if precision == "bf16":  # as published: weights in bf16, what routes the experts in fp32
+        pretrained.cast(model, torch.bfloat16)
+        model.save_pretrained(base)
+    recipe = write_recipe(tmp_path / "recipe.json", {
+        "method": "sft",
+        "model": {"name": str(base)},
+        "data": [{"source": str(conversations(tmp_path)), "format": "messages"}],
+        "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
+        "optim": {"lr": 1e-2},
+        "max_steps": 1,
+    })  # fmt: skip
+    words = ("--backend", backend, "--processes", "2", "--precision", precision)
+    done = finetune("launch", recipe, *words, "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    given = load_file(base / "model.safetensors")
+    found = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in given.items()
+    }
+    biases = [name for name in found if name.endswith("correction_bias")]
+    assert all(torch.equal(found[name], given[name]) for name in biases)
+    generation = GenerationConfig.from_pretrained(tmp_path / "run" / "final")
+    assert generation.eos_token_id == [END, TURN_END]
 
 
 def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from transformers import (
 
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.pretrained import in_fp32, persistent_buffers
+from finetune.pretrained import cast
 from finetune.recipe import Recipe
 from finetune.record.card import Kind, write_card
 from finetune.result.inference import stop_ids, turn
@@ -96,7 +96,7 @@ def export(
         elif merge:
             kind = "merged"
             merged = _merge(recipe, adapter, initial_adapter(run), tokenizer)
-            _cast(merged, dtype or _stored_dtype(recipe))
+            cast(merged, dtype or _stored_dtype(recipe))
             _write_model(merged, recipe, generation, folder, shard_size)
         else:
             _write_adapter(recipe, adapter, initial_adapter(run), folder)
@@ -271,15 +271,6 @@ def _untie(model: PeftModel) -> None:
         if isinstance(layer, LoraLayer):
             inner = layer.get_base_layer()
             inner.weight = torch.nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
-
-
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round weights as `from_pretrained` does: some stay in fp32 whatever the dtype."""
-    strict: Any = model._keep_in_fp32_modules_strict
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        if tensor.is_floating_point() and not in_fp32(name, strict or ()):
-            tensor.data = tensor.data.to(dtype)
-    model.config.dtype = dtype
 
 
 def _write_model(
