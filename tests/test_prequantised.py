@@ -123,7 +123,8 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
         dequantised = base_model(recipe(folder, kind), torch.float32, quantized=False)
         found = dequantised.get_parameter("model.layers.0.mlp.up_proj.weight")
         half = weight.abs().amax(1, keepdim=True) / 127 / 2  # of what 8 bits tell apart in a row
-        assert ((found - weight).abs() <= half * 1.01).all()
+        sixteen = weight.abs() * 2**-10  # bitsandbytes rounds in fp16 first
+        assert ((found - weight).abs() <= half + sixteen).all()
     assert relative(logits(merged), logits(tiny_llama())) > 0.1  # the adapter is in it
 
 
