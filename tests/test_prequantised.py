@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    SIZES,
     logits,
     relative,
     save_base,
@@ -16,7 +17,15 @@ from tiny_run import (
     tiny_llama,
     trained_adapter,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import finetune as ft
 from finetune import backend as backends
@@ -131,6 +140,8 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
 # --- FP8 ---------------------------------------------------------------------------------------
 
 BLOCK = 32
+E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+"""What the 16 codes of four bits stand for (OCP Microscaling Formats, version 1.0)."""
 
 
 def write_fp8(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -159,14 +170,54 @@ def write_fp8(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
     return meant
 
 
+def tiny_experts() -> PreTrainedModel:
+    torch.manual_seed(1)
+    fields = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **fields)).eval()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_weights_are_dequantised_while_they_are_loaded(tmp_path, dtype):
-    plain = save_base(tiny_llama(), tmp_path / "plain")
+@pytest.mark.parametrize("build", [tiny_llama, tiny_experts])
+def test_fp8_weights_are_dequantised_while_they_are_loaded(tmp_path, build, dtype):
+    plain = save_base(build(), tmp_path / "plain")
     meant = write_fp8(plain, tmp_path / "fp8")
-    loaded = base_model(recipe(tmp_path / "fp8"), dtype).state_dict()
-    assert loaded.keys() == meant.keys()
+    loaded = base_model(recipe(tmp_path / "fp8"), dtype)
+    loaded.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == meant.keys()
     for name, weight in meant.items():
-        assert torch.equal(loaded[name], weight.to(dtype)), name
+        assert torch.equal(saved[name], weight.to(dtype)), name
+    assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+
+
+def test_mxfp4_experts_are_dequantised_while_they_are_loaded(tmp_path):
+    """gpt-oss as it is published: two codes a byte, and an exponent for each 32 of them."""
+    torch.manual_seed(1)
+    fields = {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes = SIZES | {"intermediate_size": 64}
+    save_base(GptOssForCausalLM(GptOssConfig(**sizes, **fields)), tmp_path)
+    stored, meant = {}, {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = meant[name] = weight
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inner, outer = weight.shape
+            del stored[name]
+            blocks = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+            values = E2M1[codes] * torch.exp2(scales.float() - 127)[..., None]
+            meant[name] = values.flatten(-2).transpose(1, 2)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = base_model(recipe(tmp_path), torch.float32).state_dict()
+    assert loaded.keys() == meant.keys()
+    assert all(torch.equal(loaded[name], meant[name]) for name in meant)
 
 
 def test_what_was_trained_from_fp8_is_exported_as_plain_weights(tmp_path):
