@@ -4,6 +4,7 @@ Trained weights come from the fragments of a checkpoint, a part at a time. Every
 belongs to a result is copied from the model: buffers, and frozen weights where there is no adapter.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from finetune.engine import Engine
 from finetune.errors import TrainingFailure
 from finetune.fragments import Reader
 from finetune.run import write_json
-from finetune.serving import network_of, saved_config
+from finetune.serving import base_reference, network_of, saved_config
 
 SHARD_BYTES = 4 * 1024**3
 
@@ -74,8 +75,9 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", copy=True).contiguous()
 
 
-def write_adapter(module: nn.Module, folder: Path, reader: Reader, shapes: Shapes) -> None:
+def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:
     folder.mkdir()
+    module = engine.module
     kept = reader.kept()
     tensors = {
         key: kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
@@ -86,7 +88,11 @@ def write_adapter(module: nn.Module, folder: Path, reader: Reader, shapes: Shape
         raise TrainingFailure(f"{folder}: refused to write an empty adapter ({empty[:3]})")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_model: Any = module
-    peft_model.peft_config["default"].save_pretrained(folder)
+    config = copy.copy(peft_model.peft_config["default"])
+    if engine.plan.recipe.model.name is not None:
+        config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
+    config.inference_mode = True
+    config.save_pretrained(folder)
     generation = network_of(module).generation_config
     if generation is not None:
         generation.save_pretrained(folder)

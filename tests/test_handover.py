@@ -33,11 +33,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import finetune as ft
 from finetune import catalog, pretrained
-from finetune.recipe import Batch, LoRA
-from finetune.result.exporter import base_reference, export
+from finetune.recipe import LoRA, Model
+from finetune.result.exporter import export
 from finetune.result.inference import load, load_folder
 from finetune.run import Run
-from finetune.serving import without_generation_tags
+from finetune.serving import base_reference, without_generation_tags
 
 ROUNDING = 1e-5
 ANSWER = "ok."
@@ -299,10 +299,9 @@ def test_a_folder_of_the_hubs_cache_is_named_by_its_repository_and_commit(tmp_pa
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "models--someone--tiny-1.5B" / "snapshots" / commit
     folder.mkdir(parents=True)
-    made = ft.SFT(ft.Model(str(folder)), batch=Batch())
-    assert base_reference(made) == ("someone/tiny-1.5B", commit)
-    assert base_reference(ft.SFT(ft.Model("someone/tiny"))) == ("someone/tiny", None)
-    assert base_reference(ft.SFT(ft.Model(str(tmp_path)))) == (str(tmp_path), None)
+    assert base_reference(Model(str(folder))) == ("someone/tiny-1.5B", commit)
+    assert base_reference(Model("someone/tiny", revision="v2")) == ("someone/tiny", "v2")
+    assert base_reference(Model(str(tmp_path))) == (str(tmp_path), None)
 
 
 def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):

@@ -1,5 +1,6 @@
 """Folders whose weights are quantised already are trained right, or refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_run import (
     SIZES,
+    byte_tokenizer,
     logits,
     relative,
     save_base,
@@ -135,6 +137,28 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
         sixteen = weight.abs() * 2**-10  # bitsandbytes rounds in fp16 first
         assert ((found - weight).abs() <= half + sixteen).all()
     assert relative(logits(merged), logits(tiny_llama())) > 0.1  # the adapter is in it
+
+
+def test_training_from_a_bitsandbytes_folder_begins_with_its_own_loss(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    plain = save_base(tiny_llama(), tmp_path / "plain")
+    quantised = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=BITSANDBYTES["nf4"], dtype=torch.float32
+    )
+    keep_unpacked(quantised)
+    quantised.save_pretrained(tmp_path / "nf4")
+    byte_tokenizer().save_pretrained(tmp_path / "nf4")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "completion": "bc"}) + "\n")
+    made = recipe(tmp_path / "nf4", "nf4").with_data(ft.Data(str(rows), "prompt_completion"))
+    made = dataclasses.replace(made.with_batch(rows=1, max_length=32), max_steps=1)
+    run = ft.train(made, precision="fp32", output=tmp_path / "run")
+    (first,) = run.read_metrics("train")
+    ids = torch.tensor([[*byte_tokenizer()("abc")["input_ids"], 256]])
+    with torch.inference_mode():
+        given = quantised(input_ids=ids).logits[0, :-1]
+    wanted = torch.nn.functional.cross_entropy(given, ids[0, 1:])
+    assert first["loss"] == pytest.approx(float(wanted), rel=1e-5)
 
 
 # --- FP8 ---------------------------------------------------------------------------------------
