@@ -38,6 +38,7 @@ from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.planner.prequantised import DEQUANTISED, stored_kind
 from finetune.planner.prequantised import problems as prequantised_problems
+from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 
@@ -278,6 +279,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
     engine.notes += notes
+    if dequantising:
+        forget_stored_form(loaded, weight_dtype(plan))
     compute_in(loaded, compute_dtype(plan))
     return loaded
 

@@ -41,6 +41,7 @@ INNER_ORDER = {
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "pretrained"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),

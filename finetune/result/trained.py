@@ -29,6 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import FinetuneError
 from finetune.integrity import differing, read_manifest
 from finetune.loading import unfilled, unread
+from finetune.planner.prequantised import DEQUANTISED, stored_kind
+from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
@@ -153,8 +155,11 @@ def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
     """Plain weights of a model whose files are quantised by bitsandbytes."""
     if getattr(model, "hf_quantizer", None) is None:
         return model
-    plain: Any = model
-    return plain.dequantize(model.dtype).eval()
+    quantised: Any = model
+    dtype = model.dtype
+    plain = quantised.dequantize(dtype)
+    forget_stored_form(plain, dtype)
+    return plain.eval()
 
 
 def load_weights(
@@ -197,6 +202,8 @@ def load_weights(
     problems = unfilled(info) + unused
     if problems:
         raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
+    if stored_kind(fields) in DEQUANTISED and device != "meta":
+        forget_stored_form(model, dtype)
     compute_in(model, dtype)
     keep_unpacked(model)
     return model.eval()
