@@ -27,6 +27,7 @@ from finetune.attention import DOCUMENTS, attention_notes, check_packing, implem
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
@@ -120,7 +121,8 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    give_loss(model, chunked=chosen["head"] == "chunked")
+    balance = balance_of(model, plan.recipe.model)
+    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for lever, (fuse, _, _) in FUSED.items():

@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 from finetune.methods import SFT
 from finetune.planner import limits
+from finetune.planner.experts import expert_count
 from finetune.recipe import Model, Recipe
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
@@ -116,7 +117,7 @@ def test_a_published_mixture_is_known_without_its_config() -> None:
     ],
 )
 def test_experts_are_counted_from_every_spelling(fields: dict[str, Any], count: int) -> None:
-    assert limits.expert_count(fields) == count
+    assert expert_count(fields) == count
 
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.q_proj"])
