@@ -253,7 +253,7 @@ class Training:
         self.notes = [
             *self.plan.notes(), *self._check_context(network),
             *model.kernel_notes(network, self.plan), *compiled,
-            *model.adapter_notes(network, self.recipe),
+            *model.expert_notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)

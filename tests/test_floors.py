@@ -37,7 +37,8 @@ INNER_ORDER = {
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "loading"), ("model", "targets"), ("targets", "loading"),
+    ("quantization", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip
