@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "targets",
+        "targets", "experts",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -38,6 +38,7 @@ INNER_ORDER = {
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "targets"), ("targets", "loading"),
+    ("experts", "targets"), ("experts", "kernels"), ("experts", "quantization"),
     ("quantization", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
