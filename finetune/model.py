@@ -28,6 +28,7 @@ from finetune.attention import DOCUMENTS, attention_notes, check_packing, implem
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
@@ -124,7 +125,8 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    give_loss(model, chunked=chosen["head"] == "chunked")
+    balance = balance_of(model, plan.recipe.model)
+    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for lever, (fuse, _, _) in FUSED.items():
@@ -158,17 +160,6 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
-
-
-def adapter_notes(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What `all-linear` leaves out of a loaded model; where it has experts also what it reaches."""
-    adapter = recipe.adapter
-    if adapter is None or adapter.targets != targets.ALL:
-        return []
-    assert isinstance(model, PeftModel)
-    base = model.get_base_model()
-    found = targets.reach(model, base)
-    return [found.line()] if found.left or targets.has_experts(base) else []
 
 
 def _is_part(module: nn.Module, lever: str) -> bool:

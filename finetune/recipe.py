@@ -49,6 +49,8 @@ class Model:
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
+    router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
+    """Load-balancing loss of experts: as config.json asks (`model`), none, or with a factor."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) where there are no safetensors."""
 
@@ -314,5 +316,8 @@ class Recipe:
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        """Sum of the loss over the terms of a micro-batch: a scalar in fp32."""
+        """Sum of the loss over the terms of a micro-batch: a scalar in fp32.
+
+        In training with a load-balancing loss it is (2,), with that loss summed over tokens.
+        """
         raise NotImplementedError

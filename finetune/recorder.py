@@ -123,6 +123,7 @@ class Recorder:
             Trained(
                 step=progress.step,
                 loss=result.loss,
+                router_aux_loss=result.balance,
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 trained_tokens=result.trained_tokens,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, loading, model, optim, serving
+from finetune import checkpoint, experts, loading, model, optim, serving
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked, refuse_other_data
@@ -254,7 +254,7 @@ class Training:
         self.notes = [
             *self.plan.notes(), *self._check_context(network),
             *model.kernel_notes(network, self.plan), *compiled,
-            *model.adapter_notes(network, self.recipe),
+            *experts.notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)

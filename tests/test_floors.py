@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "targets", "serving", "pretrained",
+        "targets", "serving", "pretrained", "experts",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -41,7 +41,8 @@ INNER_ORDER = {
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
-    ("model", "pretrained"),
+    ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"),
+    ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),

@@ -12,8 +12,16 @@ from finetune.recipe import Batch, Data, LoRA, Recipe
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 
-WITHOUT_SDPA = ("gemma2",)
-"""Types that transformers 5.23 builds with no SDPA; packed rows have an attention of ours."""
+WITHOUT_SDPA = (
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
+    "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
+    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "megatron-bert",
+    "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
+    "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+)  # fmt: skip
+"""Types that transformers 5.23 builds without SDPA."""
+PACKS_WITHOUT_SDPA = ("gemma2",)
+"""Of these, types whose packed rows have an attention of this package."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -49,6 +57,7 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     yield from limits.architecture(recipe)
     yield from limits.adapter(recipe)
+    yield from limits.router_loss(recipe)
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
@@ -159,9 +168,10 @@ def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
     if kind is None and recipe.model.name is not None:
         kind = (published.find(recipe.model.name) or {}).get("model_type")
     if kind in WITHOUT_SDPA:
+        packed = ", or batch.packing=true" if kind in PACKS_WITHOUT_SDPA else ""
         yield (
-            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, or "
-            "batch.packing=true"
+            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
+            f"{packed}"
         )
 
 
