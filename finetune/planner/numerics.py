@@ -46,5 +46,8 @@ class Numerics:
     """Gated units as `kernels.activation` computes them."""
     fused_rotations: bool = False
     """Rotary positions as `kernels.rotary` computes them."""
+    chained: bool = False
+    """Each cheap operation is one pass of compiled C, which copies nothing (`kernels.pointwise` on
+    a CPU)."""
     grouped_adapters: bool = False
     """Adapted matrices as `kernels.lora` computes them."""
