@@ -213,6 +213,7 @@ class Workload:
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
             dropout=self.adapter is not None and self.adapter.dropout,
+            dora=self.adapter is not None and self.adapter.dora,
             widened=self.cpu or self.quantization == "none",
             wide_masks=self.cpu,
             inputs_kept=self.inputs_kept,
