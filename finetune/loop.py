@@ -36,6 +36,8 @@ class StepResult:
     """Rows of this rank's last micro-batch, and tokens of each with padding; packs are one row."""
     padded: bool
     """Whether some of them are padding."""
+    labelled: int
+    """Tokens of that micro-batch that have a label."""
     seconds: float
     data_seconds: float
     """Of those, waited for rows."""
@@ -118,6 +120,7 @@ def train_step(
         slots=slots,
         shape=(final.ids.shape[0], final.ids.shape[1]),
         padded=final.attention_mask is not None,
+        labelled=final.trained_tokens,
         seconds=seconds,
         data_seconds=waited,
         suspects=blamed,

@@ -39,7 +39,7 @@ from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
 from finetune.record.inspection import Inspection
-from finetune.recorder import Reason, Recorder
+from finetune.recorder import Reason, Recorder, tokens_of_run
 from finetune.result.publish import publish
 from finetune.run import Run
 from finetune.saver import Saver, restore_best
@@ -302,10 +302,9 @@ class Training:
     def _settle_compiled(self) -> list[str]:
         """Decide what is compiled for this machine; returns what is to be said of it."""
         keep_compiled(chains.usual_folder)
-        rows, kernels = self.data.counts["train"], self.recipe.kernels
-        share = self.recipe.batch.rows * self.steps / len(self.data.train)
+        kernels = self.recipe.kernels
         dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
-        device, tokens = self.engine.device, rows["tokens"] * share
+        device, tokens = self.engine.device, tokens_of_run(self.plan, self.data, self.steps)
         chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
         chains.compile_chains(chained)
         pooled, of_pool = pool.settle(kernels.allocator, device, tokens)
