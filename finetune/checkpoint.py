@@ -227,7 +227,7 @@ def _write_adapter(
     folder.mkdir()
     tensors = {
         key: reader.whole(name, "weight").reshape(shapes[name])
-        for name, key in adapter_keys(module, list(shapes)).items()
+        for key, name in adapter_keys(module, list(shapes)).items()
     }
     empty = [key for key, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
@@ -237,10 +237,18 @@ def _write_adapter(
 
 
 def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """Trained parameter -> its key in PEFT's file, by letting PEFT rename numbered tags."""
+    """Key in PEFT's file -> trained parameter, by letting PEFT rename numbered tags.
+
+    A parameter of two names, as of tied tables that are trained whole, has two keys.
+    """
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
+    parameters = dict(module.named_parameters())
+    numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in numbers:
+            tags.setdefault(name, numbers[id(parameter)])
     renamed = get_peft_model_state_dict(module, state_dict=dict(tags), save_embedding_layers=False)
-    return {names[int(tag.item())]: key for key, tag in renamed.items()}
+    return {key: names[int(tag.item())] for key, tag in renamed.items()}
 
 
 def _write_model(

@@ -17,10 +17,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from finetune import loading, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
@@ -34,7 +36,7 @@ from finetune.loading import other_shapes, unfilled
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
-from finetune.recipe import LoRA, Recipe
+from finetune.recipe import LoRA, Model, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -50,7 +52,7 @@ ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "do
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe.
+    """The tokenizer of a recipe, with the tokens that the recipe adds.
 
     Raises:
         FinetuneError: there is none where the recipe says.
@@ -59,7 +61,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -67,6 +69,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
@@ -89,7 +93,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.batch.packing:
         check_packing(model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    trained = as_trained(model, recipe, *_grown(model, recipe))
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
@@ -98,8 +102,30 @@ def build(engine: Engine, seed: int) -> nn.Module:
     return trained
 
 
-def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
+    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    if not recipe.model.add_tokens and not by_rows:
+        return None, range(0)
+    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
+    if recipe.model.add_tokens:
+        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
+    grown = range(old, loading.token_rows(model) or 0)
+    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
+    return tokenizer, grown
+
+
+def as_trained(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    grown: range = range(0),
+) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Args:
+        tokenizer: where tokens are named whose rows are trained.
+        grown: rows that the model's tables did not have when it was loaded.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -111,7 +137,14 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _with_adapter(model, recipe.adapter)
+    config = lora_config(recipe.adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(
+            model, recipe.adapter, tokenizer, grown
+        )
+        tied = model.config.tie_word_embeddings and bool(recipe.adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, recipe.adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
@@ -215,8 +248,8 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
-    # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or bool(model.add_tokens)
     loaded: Any = None
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():
@@ -230,6 +263,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
+                **vocabulary.without_lost_pad(_config(model)),
                 quantization_config=quantization_config(
                     model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
                 ),
@@ -255,6 +289,12 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
         )
     return loaded
+
+
+def _config(model: Model) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
 
 
 def advice(error: Exception) -> str:
@@ -297,12 +337,12 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, lora_config(adapter))
+        return get_peft_model(model, config)
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
