@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "targets", "serving", "pretrained", "experts",
+        "targets", "serving", "pretrained", "experts", "vocabulary",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -43,6 +43,7 @@ INNER_ORDER = {
     ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
     ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"),
     ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
+    ("model", "vocabulary"), ("vocabulary", "loading"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),

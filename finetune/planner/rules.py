@@ -1,5 +1,6 @@
 """Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -34,6 +35,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _quantization,
         prequantised,
         _adapter,
+        _vocabulary,
         _attention,
         _checkpointing,
         _disk,
@@ -159,6 +161,34 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"adapter.{field}: '{pattern}' is no regular expression: {error}"
+
+
+def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Added tokens whose rows nothing would train, and rows that a backend cannot train."""
+    added, adapter = recipe.model.add_tokens, recipe.adapter
+    repeated = sorted({token for token in added if added.count(token) > 1})
+    if repeated:
+        yield f"model.add_tokens: {', '.join(map(repr, repeated))} more than once; name it once"
+    if added and backend.device == "nvme":
+        yield (
+            f"model.add_tokens: tables that grow are not partitioned while they are loaded, and "
+            f"{backend.name} would round them; use zero3_offload"
+        )
+    if adapter is None:
+        return
+    rows = adapter.trainable_token_indices
+    if added and not rows and not adapter.modules_to_save:
+        words = ", ".join(json.dumps(token, ensure_ascii=False) for token in added)
+        yield (
+            f"model.add_tokens: the adapter would not train the rows of {words}; set "
+            f"adapter.trainable_token_indices=[{words}] to train these rows, "
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
+        )
+    if rows and backend.engine == "deepspeed" and backend.shard == "params":
+        yield (
+            "adapter.trainable_token_indices: PEFT reads whole tables in the forward pass, which "
+            f"{backend.name} gathers for their own module only; use fsdp_full_shard or zero2"
+        )
 
 
 def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
