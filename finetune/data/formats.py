@@ -1,7 +1,7 @@
 """Data formats by name: one function each, from a row of a file to a sample."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.messages import (
@@ -28,6 +28,8 @@ class Conversation:
     """JSON schemas of the functions that the assistant may call."""
     given: int = 0
     """The first so many messages are context: their assistant turns are not trained."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the chat template's variables, before those of the recipe."""
 
 
 @dataclass(frozen=True)

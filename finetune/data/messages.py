@@ -29,6 +29,22 @@ class RowProblem(ValueError):
     """A row that does not have the shape its format needs; the reader adds file and row number."""
 
 
+class WrittenArguments(dict[str, Any]):
+    """Arguments of a tool call that the row holds as JSON text.
+
+    Its attribute is out of reach of templates, which read no name that begins with an underscore.
+    """
+
+    def __init__(self, values: Mapping[str, Any], written: str) -> None:
+        super().__init__(values)
+        self._written = written
+
+
+def written_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """The JSON text of a call's arguments, where the row holds one."""
+    return arguments._written if isinstance(arguments, WrittenArguments) else None
+
+
 def messages_of(value: Any, where: str) -> tuple[Message, ...]:
     messages = list_of(value, where)
     if not messages:
@@ -78,9 +94,11 @@ def _tool_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowProblem(f"{where} has no function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{where}.arguments") if arguments.strip() else {}
+    arguments = written = function.get("arguments")
+    if isinstance(written, str):
+        arguments = _json(written, f"{where}.arguments") if written.strip() else {}
+        if isinstance(arguments, dict):
+            arguments = WrittenArguments(arguments, written)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
