@@ -24,6 +24,7 @@ from transformers import (
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
@@ -35,6 +36,14 @@ from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
+from finetune.soundness import (
+    DECODER_ONLY,
+    blame,
+    cross_attention,
+    explained,
+    hold_in_fp32,
+    not_finite,
+)
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -85,17 +94,38 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    with explained("model", "transformers cannot load it", DECODER_ONLY):
+        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     if recipe.batch.packing:
         check_packing(model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    _refuse_unfit(model, recipe)
+    with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
+        adapted = as_trained(model, recipe)
+        trained, left_out = without_unreached(adapted, recipe, _with_adapter)
+    engine.notes += [left_out] if left_out is not None else []
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
+    else:
+        hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
+
+
+def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    problem = cross_attention(model)
+    if problem is not None:
+        kind = model.config.model_type
+        raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
+    if reads_base(recipe.adapter) and (names := not_finite(model)):
+        raise FinetuneError(blame(names, recipe.model.name or "model.config"))
 
 
 def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
@@ -209,7 +239,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
                 config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
             )
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}") from None
+        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
@@ -259,6 +289,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
 
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):

@@ -17,6 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
+        "gradients", "meta", "soundness",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -36,6 +37,8 @@ INNER_ORDER = {
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
+    ("model", "gradients"), ("model", "soundness"), ("soundness", "gradients"),
+    ("soundness", "meta"), ("soundness", "heartbeat"), ("gradients", "meta"),
     ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
