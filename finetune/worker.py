@@ -33,7 +33,7 @@ from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
 from finetune.profile import STEP, Profile
-from finetune.readiness import make_sure
+from finetune.readiness import make_sure, refuse_weights_not_finite
 from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
@@ -362,6 +362,8 @@ class Training:
         if result.suspects is None:
             self.recorder.step(self.progress, result, self.peak)
             return
+        if not self.progress.skipped:
+            refuse_weights_not_finite(self.engine)
         self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
         self.recorder.skipped(self.progress, result, result.suspects)
 
