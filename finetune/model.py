@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
+from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
@@ -86,8 +86,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         )
     torch.manual_seed(seed)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
-    if recipe.batch.packing:
-        check_packing(model.config)
+    check_layout(recipe, model.config)
     keep_unpacked(model)
     trained = as_trained(model, recipe)
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
@@ -148,7 +147,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{lever}: {which}, because {told} not known here")
-    if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
+    if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
@@ -206,7 +205,9 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
+                config,
+                attn_implementation=implementation(engine.plan.recipe, config),
+                dtype=torch.float32,
             )
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}") from None
@@ -219,6 +220,9 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
     loaded: Any = None
     try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
@@ -226,7 +230,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe),
+                attn_implementation=implementation(plan.recipe, config),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,

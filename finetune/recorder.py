@@ -17,6 +17,7 @@ from finetune.guard import places, verdict
 from finetune.loop import EvalResult, StepResult
 from finetune.planner import hardware
 from finetune.planner.forecast import Forecast, forecast
+from finetune.planner.padding import Padding
 from finetune.planner.timing import step_flops
 from finetune.rate import matmul_flops
 from finetune.record.display import Display
@@ -67,10 +68,12 @@ class Recorder:
         resumed: int | None,
         parameters: tuple[int, int],
         notes: list[str],
+        padding: Padding,
     ) -> None:
         """Begin the metrics, the display and the trackers.
 
         Args:
+            padding: how rows are laid out in a micro-batch.
             parameters: trainable, and all.
             notes: what a person should know although nothing is wrong.
         """
@@ -100,6 +103,7 @@ class Recorder:
                 eval_rows=len(self.data.eval),
                 trained_tokens=self.data.counts["train"]["trained_tokens"],
                 packing=recipe.batch.packing,
+                padding=padding.line(),
                 micro_tokens=recipe.batch.micro_tokens,
                 resumed_from=resumed,
             )
@@ -166,9 +170,6 @@ class Recorder:
             counted: bytes on this rank; None where they could not be counted.
         """
         rows, length = result.shape
-        if self.plan.recipe.batch.packing:  # the plan knows packs, not that they lie in one row
-            packs = self.plan.recipe.batch.most_micro_rows
-            rows, length = packs, -(-rows * length // packs)
         mine = [counted or 0, rows, length, int(result.padded)]
         peak, rows, length, padded = self.engine.largest(mine)
         if not peak:
@@ -240,13 +241,13 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     """
     recipe, lengths = engine.plan.recipe, data.train.lengths
     padded = recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
+    padded = padded and not engine.plan.padding.free
     cpu = engine.device.type == "cpu"
     machine = None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
     elif installed := _installed():
         machine = hardware.machine(installed[0], engine.world)
-    padded = padded and not recipe.batch.packing
     return forecast(engine.plan, steps, int(lengths.max()), padded, machine, cpu)
 
 

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune import checkpoint, loading, model, optim
+from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked, refuse_other_data
@@ -176,7 +177,7 @@ class Training:
                 f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
                 f"and {left} are left"
             )
-        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes)
+        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
         try:
             self._loop()
         finally:
@@ -247,6 +248,8 @@ class Training:
         engine = self.engine
         compiled = self._settle_compiled()
         network = model.build(engine, self.recipe.seed)
+        self.padding = layout(self.recipe, network.config)
+        self.data = self.data.side_by_side(self.padding.free)
         self._refuse_another_vocabulary(network)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)

@@ -59,6 +59,13 @@ class Prepared:
     """{"train": {...}, "eval": {...}}: see `audit.count_rows`; and the "files" of the rows."""
     folder: Path
 
+    def side_by_side(self, free: bool) -> "Prepared":
+        """The same rows, laid side by side in a micro-batch or padded."""
+        train, held_out = (
+            dataclasses.replace(rows, padding_free=free) for rows in (self.train, self.eval)
+        )
+        return dataclasses.replace(self, train=train, eval=held_out)
+
     def place(self, document: int) -> str:
         """The file and the row that a document comes from."""
         file, number = self.train.documents.origins[document]

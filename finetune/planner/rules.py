@@ -4,15 +4,14 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import published
-from finetune.planner.kernels import model_type
+from finetune.planner.padding import against, known_fields, padding
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 
 WITHOUT_SDPA = ("gemma2",)
-"""Types that transformers 5.23 builds with no SDPA; packed rows have an attention of ours."""
+"""Types that transformers 5.23 builds with no SDPA; rows side by side have an attention of ours."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -21,6 +20,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _completeness,
         _mixture,
         _batch,
+        _padding,
         _quantization,
         _adapter,
         _attention,
@@ -75,6 +75,18 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
             f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
         )
+
+
+def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    batch = recipe.batch
+    if batch.packing and batch.padding_free is False:
+        yield (
+            "batch.padding_free: false, but batch.packing=true lays documents side by side; leave "
+            "one of the two out"
+        )
+    elif not batch.packing and batch.padding_free is True:
+        for reason in against(recipe, known_fields(recipe)):
+            yield (f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there")
 
 
 def _micro_tokens(batch: Batch) -> Iterator[str]:
@@ -140,15 +152,14 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
 
 
 def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if recipe.model.attention != "sdpa" or recipe.batch.packing:
+    if recipe.model.attention != "sdpa":
         return
-    kind = model_type(recipe)
-    if kind is None and recipe.model.name is not None:
-        kind = (published.find(recipe.model.name) or {}).get("model_type")
-    if kind in WITHOUT_SDPA:
+    fields = known_fields(recipe)
+    kind = fields.get("model_type")
+    if kind in WITHOUT_SDPA and not padding(recipe, fields).free:
         yield (
             f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, or "
-            "batch.packing=true"
+            "batch.padding_free=auto"
         )
 
 
