@@ -198,7 +198,9 @@ def check_model(job: Job) -> str:
     with soundness.explained(
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
     ):
-        found = soundness.causality(engine.model, rows, engine.device, compute_dtype(job.plan))
+        found = soundness.causality(
+            engine.model, rows, engine.device, compute_dtype(job.plan), job.data.train.side_by_side
+        )
         engine.reshard()
     if not found.finite:
         refuse_weights_not_finite(engine)

@@ -14,6 +14,7 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from finetune.data.batch import Boundaries, MicroBatch
 from finetune.errors import FinetuneError
 from finetune.gradients import plain_name
 from finetune.heartbeat import is_transport
@@ -70,6 +71,7 @@ def causality(
     vocabulary: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    side_by_side: bool = False,
 ) -> Causality:
     """Measure whether later tokens move the logits of earlier ones.
 
@@ -83,10 +85,13 @@ def causality(
         vocabulary: rows of its table of tokens.
         device: where it computes.
         dtype: what it computes in.
+        side_by_side: whether its attention is told where rows that are side by side end.
     """
     model.eval()
     ids = _rows(vocabulary).to(device)
-    logits = logits_of(model(input_ids=ids, use_cache=False)).float()  # (rows, tokens, vocabulary)
+    given = _laid(ids) if side_by_side else {"input_ids": ids}
+    logits = logits_of(model(**given, use_cache=False)).float()
+    logits = logits.view(*ids.shape, -1)  # (rows, tokens, vocabulary)
     if not bool(torch.isfinite(logits).all()):
         return Causality(finite=False, leak=0.0)
     first, copy = logits[:VARIANTS], logits[VARIANTS]
@@ -112,6 +117,16 @@ def _rows(vocabulary: int) -> torch.Tensor:
     for row in range(1, VARIANTS):
         ids[row, PREFIX:] = torch.randint(low, high, (CHANGED,), generator=generator)
     return ids
+
+
+def _laid(ids: torch.Tensor) -> dict[str, Any]:
+    """Rows of one length side by side, as a micro-batch hands them to a model."""
+    rows, tokens = ids.shape
+    ends = torch.arange(0, ids.numel() + 1, tokens, dtype=torch.int32, device=ids.device)
+    positions = torch.arange(tokens, device=ids.device).repeat(rows)[None]
+    flat = ids.view(1, -1)
+    boundaries = Boundaries(positions, ends, tokens)
+    return MicroBatch(flat, flat, None, rows, 0, ids.numel(), boundaries).inputs()
 
 
 def cross_attention(model: nn.Module) -> str | None:
