@@ -149,8 +149,6 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
     given = recipe.adapter
     if given is None:
         return None
-    outer = {"embed_tokens": shape.embedding, "lm_head": shape.embedding}
-    whole = sum(outer.get(name.rsplit(".", 1)[-1], 0) for name in given.modules_to_save)
     return lora(
         shape,
         given.r,
@@ -161,7 +159,7 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         excluded=given.exclude_modules,
         only_layers=given.layers_to_transform,
         rank_pattern=given.rank_pattern,
-        saved_whole=whole,
+        saved=given.modules_to_save,
     )
 
 
