@@ -224,6 +224,7 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend
+    from finetune.launcher import rate_of_products, verify
     from finetune.planner import command, hybrid
     from finetune.preflight import check, missing_files, read_words
 
@@ -233,10 +234,8 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     if not (arguments.gpu or arguments.gpus or copied):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
-    verify = None
-    if arguments.verify:
-        from finetune.launcher import verify
-    status = command.run(arguments, recipe, verify)
+    asked = verify if arguments.verify else None
+    status = command.run(arguments, recipe, asked, verify, rate_of_products)
     if not arguments.json:
         for problem in missing_files(recipe):
             print(f"not here     {problem}")

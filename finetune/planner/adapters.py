@@ -56,6 +56,8 @@ def outer(
 
 TABLES = {"gpt2": "wte", "gpt_neox": "embed_in"}
 """Names of the embedding, where it has another."""
+HEADS = {"gpt_neox": "embed_out"}
+"""The same of the head."""
 
 
 def _matches(

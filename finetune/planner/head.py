@@ -26,23 +26,30 @@ def head(workload: Workload) -> Head:
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
+def _width(workload: Workload) -> int:
+    """Bytes of an element of the head's weight as it is held."""
+    copied = workload.adapter is not None and "head" in workload.adapter.saved
+    if workload.kbit_prepared or (copied and workload.scheme == "autocast"):
+        return 4
+    return workload.numerics.weights
+
+
 def _whole(workload: Workload) -> Head:
     shape, numerics = workload.shape, workload.numerics
-    fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
     tape: Tape = builder.tape
     source = Value(workload.tokens * shape.hidden * numerics.residual)
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
-    width = 4 if fp32_head else numerics.weights
-    weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
+    width, trained = _width(workload), workload.trains("head")
+    weight = Value(shape.embedding * width, grad=trained, leaf=True)
     given, entries = normed, workload.tokens * shape.vocab
     inner = workload.tokens * shape.hidden * numerics.compute
     if numerics.autocast and normed.size != inner:
         given = tape.run(inner, (normed,))
     if numerics.autocast and width != numerics.compute:
         weight = tape.run(shape.embedding * numerics.compute, (weight,))
-    keeps = ([given] if numerics.trained else []) + ([] if weight.leaf else [weight])
+    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
     loss = workload.loss
     size = entries * numerics.compute if loss.logits else 0.0
     logits = tape.run(size, (given, weight), keeps)
@@ -87,9 +94,9 @@ def _chunked(workload: Workload) -> Head:
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
     picked = tape.run(normed.size * workload.labelled, (normed,))
-    width = 4 if workload.kbit_prepared else numerics.weights
-    weight = Value(float(shape.embedding * width), grad=numerics.trained, leaf=True)
-    kept = picked.size + (weight.size if numerics.trained else 0.0)
+    trained = workload.trains("head")
+    weight = Value(float(shape.embedding * _width(workload)), grad=trained, leaf=True)
+    kept = picked.size + (weight.size if trained else 0.0)
     tape.run(
         4,
         (picked, weight),
@@ -114,7 +121,7 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     shape, compute = workload.shape, float(workload.compute)
     labelled = workload.labelled_tokens
     stream, table = labelled * shape.hidden * compute, shape.embedding * compute
-    trained = workload.numerics.trained
+    trained = workload.trains("head")
     # In the type of products: hidden states and weights where they are in another, and the
     # gradient of the hidden states; the gradient of the weight is in fp32.
     held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)

@@ -159,7 +159,9 @@ def time(prediction: Prediction) -> str:
 def whole_run(prediction: Prediction) -> str:
     """Steps, time and cost of all of it."""
     if prediction.seconds is None or prediction.gpu_hours is None:
-        return "whole run: unknown until the rows are counted; give --rows"
+        packing = prediction.plan.recipe.batch.packing
+        more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
+        return f"whole run: unknown until the rows are counted; give --rows{more}"
     cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
     return (
         f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
