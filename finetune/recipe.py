@@ -46,7 +46,9 @@ class Model:
     activation_checkpointing: bool | Literal["attention", "offload"] = False
     """Recompute activations: all (true), all but those of `attention`, or from the host's copy."""
     chat_template: Text | None = None
-    """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
+    """A built-in template (`chatml`, `plain`), a file, or the name of one of the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values of the chat template's variables, such as `enable_thinking`."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
     pickle: bool = False

@@ -230,8 +230,11 @@ class Training:
         return tokenizer, pad
 
     def _data(self) -> Prepared:
-        self.chat = chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
-        self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
+        chosen = self.recipe.model
+        self.chat = chat = load_chat(
+            self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
+        )
+        self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
         folder = cache("data")
         counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
         prepared = prepare(self.recipe, chat, folder)
@@ -439,5 +442,5 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
         FinetuneError: the data cannot be prepared.
     """
     tokenizer = model.load_tokenizer(recipe)
-    chat = load_chat(tokenizer, recipe.model.chat_template)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     return inspection.inspect(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.files import READERS
 from finetune.data.formats import Completion, Conversation, Text, read_row
-from finetune.data.marks import CLOSE, OPEN
 from finetune.data.render import Chat, Row, load_chat
 from finetune.errors import FinetuneError
 
@@ -202,8 +201,8 @@ def test_content_that_ends_in_white_space_keeps_it():
     ]
 
 
-SAID = st.characters(codec="utf-8", exclude_characters=f"{OPEN}{CLOSE}")
-"""What can be said: no half characters, and none of the two noncharacters that mark a chat."""
+SAID = st.characters(codec="utf-8")
+"""What can be said: no half characters."""
 
 
 @settings(deadline=None, max_examples=60)
@@ -405,14 +404,15 @@ def test_generation_marks_that_skip_the_assistant_are_refused():
     )
 
 
-def test_a_template_whose_text_depends_on_being_read_is_refused():
+def test_a_template_that_reads_what_it_wrote_is_rendered_as_it_is():
     template = (
         "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
         "{{ all | length }}" + CHATML_UNMARKED
     )
-    assert "its assistant turns cannot be marked; with marks it renders" in refusal(
-        chat_of(template), talk("Hi", "Hello")
-    )
+    chat = chat_of(template)
+    row = chat.render(talk("Hi", "Hello"), "assistant")
+    assert chat.tokenizer.decode(row.ids).startswith("7<|im_start|>user")
+    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
 
 
 def test_a_template_that_leaves_out_a_message_is_refused():

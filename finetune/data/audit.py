@@ -163,6 +163,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
     lines += _unread(counts)
+    lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
         files = counts.get(name) or ()
         more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
@@ -195,6 +196,7 @@ UNUSUAL = {
     "also_trained": "also in the training",
     "passed_over": "passed over by their format",
     "empty": "in which nothing is said to train on",
+    "empty_turns": "with an empty answer among others",
     "untrained": "without a trained token",
     "dropped": "dropped for their length",
     "left_out": "left out by the weights of the mixture",
@@ -203,8 +205,22 @@ UNUSUAL = {
     "split": "split",
     "unended": "whose end is not trained",
     "duplicates": "duplicates",
+    "history_thoughts": "whose thoughts of earlier turns the template leaves out",
+    "unserved": "whose last answer lacks what the generation prompt opens",
+    "call_ids": "whose ids of tool calls the template refuses, replaced",
+    "markup_asked": "with special tokens of the template in the text of their prompts",
+    "markup_said": "with special tokens of the template in the text of their answers",
+    "no_bos": "without the BOS that the tokenizer begins texts with",
+    "two_bos": "with two BOS at their beginning",
 }
 """Counts that are told where they are not zero."""
+
+DATED = (
+    "the chat template writes the date of the day: all rows are rendered on 26 July 2024, so that "
+    "the data is the same on every day; set the date with model.chat_template_kwargs where the "
+    "template has a variable for it (date_string)"
+)
+"""Told of a template with `strftime_now`."""
 
 FILES = {
     "unread": "not read, of no known kind",

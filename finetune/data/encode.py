@@ -17,7 +17,7 @@ from finetune.data.formats import (
     read_row,
     unread_columns,
 )
-from finetune.data.messages import KNOWN
+from finetune.data.messages import KNOWN, Message
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
 from finetune.errors import FinetuneError
@@ -68,6 +68,22 @@ class Tally:
     """Samples in which nothing is said to train on: the model would learn to end at once."""
     bad: int = 0
     """Rows left out because they could not be read or rendered."""
+    empty_turns: int = 0
+    """Samples with an empty answer among others."""
+    history_thoughts: int = 0
+    """Samples with thoughts of earlier turns, which the template leaves out."""
+    unserved: int = 0
+    """Samples whose last answer begins before the end of the prompt that serving gives."""
+    call_ids: int = 0
+    """Samples whose ids of tool calls the template refuses, so that they got others."""
+    markup_asked: int = 0
+    """Samples with special tokens, or a turn's header, in the texts of their prompts."""
+    markup_said: int = 0
+    """Samples with special tokens, or a turn's header, in the texts of their answers."""
+    no_bos: int = 0
+    """Samples without the BOS that the tokenizer begins a text with."""
+    two_bos: int = 0
+    """Samples that begin with two BOS."""
     overlong: int = 0
     """Samples longer than allowed, whatever became of them."""
     longest_sample: int = 0
@@ -99,7 +115,16 @@ class Tally:
 
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty", "bad",
+    "empty",
+    "empty_turns",
+    "history_thoughts",
+    "unserved",
+    "call_ids",
+    "markup_asked",
+    "markup_said",
+    "no_bos",
+    "two_bos",
+    "bad",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""
 
@@ -176,6 +201,9 @@ class Encoder:
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
         tally.note("empty", place, _says_nothing(sample))
+        tally.note("empty_turns", place, _has_empty_turn(sample))
+        for name in self._markup(sample):
+            tally.note(name, place)
         batch = self.recipe.batch
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
@@ -185,12 +213,29 @@ class Encoder:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
                 tally.note("dropped", place, batch.overlong == "drop")
                 return []
-        return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
+        row = self.recipe.encode(sample, self.chat)
+        for name in sorted(row.notes):
+            tally.note(name, place)
+        return fit(row, batch, tally, place)
+
+    def _markup(self, sample: Sample) -> Iterator[str]:
+        """The counts of special tokens that a sample holds as text."""
+        asked, said = list[str](), list[str]()
+        for role, text in _texts(sample):
+            (said if role in ("assistant", "completion", "text") else asked).append(text)
+        for name, texts in (("markup_asked", asked), ("markup_said", said)):
+            if any(map(self.chat.holds_markup, texts)):
+                yield name
 
     def _unread_keys(self, sample: Conversation) -> set[str]:
         """Keys of a row's messages that neither its format nor the template reads."""
         keys = {key for message in sample.messages for key in message.keys() - KNOWN}
-        return {f"messages[].{key}" for key in keys if not _mentions(self.chat.template, key)}
+        templates = (self.chat.template, self.chat.tool_template)
+        return {
+            f"messages[].{key}"
+            for key in keys
+            if not any(_mentions(template, key) for template in templates)
+        }
 
     @cached_property
     def _longest_token(self) -> int:
@@ -239,22 +284,35 @@ def _texts(sample: Sample) -> list[tuple[str, str]]:
             return [("text", sample.text)]
 
 
+def _said(sample: Conversation) -> list[Message]:
+    """The messages that are trained."""
+    return [
+        message
+        for number, message in enumerate(sample.messages)
+        if message["role"] == "assistant"
+        and number >= sample.given
+        and number not in sample.untrained
+    ]
+
+
 def _says_nothing(sample: Sample) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
-            said = [
-                message
-                for number, message in enumerate(sample.messages)
-                if message["role"] == "assistant"
-                and number >= sample.given
-                and number not in sample.untrained
-            ]
+            said = _said(sample)
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()
         case _:
             return not sample.text.strip()
+
+
+def _has_empty_turn(sample: Sample) -> bool:
+    """Whether an answer is empty that is trained among others that are not."""
+    if not isinstance(sample, Conversation):
+        return False
+    empty = [not m["content"].strip() and "tool_calls" not in m for m in _said(sample)]
+    return any(empty) and not all(empty)
 
 
 def _digest(ids: np.ndarray) -> int:

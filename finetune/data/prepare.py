@@ -165,6 +165,8 @@ def _fill(
         ]
     _count_shared(counts, documents, facts, files, members)
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
+    talks = not {"user", "assistant"}.isdisjoint(counts["train"]["roles"])
+    counts["train"]["fixed_date"] = talks and chat.reads_the_date
     (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -306,7 +308,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
         "mixed": recipe.seed if weighted else None,
-        "template": chat.template,
+        "template": [chat.template, chat.tool_template, dict(chat.variables)],
         "tokenizer": _tokenizer_hash(chat),
         "train_sources": len(recipe.data),
         "sources": [

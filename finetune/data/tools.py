@@ -8,6 +8,22 @@ from finetune.data.values import RowProblem, json_of, kind_of, list_of, text_of
 PLAIN = (str, bool, int, float, type(None))
 
 
+class WrittenArguments(dict[str, Any]):
+    """Arguments of a tool call that the row holds as JSON text.
+
+    Its attribute is out of reach of templates, which read no name that begins with an underscore.
+    """
+
+    def __init__(self, values: Mapping[str, Any], written: str) -> None:
+        super().__init__(values)
+        self._written = written
+
+
+def written_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """The JSON text of a call's arguments, where the row holds one."""
+    return arguments._written if isinstance(arguments, WrittenArguments) else None
+
+
 def calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Take the calls out of a message: `tool_calls`, or the older `function_call`."""
     calls, call = message.pop("tool_calls", None), message.pop("function_call", None)
@@ -29,9 +45,11 @@ def tool_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowProblem(f"{where} has no function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json_of(arguments, f"{where}.arguments") if arguments.strip() else {}
+    arguments = written = function.get("arguments")
+    if isinstance(written, str):
+        arguments = json_of(written, f"{where}.arguments") if written.strip() else {}
+        if isinstance(arguments, dict):
+            arguments = WrittenArguments(arguments, written)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):

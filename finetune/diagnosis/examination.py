@@ -148,7 +148,8 @@ class Examination:
 
     def _stops(self) -> tuple[bool | None, str]:
         tokenizer = load_tokenizer(self.recipe)
-        chat = load_chat(tokenizer, self.recipe.model.chat_template)
+        chosen = self.recipe.model
+        chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
         picked = (self.rows.row(index) for index in range(min(ROWS, len(self.rows))))
         ends = {int(ids[said][-1]) for ids, said in picked} & chat.end_tokens
         named = ", ".join(repr(tokenizer.decode([end])) for end in sorted(ends))

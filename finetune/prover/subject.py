@@ -105,7 +105,7 @@ def _prepared(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, notes: list[str]
 ) -> Subject:
     """Read the data once here: its rows are what the check of the result is made with."""
-    chat = load_chat(tokenizer, recipe.model.chat_template)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     found = prepare(recipe, chat, cache)
     if len(found.train) < FEWEST_ROWS and recipe.batch.overlong == "drop":
         recipe = recipe.with_batch(overlong="truncate")

@@ -78,7 +78,8 @@ def of_run(run: Run | str | Path) -> list[Asked]:
 
 def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
     """The rows of `data` that training left out, found again as training chose them."""
-    chat = load_chat(load_tokenizer(recipe), recipe.model.chat_template)
+    chosen = recipe.model
+    chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
     prepared = prepare(recipe, chat, cache("data"))
     newest = run.newest()
     if newest is not None:
