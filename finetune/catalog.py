@@ -307,6 +307,8 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
             yield list(ast.literal_eval(text))
     yield text
     if text and not is_word:
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.loads(f"[{text}]")
         yield [part.strip() for part in text.split(",")]
 
 

@@ -201,7 +201,7 @@ def _complete(
     tokenizer.save_pretrained(scratch / "tokenizer")
     with Reader(scratch) as reader:
         if engine.plan.recipe.adapter is not None:
-            write_adapter(engine.module, scratch / "adapter", reader, shapes)
+            write_adapter(engine, scratch / "adapter", reader, shapes)
         else:
             write_model(engine, scratch / "model", reader, shapes)
     follow_umask(scratch)

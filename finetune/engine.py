@@ -101,7 +101,8 @@ class Engine:
         """Hand model and optimizers to Accelerate, which shards them in place."""
         if self.deepspeed:
             self._fit_buckets(model)
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        named = model.named_buffers() if self.deepspeed else ()
+        buffers = {name: buffer.detach().clone() for name, buffer in named}
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         if self.deepspeed:

@@ -23,23 +23,32 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune import targets
+from finetune import loading, targets, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled, unread
-from finetune.planner import Plan
+from finetune.planner import Plan, prequantised
 from finetune.planner.kernels import PARTS, choices
-from finetune.planner.prequantised import DEQUANTISED, stored_kind
-from finetune.planner.prequantised import problems as prequantised_problems
+from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
-from finetune.recipe import LoRA, Recipe
+from finetune.recipe import LoRA, Model, Recipe
+from finetune.soundness import (
+    DECODER_ONLY,
+    blame,
+    cross_attention,
+    explained,
+    hold_in_fp32,
+    not_finite,
+)
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -55,7 +64,7 @@ ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "do
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe.
+    """The tokenizer of a recipe, with the tokens that the recipe adds.
 
     Raises:
         FinetuneError: there is none where the recipe says.
@@ -64,7 +73,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -72,6 +81,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
@@ -90,21 +101,69 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    with explained("model", "transformers cannot load it", DECODER_ONLY):
+        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     if recipe.batch.packing:
         check_packing(model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    _refuse_unfit(model, recipe)
+    tokenizer, grown = _grown(model, recipe)
+
+    def attach(base: Any, adapter: LoRA) -> nn.Module:
+        return _attached(base, adapter, tokenizer, grown)
+
+    with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
+        adapted = as_trained(model, recipe, tokenizer, grown)
+        trained, left_out = without_unreached(adapted, recipe, attach)
+    engine.notes += [left_out] if left_out is not None else []
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
+    else:
+        hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
 
 
-def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
+    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    if not recipe.model.add_tokens and not by_rows:
+        return None, range(0)
+    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
+    if recipe.model.add_tokens:
+        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
+    grown = range(old, loading.token_rows(model) or 0)
+    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
+    return tokenizer, grown
+
+
+def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    problem = cross_attention(model)
+    if problem is not None:
+        kind = model.config.model_type
+        raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
+    if reads_base(recipe.adapter) and (names := not_finite(model)):
+        raise FinetuneError(blame(names, recipe.model.name or "model.config"))
+
+
+def as_trained(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    grown: range = range(0),
+) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Args:
+        tokenizer: where tokens are named whose rows are trained.
+        grown: rows that the model's tables did not have when it was loaded.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -116,14 +175,27 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _with_adapter(model, recipe.adapter)
+    return _attached(model, recipe.adapter, tokenizer, grown)
+
+
+def _attached(
+    model: PreTrainedModel, adapter: LoRA, tokenizer: PreTrainedTokenizerBase | None, grown: range
+) -> PeftModel:
+    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    config = lora_config(adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
+        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    give_loss(model, chunked=chosen["head"] == "chunked")
+    balance = balance_of(model, plan.recipe.model)
+    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for lever, (fuse, _, _) in FUSED.items():
@@ -157,17 +229,6 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
-
-
-def adapter_notes(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What `all-linear` leaves out of a loaded model; where it has experts also what it reaches."""
-    adapter = recipe.adapter
-    if adapter is None or adapter.targets != targets.ALL:
-        return []
-    assert isinstance(model, PeftModel)
-    base = model.get_base_model()
-    found = targets.reach(model, base)
-    return [found.line()] if found.left or targets.has_experts(base) else []
 
 
 def _is_part(module: nn.Module, lever: str) -> bool:
@@ -225,16 +286,21 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
                 config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
             )
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}") from None
+        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
     fields = _stored_fields(plan)
-    dequantising = stored_kind(fields) in DEQUANTISED
-    # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or dequantising
+    dequantising = prequantised.stored_kind(fields) in prequantised.DEQUANTISED
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = (
+        not plan.backend.zero_init
+        or reads_base(plan.recipe.adapter)
+        or bool(model.add_tokens)
+        or dequantising
+    )
     loaded: Any = None
     notes: list[str] = []
     try:
@@ -249,6 +315,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
+                **vocabulary.without_lost_pad(_config(model)),
                 **loading_arguments(
                     fields,
                     model.quantization,
@@ -278,6 +345,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
     engine.notes += notes
+    if dequantising:
+        forget_stored_form(loaded, weight_dtype(plan))
     compute_in(loaded, compute_dtype(plan))
     return loaded
 
@@ -294,14 +363,22 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # loading the model says what is wrong
     name = model.name or ""
-    found = list(prequantised_problems(name, fields, model.quantization, plan.backend))
+    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
     if found:
         raise FinetuneError(*found)
     return fields
 
 
+def _config(model: Model) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):
@@ -341,12 +418,12 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, targets.settle(model, lora_config(adapter), adapter))
+        return get_peft_model(model, targets.settle(model, config, adapter))
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"

@@ -4,6 +4,7 @@ Trained weights come from the fragments of a checkpoint, a part at a time. Every
 belongs to a result is copied from the model: buffers, and frozen weights where there is no adapter.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine import Engine
 from finetune.errors import TrainingFailure
 from finetune.fragments import Reader
 from finetune.run import write_json
-from finetune.serving import network_of, saved_config
+from finetune.serving import base_reference, network_of, saved_config
 
 SHARD_BYTES = 4 * 1024**3
 
@@ -73,29 +75,42 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", copy=True).contiguous()
 
 
-def write_adapter(module: nn.Module, folder: Path, reader: Reader, shapes: Shapes) -> None:
+def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:
     folder.mkdir()
+    module = engine.module
     kept = reader.kept()
     tensors = {
         key: kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
-        for name, key in adapter_keys(module, [*shapes, *kept]).items()
+        for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
     empty = [key for key, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
         raise TrainingFailure(f"{folder}: refused to write an empty adapter ({empty[:3]})")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_model: Any = module
-    peft_model.peft_config["default"].save_pretrained(folder)
+    config = copy.copy(peft_model.peft_config["default"])
+    if engine.plan.recipe.model.name is not None:
+        config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
+    config.inference_mode = True
+    config.save_pretrained(folder)
     generation = network_of(module).generation_config
     if generation is not None:
         generation.save_pretrained(folder)
 
 
 def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """Tensor of an adapter -> its key in PEFT's file, by letting PEFT rename numbered tags."""
+    """Key in PEFT's file -> tensor of an adapter, by letting PEFT rename numbered tags.
+
+    A parameter of two names, as of tied tables that are trained whole, has two keys.
+    """
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
+    parameters = dict(module.named_parameters())
+    numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in numbers:
+            tags.setdefault(name, numbers[id(parameter)])
     renamed = get_peft_model_state_dict(module, state_dict=dict(tags), save_embedding_layers=False)
-    return {names[int(tag.item())]: key for key, tag in renamed.items()}
+    return {key: names[int(tag.item())] for key, tag in renamed.items()}
 
 
 def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:
@@ -180,3 +195,29 @@ def _name_parts(folder: Path, parts: list[list[str]], total: int) -> None:
     if len(parts) > 1:
         metadata = {"metadata": {"total_size": total}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", metadata)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round weights as `from_pretrained` does: some stay in fp32 whatever the dtype."""
+    strict: Any = model._keep_in_fp32_modules_strict
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if tensor.is_floating_point() and not in_fp32(name, strict or ()):
+            tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def forget_stored_form(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make plain weights of what transformers dequantised, also where they are saved again.
+
+    transformers 5.23 leaves unquantised tensors in the dtype of their file, and would write a
+    dequantised model in the form that it was read in, without its quantisation in config.json.
+    """
+    cast(model, dtype)
+    inner: Any = model
+    read = [each for each in inner._weight_conversions if isinstance(each, PrefixChange)]
+    prefixes = {str(each.source_patterns) for each in read}
+    inner._weight_conversions = [
+        each
+        for each in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(each, PrefixChange) or str(each.source_patterns) in prefixes
+    ]

@@ -7,7 +7,7 @@ from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ STRICT = ConfigDict(
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,8 +50,12 @@ class Model:
     """A built-in template (`chatml`, `plain`), a file, or the name of one of the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Values of the chat template's variables, such as `enable_thinking`."""
+    add_tokens: tuple[Token, ...] = ()
+    """Tokens to add to the tokenizer; new rows of the model's tables start as their mean."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
+    router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
+    """Load-balancing loss of experts: as config.json asks (`model`), none, or with a factor."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) where there are no safetensors."""
 
@@ -82,6 +87,8 @@ class LoRA:
     """Parameters that get one although no module is theirs: expert tensors, by name or its end."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, such as `embed_tokens`."""
+    trainable_token_indices: tuple[int | Token, ...] | dict[str, tuple[int | Token, ...]] = ()
+    """Tokens (or ids) whose rows of embedding and head are trained; a dict names other tables."""
     use_dora: bool = False
     """Weight-decomposed LoRA (arXiv:2402.09353)."""
     use_rslora: bool = False
@@ -316,5 +323,8 @@ class Recipe:
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        """Sum of the loss over the terms of a micro-batch: a scalar in fp32."""
+        """Sum of the loss over the terms of a micro-batch: a scalar in fp32.
+
+        In training with a load-balancing loss it is (2,), with that loss summed over tokens.
+        """
         raise NotImplementedError

@@ -10,6 +10,7 @@ RUN/
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
+  answers.jsonl      questions, answers and references of the last `finetune eval`
   checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
   run.lock           held by the process that trains
@@ -67,6 +68,10 @@ class Run:
     @property
     def samples(self) -> Path:
         return self.root / "samples.json"
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "answers.jsonl"
 
     @property
     def proof(self) -> Path:

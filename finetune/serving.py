@@ -32,6 +32,7 @@ from transformers import (
 from finetune.data.render import Chat
 from finetune.data.rows import Rows
 from finetune.errors import FinetuneError
+from finetune.recipe import Model
 
 SAMPLED = 4096
 """Documents whose last trained token is looked at, evenly spaced."""
@@ -160,6 +161,22 @@ def saved_config(network: PreTrainedModel, dtype: torch.dtype | None = None) -> 
     if dtype is not None:
         config.dtype = dtype
     return config
+
+
+def base_reference(model: Model) -> tuple[str, str | None]:
+    """Name and revision by which another machine finds the base of an adapter.
+
+    A folder of the hub's cache is named by its repository and commit; any other folder by its path.
+    """
+    name, revision = str(model.name), model.revision
+    if not Path(name).is_dir():
+        return name, revision
+    path = Path(name).resolve()
+    cached = re.search(r"/models--([^/]+?)(?:--([^/]+))?/snapshots/([0-9a-f]{7,40})$", str(path))
+    if cached is None:
+        return str(path), revision
+    owner, repository, commit = cached.groups()
+    return (f"{owner}/{repository}" if repository else owner), commit
 
 
 # --- tokenizer ---------------------------------------------------------------------------------

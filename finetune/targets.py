@@ -13,9 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -26,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.loading import full_shape
 from finetune.planner.limits import against_parameters
 from finetune.recipe import LoRA
 
@@ -96,10 +95,10 @@ def _named(model: nn.Module, adapter: LoRA) -> list[str]:
             )
         odd = next((name for name in found if not _is_plain(model, name)), None)
         if odd is not None:
+            shape = list(full_shape(model.get_parameter(odd)))
             problems.append(
-                f"adapter.target_parameters: '{wanted}' names {odd} of shape "
-                f"{list(_shape(model.get_parameter(odd)))}, and PEFT adapts unquantised matrices "
-                f"and tensors of matrices{expert_words(model)}"
+                f"adapter.target_parameters: '{wanted}' names {odd} of shape {shape}, "
+                f"and PEFT adapts unquantised matrices and tensors of matrices{expert_words(model)}"
             )
         chosen += found
     if problems:
@@ -189,19 +188,11 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    """As it was before ZeRO-3 partitioned it or bitsandbytes packed it in four bits."""
-    state: Any = getattr(parameter, "quant_state", None)
-    if state is not None:
-        return state.shape
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def _is_plain(model: nn.Module, name: str) -> bool:
     """Whether a parameter is one that PEFT can add a product to."""
     parameter = model.get_parameter(name)
     packed = hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")  # bitsandbytes
-    return parameter.is_floating_point() and not packed and len(_shape(parameter)) in (2, 3)
+    return parameter.is_floating_point() and not packed and len(full_shape(parameter)) in (2, 3)
 
 
 def _experts(model: nn.Module) -> list[str]:
@@ -211,7 +202,7 @@ def _experts(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if "Expert" in type(module).__name__
         for name, parameter in module.named_parameters(recurse=False)
-        if len(_shape(parameter)) == 3
+        if len(full_shape(parameter)) == 3
     ]
 
 
@@ -276,7 +267,7 @@ class Reach:
 
 def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
     """What the adapter in a model reaches, before the engine shards it; `base` is inside."""
-    reached = {id(parameter) for parameter in _reached(model)}
+    reached = {id(parameter) for parameter in reached_by(model)}
     head = base.get_output_embeddings()
     aside = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     aside += [] if head is None else [head]
@@ -284,10 +275,10 @@ def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
     total = hit = 0
     left: dict[str, int] = {}
     for name, parameter in base.named_parameters():
-        small = len(_shape(parameter)) < 2 or name.endswith("bias")
+        small = len(full_shape(parameter)) < 2 or name.endswith("bias")
         if small or "lora_" in name or id(parameter) in outer:
             continue
-        total += (size := _shape(parameter).numel())
+        total += (size := full_shape(parameter).numel())
         if id(parameter) in reached:
             hit += size
         else:
@@ -298,7 +289,8 @@ def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
     return Reach(hit / total if total else 1.0, tuple(ordered))
 
 
-def _reached(model: nn.Module) -> Iterator[nn.Parameter]:
+def reached_by(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a base that have an adapter, or are trained whole."""
     for layer in model.modules():
         if isinstance(layer, ParamWrapper):
             yield layer.get_param()

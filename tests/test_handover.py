@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import write_recipe
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from tiny_run import (
@@ -31,12 +32,12 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import finetune as ft
-from finetune import catalog
-from finetune.recipe import Batch, LoRA
-from finetune.result.exporter import base_reference, export
+from finetune import catalog, pretrained
+from finetune.recipe import LoRA, Model
+from finetune.result.exporter import export
 from finetune.result.inference import load, load_folder
 from finetune.run import Run
-from finetune.serving import without_generation_tags
+from finetune.serving import base_reference, without_generation_tags
 
 ROUNDING = 1e-5
 ANSWER = "ok."
@@ -96,7 +97,10 @@ def test_plain_transformers_stops_where_the_trained_answer_ends(tmp_path, monkey
     assert modes(saved) == {0o640}
     for name, folder in exports.items():
         assert modes(folder) == {0o640}
-        assert str(tmp_path) not in (folder / "README.md").read_text()
+        texts = [path for path in folder.iterdir() if path.suffix in (".json", ".md", ".jinja")]
+        assert {path.name for path in texts if str(tmp_path) in path.read_text()} <= {
+            "adapter_config.json"  # the base is a folder here, and no hub name serves
+        }
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [END, TURN_END]
         assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
         whole = name == "merged" or adapter is None
@@ -202,6 +206,38 @@ def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, monkeyp
     assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("fsdp_full_shard", "fp32"), ("zero2", "bf16"), ("zero3", "bf16")]
+)
+def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, finetune, backend, precision):
+    base = tmp_path / "base"
+    model = tiny("deepseek_v3", base, **LATENT)
+    if precision == "bf16":  # as published: weights in bf16, what routes the experts in fp32
+        pretrained.cast(model, torch.bfloat16)
+        model.save_pretrained(base)
+    recipe = write_recipe(tmp_path / "recipe.json", {
+        "method": "sft",
+        "model": {"name": str(base)},
+        "data": [{"source": str(conversations(tmp_path)), "format": "messages"}],
+        "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
+        "optim": {"lr": 1e-2},
+        "max_steps": 1,
+    })  # fmt: skip
+    words = ("--backend", backend, "--processes", "2", "--precision", precision)
+    done = finetune("launch", recipe, *words, "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    given = load_file(base / "model.safetensors")
+    found = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in given.items()
+    }
+    biases = [name for name in found if name.endswith("correction_bias")]
+    assert all(torch.equal(found[name], given[name]) for name in biases)
+    generation = GenerationConfig.from_pretrained(tmp_path / "run" / "final")
+    assert generation.eos_token_id == [END, TURN_END]
+
+
 def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, monkeypatch):
     base = tmp_path / "base"
     tiny("deepseek_v3", base, **LATENT)
@@ -263,10 +299,9 @@ def test_a_folder_of_the_hubs_cache_is_named_by_its_repository_and_commit(tmp_pa
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "models--someone--tiny-1.5B" / "snapshots" / commit
     folder.mkdir(parents=True)
-    made = ft.SFT(ft.Model(str(folder)), batch=Batch())
-    assert base_reference(made) == ("someone/tiny-1.5B", commit)
-    assert base_reference(ft.SFT(ft.Model("someone/tiny"))) == ("someone/tiny", None)
-    assert base_reference(ft.SFT(ft.Model(str(tmp_path)))) == (str(tmp_path), None)
+    assert base_reference(Model(str(folder))) == ("someone/tiny-1.5B", commit)
+    assert base_reference(Model("someone/tiny", revision="v2")) == ("someone/tiny", "v2")
+    assert base_reference(Model(str(tmp_path))) == (str(tmp_path), None)
 
 
 def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):

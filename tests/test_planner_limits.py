@@ -1,23 +1,27 @@
 """What transformers or PEFT cannot train is refused by the plan, with what to do instead."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from conftest import Finetune
 from test_plan import ROWS, refused
 from transformers.models.auto import modeling_auto
 
 from finetune.methods import SFT
 from finetune.planner import limits
+from finetune.planner.experts import expert_count
+from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Model, Recipe
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 
 
 def of(kind: str, **fields: Any) -> Recipe:
-    model = Model(config={"model_type": kind} | fields, tokenizer="t")
+    model = Model(config={"model_type": kind} | fields, tokenizer="t", attention="eager")
     return SFT(model).with_data(ROWS)
 
 
@@ -91,10 +95,10 @@ def test_adapters_on_experts_are_refused_what_peft_cannot_do(
     (problem,) = refused(of("qwen3_moe", **EXPERTS).with_lora(**fields), "single")
     assert problem.startswith(f"adapter.{field}: ")
     assert f"; use adapter.{instead}, or name modules of attention in adapter.targets" in problem
-    named = fields | {"targets": ("q_proj", "o_proj")}
+    named: dict[str, Any] = fields | {"targets": ("q_proj", "o_proj")}
     assert refused(of("qwen3_moe", **EXPERTS).with_lora(**named), "single") == []
     assert refused(of("qwen3").with_lora(**fields), "single") == []
-    given = named | {"target_parameters": ("experts.down_proj",)}
+    given: dict[str, Any] = named | {"target_parameters": ("experts.down_proj",)}
     assert len(refused(of("unheard_of").with_lora(**given), "single")) == 1
 
 
@@ -116,7 +120,7 @@ def test_a_published_mixture_is_known_without_its_config() -> None:
     ],
 )
 def test_experts_are_counted_from_every_spelling(fields: dict[str, Any], count: int) -> None:
-    assert limits.expert_count(fields) == count
+    assert expert_count(fields) == count
 
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.q_proj"])
@@ -137,7 +141,7 @@ def test_layers_that_a_model_lacks_are_refused() -> None:
 
 
 def test_an_odd_rank_has_no_orthogonal_start() -> None:
-    given = {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 5}}
+    given: dict[str, Any] = {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 5}}
     assert refused(of("llama").with_lora(r=3, **given), "single") == [
         "adapter.r: orthogonal needs an even rank, got 3; use 4",
         "adapter.rank_pattern.q_proj: orthogonal needs an even rank, got 5; use 6",
@@ -154,10 +158,33 @@ def test_what_kernels_of_mamba_read_directly_is_refused(kind: str) -> None:
     assert "PEFT refuses mixer.out_proj" in problem
 
 
+@pytest.mark.slow
+def test_types_without_sdpa_are_those_of_transformers() -> None:
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    without = {
+        kind
+        for kind, name in names.items()
+        if not getattr(transformers, name if isinstance(name, str) else name[0])._supports_sdpa
+    }
+    assert without == set(WITHOUT_SDPA)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "bloom", "gptj"])
+def test_types_without_sdpa_are_refused(kind: str) -> None:
+    recipe = of(kind)
+    model = dataclasses.replace(recipe.model, attention="sdpa")
+    assert refused(dataclasses.replace(recipe, model=model), "single") == [
+        f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
+    ]
+
+
 def test_the_command_refuses_with_status_2_and_without_a_traceback(
     finetune: Finetune, tmp_path: Path
 ) -> None:
-    fields = {"method": "sft", "model": {"config": {"model_type": "t5"}, "tokenizer": "t"}}
+    fields: dict[str, Any] = {
+        "method": "sft",
+        "model": {"config": {"model_type": "t5"}, "tokenizer": "t"},
+    }
     fields["data"] = [{"source": "rows.jsonl", "format": "messages"}]
     (tmp_path / "r.json").write_text(json.dumps(fields))
     done = finetune("plan", tmp_path / "r.json")

@@ -115,16 +115,8 @@ class Tally:
 
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty",
-    "empty_turns",
-    "history_thoughts",
-    "unserved",
-    "call_ids",
-    "markup_asked",
-    "markup_said",
-    "no_bos",
-    "two_bos",
-    "bad",
+    "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids", "markup_asked",
+    "markup_said", "no_bos", "two_bos",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""
 

@@ -30,7 +30,9 @@ and a wrong mask, scale or position differs by more than one part in a hundred."
 class Examination:
     """The questions, and what earlier answers leave for later ones."""
 
-    def __init__(self, recipe: Recipe, folder: Path, cache: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, cache: Path, alone: bool = True) -> None:
+        """`alone`: whether the result is loaded elsewhere here; else the caller asks for that."""
+        self.alone = alone
         self.asked = recipe
         self.folder = folder
         self.cache = cache
@@ -56,6 +58,8 @@ class Examination:
             ("saved, reloaded, merged", self._reload, "two steps"),
             ("stop tokens", self._stops, "two steps"),
         ):
+            if question == self._reload and not self.alone:
+                continue
             if needs is not None and not answered[needs]:
                 yield Finding(name, None, f"not asked, because of `{needs}`")
                 continue
@@ -70,7 +74,7 @@ class Examination:
             with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
                 passed, why = question()
         except FinetuneError as error:
-            return Finding(name, False, "; ".join(error.problems))
+            return Finding(name, False, "; ".join(error.problems), refused=True)
         except Exception as error:  # code of transformers, PEFT or the model's repository
             first = str(error).strip().split("\n")[0]
             return Finding(name, False, f"{type(error).__name__}: {first}")
@@ -141,9 +145,13 @@ class Examination:
         losses = [record["loss"] for record in self.run.read_metrics("train")]
         return True, f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
 
+    @property
+    def delivery(self) -> Delivery:
+        """The finished run, to be loaded without this project."""
+        return Delivery("own", "single", self.subject, self.run, bf16=False)
+
     def _reload(self) -> tuple[bool, str]:
-        delivery = Delivery("own", "single", self.subject, self.run, bf16=False)
-        (check,) = check_deliveries([delivery], FP32)
+        (check,) = check_deliveries([self.delivery], FP32)
         return bool(check.passed), check.summary
 
     def _stops(self) -> tuple[bool | None, str]:

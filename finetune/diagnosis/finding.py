@@ -14,6 +14,8 @@ class Finding:
     passed: bool | None
     """None: the question does not arise for this model, or an earlier `no` leaves it open."""
     why: str
+    refused: bool = False
+    """The no is a refusal in words of this project, with what to do instead."""
 
     @property
     def answer(self) -> Answer:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def named(word: str, overrides: list[str]) -> Recipe:
 def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
     """The recipe on its model shrunk to two layers, in a folder that transformers loads.
 
-    Dropout is off, and rows are as long as a proof's. Data and a tokenizer that are not on this
-    machine are generated.
+    Dropout is off, of the adapter and of the model, and rows are as long as a proof's. Data and a
+    tokenizer that are not on this machine are generated.
 
     Raises:
         FinetuneError: the data cannot be prepared.
@@ -52,6 +53,7 @@ def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
     model = subject.recipe.model
     if model.config is not None:  # from scratch: the same weights for both sides come from a folder
         model = _written(model, subject.recipe.seed, folder / "from_scratch")
+    model = _without_dropout(model, folder / "without_dropout")
     return dataclasses.replace(subject, recipe=dataclasses.replace(subject.recipe, model=model))
 
 
@@ -62,6 +64,29 @@ def _written(model: Model, seed: int, home: Path) -> Model:
     network.save_pretrained(home)
     AutoTokenizer.from_pretrained(model.tokenizer).save_pretrained(home)
     return dataclasses.replace(model, name=str(home.resolve()), config=None, tokenizer=None)
+
+
+def _without_dropout(model: Model, home: Path) -> Model:
+    """The same model where its config asks for no dropout: a copy where it asks for some."""
+    source = Path(str(model.name))
+    config = source / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    quiet = _no_dropout(fields)
+    if quiet == fields:
+        return model
+    shutil.copytree(source, home)
+    (home / "config.json").write_text(json.dumps(quiet), encoding="utf-8")
+    return dataclasses.replace(model, name=str(home.resolve()))
+
+
+def _no_dropout(fields: dict[str, Any]) -> dict[str, Any]:
+    quiet = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            quiet[name] = _no_dropout(value)
+        elif isinstance(value, float) and ("drop" in name or name == "jitter_noise"):
+            quiet[name] = 0.0
+    return quiet
 
 
 def described(subject: Subject) -> str:

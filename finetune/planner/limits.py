@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.planner import published
+from finetune.planner.experts import coefficient, expert_count
 from finetune.planner.kernels import model_fields
 from finetune.recipe import LoRA, Recipe
 
 SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
 BESIDE_TEXT = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
-EXPERT_FIELDS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
-)  # fmt: skip
-"""Names that configs give to the number of routed experts."""
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 MAMBA_UNREACHED = ("out_proj", "conv1d")
 """Types, and names of their modules, that PEFT 0.21 refuses: kernels read the weights directly."""
@@ -39,19 +36,6 @@ def fields_of(recipe: Recipe) -> Mapping[str, Any]:
     if not found and recipe.model.name is not None:
         found = published.find(recipe.model.name) or {}
     return found
-
-
-def expert_count(fields: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, as a config states them; 0 for a model without experts."""
-    places = [fields, *(fields.get(name) for name in ("text_config", "ffn_config"))]
-    counts = [
-        place[name]
-        for place in places
-        if isinstance(place, Mapping)
-        for name in EXPERT_FIELDS
-        if isinstance(place.get(name), int)
-    ]
-    return max(counts, default=0)
 
 
 @functools.cache
@@ -92,6 +76,13 @@ def architecture(recipe: Recipe) -> Iterator[str]:
         reason = _not_causal(kind)
         if reason:
             yield f"{field}: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
+
+
+def router_loss(recipe: Recipe) -> Iterator[str]:
+    """Why a load-balancing loss that is asked for cannot be added."""
+    _, problem = coefficient(recipe.model, fields_of(recipe))
+    if problem:
+        yield problem
 
 
 def _beside(kind: str) -> bool:

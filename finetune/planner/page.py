@@ -133,6 +133,11 @@ def time(prediction: Prediction) -> str:
         f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
         f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
     ]
+    if times.bound == "launches":
+        lines.append(
+            f"  launches      {duration(times.launches)}: operations are started one by one, and "
+            "the GPU waits; more rows in a micro-batch take no longer"
+        )
     if volume.total:
         lines.append(
             f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"

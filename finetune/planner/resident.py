@@ -4,17 +4,6 @@ from finetune.planner import deepspeed, nvme
 from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
 
-# What Python and the libraries allocate between the loading of a model and its second step, on a
-# CPU, where it is counted with the tensors. Measured with a Llama of 0.46 million parameters in two
-# layers and one row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21):
-# the count before the second step less the tensors' bytes was 9.2 MB, and 18.9 MB with an adapter
-# (19.1 MB on NF4).
-LIBRARIES = 9.2e6
-LIBRARIES_ADAPTER = 18.9e6
-# The same model on two processes under `fsdp_full_shard`: rank 0 counted 8.4 MB more, 8.7 MB with
-# an adapter. DDP and ZeRO-1 and 2 counted what their tensors take, to 1 MB.
-LIBRARIES_FSDP = 8.4e6
-
 
 def state(workload: Workload) -> dict[str, float]:
     """Bytes that stay on one process's device from step to step, by component."""
@@ -41,10 +30,6 @@ def state(workload: Workload) -> dict[str, float]:
         parts["optimizer"] = nvme.states(workload)
         parts["buckets"] += nvme.buffers(workload)
     parts["inputs"] = _inputs(workload)
-    if workload.cpu:
-        parts["libraries"] = LIBRARIES if workload.adapter is None else LIBRARIES_ADAPTER
-        if layout.engine == "fsdp":
-            parts["libraries"] += LIBRARIES_FSDP
     return parts
 
 

@@ -223,6 +223,7 @@ def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
         f"lr {units.learning_rate(record.lr)}",
         f"{units.count(record.tokens_per_second)} tokens/s",
         f"{record.real_tokens / record.slots:.0%} real",
+        *([] if math.isnan(record.router_aux_loss) else [f"router {record.router_aux_loss:.4f}"]),
         *([] if math.isnan(record.mfu) else [f"{record.mfu:.0%} MFU"]),
         units.size(record.memory),
         left,

@@ -74,7 +74,7 @@ def _same(one: str, other: str) -> bool:
 def _samples(name: str, is_run: bool) -> Path:
     """Inside a run; not in a folder that is to be handed over."""
     if is_run:
-        return Run(Path(name)).root / "answers.jsonl"
+        return Run(Path(name)).answers
     return Path(f"answers-{re.sub(r'[^A-Za-z0-9.-]+', '-', name).strip('-.')}.jsonl")
 
 

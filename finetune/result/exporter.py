@@ -5,7 +5,6 @@ import copy
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import (
 
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.pretrained import in_fp32, persistent_buffers
+from finetune.pretrained import cast
 from finetune.recipe import Recipe
 from finetune.record.card import Kind, write_card
 from finetune.result.inference import stop_ids, turn
@@ -46,7 +45,13 @@ from finetune.result.trained import (
     tensor_shapes,
 )
 from finetune.run import Run, open_run, write_json
-from finetune.serving import follow_umask, generation_config, saved_config, saved_tokenizer
+from finetune.serving import (
+    base_reference,
+    follow_umask,
+    generation_config,
+    saved_config,
+    saved_tokenizer,
+)
 
 MARKER = "export.json"
 """Lists the files of an export, so that only a folder of nothing else is ever replaced."""
@@ -96,7 +101,7 @@ def export(
         elif merge:
             kind = "merged"
             merged = _merge(recipe, adapter, initial_adapter(run), tokenizer)
-            _cast(merged, dtype or _stored_dtype(recipe))
+            cast(merged, dtype or _stored_dtype(recipe))
             _write_model(merged, recipe, generation, folder, shard_size)
         else:
             _write_adapter(recipe, adapter, initial_adapter(run), folder)
@@ -174,7 +179,7 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
         before = _initial_tensors(recipe, config, initial)
         tensors = _difference(tensors, before)
         config = _twice_the_rank(config)
-    config.base_model_name_or_path, config.revision = base_reference(recipe)
+    config.base_model_name_or_path, config.revision = base_reference(recipe.model)
     config.task_type = TaskType.CAUSAL_LM
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -273,15 +278,6 @@ def _untie(model: PeftModel) -> None:
             inner.weight = torch.nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round weights as `from_pretrained` does: some stay in fp32 whatever the dtype."""
-    strict: Any = model._keep_in_fp32_modules_strict
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        if tensor.is_floating_point() and not in_fp32(name, strict or ()):
-            tensor.data = tensor.data.to(dtype)
-    model.config.dtype = dtype
-
-
 def _write_model(
     model: PreTrainedModel,
     recipe: Recipe,
@@ -332,19 +328,3 @@ def _generation(
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return turn(tokenizer).end if tokenizer.chat_template is not None else None
-
-
-def base_reference(recipe: Recipe) -> tuple[str, str | None]:
-    """Name and revision by which another machine finds the base of an adapter.
-
-    A folder of the hub's cache is named by its repository and commit; any other folder by its path.
-    """
-    name, revision = str(recipe.model.name), recipe.model.revision
-    if not Path(name).is_dir():
-        return name, revision
-    path = Path(name).resolve()
-    cached = re.search(r"/models--([^/]+?)(?:--([^/]+))?/snapshots/([0-9a-f]{7,40})$", str(path))
-    if cached is None:
-        return str(path), revision
-    owner, repository, commit = cached.groups()
-    return (f"{owner}/{repository}" if repository else owner), commit
