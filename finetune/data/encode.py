@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
 import numpy as np
 
@@ -141,22 +142,30 @@ class Encoder:
         """Encode a chunk; problems are noted, not raised."""
         tally, problems = Tally(), list[tuple[str, str]]()
         documents, numbers = list[Columns](), list[int]()
-        for number, value in chunk.rows:
-            place = f"{chunk.file} row {number}"
-            tally.samples += 1
-            try:
-                sample = read_row(chunk.data_format, value)
-                added = self._encode(sample, tally, place)
-            except RowProblem as error:
-                problems.append((place, str(error)))
-                continue
-            except FinetuneError as error:
-                problems.extend((place, problem) for problem in error.problems)
-                continue
-            documents += added
-            numbers += [number] * len(added)
+        read = [(number, _read(chunk.data_format, value)) for number, value in chunk.rows]
+        whole = [each for _, each in read if self._is_encoded_ahead(each)]
+        with self.chat.ahead(whole):
+            for number, sample in read:
+                place = f"{chunk.file} row {number}"
+                tally.samples += 1
+                if isinstance(sample, RowProblem):
+                    problems.append((place, str(sample)))
+                    continue
+                try:
+                    added = self._encode(sample, tally, place)
+                except FinetuneError as error:
+                    problems.extend((place, problem) for problem in error.problems)
+                    continue
+                documents += added
+                numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
         return self._joined(chunk, documents, numbers, tally, problems)
+
+    def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
+        """Whether a sample is small enough to be tokenised before it is looked at."""
+        if sample is None or isinstance(sample, RowProblem):
+            return False
+        return sum(len(text) for _, text in _texts(sample)) <= HUGE
 
     def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
@@ -218,6 +227,14 @@ class Encoder:
             tally=tally,
             problems=problems,
         )
+
+
+def _read(data_format: str, value: object) -> Sample | RowProblem | None:
+    """The sample of a row, or what is wrong with the row."""
+    try:
+        return read_row(data_format, value)
+    except RowProblem as problem:
+        return problem
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
