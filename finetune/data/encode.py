@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import TypeGuard
 
 import numpy as np
 
@@ -161,30 +162,40 @@ class Encoder:
         """Encode a chunk; problems are noted, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         documents, numbers = list[Columns](), list[int]()
-        for number, value in chunk.rows:
-            place = f"{chunk.file} row {number}"
-            own = Tally(samples=1)
-            try:
-                added = self._encode(chunk.data_format, value, own, place)
-            except (RowProblem, FinetuneError) as error:
-                told = error.problems if isinstance(error, FinetuneError) else (str(error),)
-                if chunk.drops_bad_rows:
-                    own = Tally(samples=1)
-                    own.note("bad", place)
-                    bad.append(BadRow(chunk.file, number, "; ".join(told), value))
-                else:
-                    problems.extend((place, problem) for problem in told)
-                tally.add(own)
-                continue
-            tally.add(own)
-            documents += added
-            numbers += [number] * len(added)
+        read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
+        whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
+        with self.chat.ahead(whole):
+            for number, value, sample in read:
+                place = f"{chunk.file} row {number}"
+                own = Tally() if chunk.drops_bad_rows else tally
+                tally.samples += 1
+                try:
+                    if isinstance(sample, RowProblem):
+                        raise sample
+                    own.columns.update(unread_columns(chunk.data_format, value))
+                    added = self._encode(sample, own, place)
+                except (RowProblem, FinetuneError) as error:
+                    told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                    if chunk.drops_bad_rows:
+                        tally.note("bad", place)
+                        bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                    else:
+                        problems.extend((place, problem) for problem in told)
+                    continue
+                if own is not tally:
+                    tally.add(own)
+                documents += added
+                numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
         return self._joined(chunk, documents, numbers, tally, problems, bad)
 
-    def _encode(self, data_format: str, value: object, tally: Tally, place: str) -> list[Columns]:
-        sample = read_row(data_format, value)
-        tally.columns.update(unread_columns(data_format, value))
+    def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
+        """Whether a sample is small enough to be tokenised before it is looked at."""
+        if sample is None or isinstance(sample, RowProblem):
+            return False
+        return sum(len(text) for _, text in _texts(sample)) <= HUGE
+
+    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
             tally.note("passed_over", place)
             return []
@@ -263,6 +274,14 @@ class Encoder:
 @lru_cache(maxsize=1024)
 def _mentions(template: str | None, key: str) -> bool:
     return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
+
+
+def _read(data_format: str, value: object) -> Sample | RowProblem | None:
+    """The sample of a row, or what is wrong with the row."""
+    try:
+        return read_row(data_format, value)
+    except RowProblem as problem:
+        return problem
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
