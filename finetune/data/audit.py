@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from finetune.data.columns import guess, told
-from finetune.data.encode import COUNTED, Encoded, Tally
+from finetune.data.encode import Encoded
 from finetune.data.rows import Rows, digest
+from finetune.data.tally import COUNTED, Tally
 from finetune.recipe import Batch, Data
 
 EMPTY: dict[str, Any] = {"documents": 0}
