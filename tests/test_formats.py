@@ -615,6 +615,25 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "'question_answer' would fit with columns="
         '{"text": "question", "code": "answer"}',
     ),
+    "turns by another name": (
+        "messages",
+        {"dialog": [user("Hi"), assistant("Hello")]},
+        "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
+        'with columns={"dialog": "messages"}',
+    ),
+    "turns of ShareGPT by another name": (
+        "messages",
+        {"conversation": [{"from": "human", "value": "Hi"}]},
+        "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
+        'fit with columns={"conversation": "conversations"}',
+    ),
+    "a completion by another name": (
+        "prompt_completion",
+        {"prompt": "2+2=", "response": "4"},
+        "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
+        "'response'; format 'prompt_completion' would fit with columns="
+        '{"response": "completion"}',
+    ),
     "columns that have the names of others": (
         "messages",
         {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
@@ -638,7 +657,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
         "'response'; format 'alpaca' would fit with columns="
-        '{"context": "input", "response": "output"}',
+        '{"response": "output", "context": "input"}',
     ),
     "a label of words": (
         "kto",

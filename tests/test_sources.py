@@ -180,6 +180,24 @@ def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path: Path):
         names(subset="small")
 
 
+def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl", "test.jsonl"])
+    with pytest.raises(FinetuneError) as error:
+        find_source(Data(str(tmp_path), "text"))
+    assert str(error.value) == (
+        f"data.split: {tmp_path} has no split 'train'; it has test (test.jsonl); a.jsonl in none "
+        "of them"
+    )
+
+
+def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl"])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    source = find_source(Data(str(tmp_path), "text"))
+    assert source.files == (tmp_path / "a.jsonl",)
+    assert source.unread == (tmp_path / "dataset_infos.json",)
+
+
 def test_a_file_of_two_splits_is_refused(tmp_path: Path):
     write_files(tmp_path, ["train-eval.jsonl", "train.jsonl"])
     with pytest.raises(FinetuneError, match="belongs to the splits train and test"):

@@ -180,7 +180,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
         more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
         yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
     for each in counts.get("by_source", ()):
-        instead = guess(["text", *each.get("columns_unread", ())])
+        instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
         if each["format"] == "text" and instead is not None and "text" in instead[1]:
             alone = f"{each['source']}: format 'text' trains the column 'text' alone"
             yield f"{alone}; {told(*instead)}"

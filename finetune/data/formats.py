@@ -145,13 +145,13 @@ def _missing_columns(name: str, row: Raw) -> str:
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
     got = ", ".join(nulls) or "no columns"
     fitting = [f"format '{each}' would fit" for each in fitting_formats(row)[:1]]
-    instead = "".join(f"; {each}" for each in fitting or _fitting_names(row))
+    instead = "".join(f"; {each}" for each in fitting or _fitting_names(name, row))
     return f"format '{name}' needs {needed}, the row has {got}{instead}"
 
 
-def _fitting_names(row: Raw) -> list[str]:
-    """A format that reads a row under other names of its columns without a loss, if there is one"""
-    guessed = guess([column for column, value in row.items() if value is not None])
+def _fitting_names(wanted: str, row: Raw) -> list[str]:
+    """A format that reads a row by other names of its columns without a loss, if there is one."""
+    guessed = guess(row, wanted)
     if guessed is None:
         return []
     name, columns = guessed
