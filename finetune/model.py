@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from finetune import loading, targets, vocabulary
-from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
+from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.gradients import without_unreached
@@ -40,7 +40,7 @@ from finetune.planner import Plan, prequantised
 from finetune.planner.kernels import PARTS, choices
 from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
-from finetune.recipe import LoRA, Model, Recipe
+from finetune.recipe import LoRA, Recipe
 from finetune.soundness import (
     DECODER_ONLY,
     blame,
@@ -103,8 +103,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     with explained("model", "transformers cannot load it", DECODER_ONLY):
         model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
-    if recipe.batch.packing:
-        check_packing(model.config)
+    check_layout(recipe, model.config)
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
     tokenizer, grown = _grown(model, recipe)
@@ -225,7 +224,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{lever}: {which}, because {told} not known here")
-    if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
+    if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
@@ -283,7 +282,9 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
+                config,
+                attn_implementation=implementation(engine.plan.recipe, config),
+                dtype=torch.float32,
             )
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
@@ -304,6 +305,9 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     loaded: Any = None
     notes: list[str] = []
     try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
@@ -311,11 +315,11 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe),
+                attn_implementation=implementation(plan.recipe, config),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                **vocabulary.without_lost_pad(_config(model)),
+                **vocabulary.without_lost_pad(config),
                 **loading_arguments(
                     fields,
                     model.quantization,
@@ -367,12 +371,6 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
     if found:
         raise FinetuneError(*found)
     return fields
-
-
-def _config(model: Model) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(
-        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
 
 
 def advice(error: Exception) -> str:
