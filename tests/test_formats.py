@@ -621,6 +621,11 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
         'with columns={"dialog": "messages"}',
     ),
+    "unwanted turns alone": (
+        "messages",
+        {"rejected": [user("Hi"), assistant("Go")]},
+        "format 'messages' needs 'messages', the row has 'rejected'",
+    ),
     "turns of ShareGPT by another name": (
         "messages",
         {"conversation": [{"from": "human", "value": "Hi"}]},

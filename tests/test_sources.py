@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 
-from finetune.data.audit import describe
+from finetune.data.audit import describe, mistakes
 from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
@@ -346,6 +346,16 @@ def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
     assert problem.endswith(
         f"0 passed over by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
     )
+
+
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
+    recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert list(mistakes(counts)) == [
+        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if it is "
+        "meant, set data_checks=report"
+    ]
 
 
 def test_without_a_request_every_kind_of_bad_row_is_told(tmp_path: Path):

@@ -90,6 +90,7 @@ def count_rows(
                 "truncated": tally.truncated,
                 "eaten": tally.eaten,
                 "unended": int(np.count_nonzero(~facts.ended[members])),
+                "bad": tally.bad,
                 "columns_unread": dict(tally.columns.most_common()),
             }
             for data, tally, members in sources
@@ -111,6 +112,11 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
                 f"{each['source']}: none of its {each['rows']} rows is trained to end "
                 f"({each['truncated']} are truncated); raise batch.max_length, or set "
                 f"batch.overlong=drop; {MEANT}"
+            )
+        if each["bad"] > each["samples"] / 2:
+            yield (
+                f"{each['source']}: {each['bad']} of its {each['samples']} rows are bad and were "
+                f"dropped, the first: {counts['first'].get('bad')}; {MEANT}"
             )
         if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
             yield (

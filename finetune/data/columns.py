@@ -112,7 +112,7 @@ def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | Non
     columns = [column for column, value in row.items() if value is not None]
     for column in columns:
         for keys, (name, ours) in TURNS.items():
-            if _is_list_of(row[column], keys):
+            if column not in MEANING and _is_list_of(row[column], keys):
                 return name, {} if column == ours else {column: ours}
     answer = next((name for name in ANSWERS if name in columns), None)
     prompt = next((name for name in PROMPTS if name in columns and name != answer), None)

@@ -75,6 +75,8 @@ def _turns(values: list[Any], where: str, read: Any) -> Turns:
 
 def _message(raw: Any, where: str) -> Message:
     """A message without its empty keys; its content is text, its arguments are objects."""
+    if _is_plain(raw):
+        return dict(raw)
     if not isinstance(raw, Mapping):
         raise RowProblem(f"{where} is {kind_of(raw)}, expected an object with role and content")
     if "role" not in raw:
@@ -96,6 +98,16 @@ def _message(raw: Any, where: str) -> Message:
         message["tool_calls"] = calls
     _check_keys(message, where)
     return _with_reasoning(message, where)
+
+
+def _is_plain(raw: Any) -> bool:
+    """Whether a message is a role and a text and nothing else, as most are."""
+    return (
+        type(raw) is dict
+        and len(raw) == 2
+        and type(raw.get("content")) is str
+        and raw.get("role") in ROLES
+    )
 
 
 def _check_keys(message: Message, where: str) -> None:
@@ -124,9 +136,9 @@ def _with_reasoning(message: Message, where: str) -> Message:
 
 def _is_trained(message: Message, where: str) -> bool | None:
     """Take the flags out of a message that say whether it is trained; None where none does."""
-    given = {key: message.pop(key) for key in FLAGS if key in message}
-    if not given:
+    if message.keys().isdisjoint(FLAGS):
         return None
+    given = {key: message.pop(key) for key in FLAGS if key in message}
     wanted = {key: _flag(value, f"{where}.{key}") for key, value in given.items()}
     if len(set(wanted.values())) > 1:
         shown = " and ".join(f"{key} {given[key]!r}" for key in given)
