@@ -212,6 +212,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         {"prompt": "2+2=", "completion": "5", "label": False},
         None,
     ),
+    "kto of a column of text": (
+        "kto",
+        {"prompt": "2+2=", "completion": "5", "label": "False"},
+        None,
+    ),
     "kto by its tag": (
         "kto",
         {"instruction": "Add", "input": "2 2", "output": "4", "kto_tag": True},
@@ -462,6 +467,11 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"conversations": [user("Hi")]},
         "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
         'with columns={"conversations": "messages"}',
+    ),
+    "a turn with two contents": (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}]},
+        "conversations[0] has 'value' and another 'content'; keep one of them",
     ),
     "sharegpt from a stranger": (
         "sharegpt",

@@ -42,11 +42,16 @@ def is_given(value: Any) -> bool:
     return value is not None and value not in ("", [], ())
 
 
-def _is_verdict(value: Any) -> bool:
-    """Whether a label says yes or no, in words too, as CSV holds it; classes are other numbers."""
+def verdict(value: Any) -> bool | None:
+    """What a label says, in words too, as CSV holds it; None for others, such as classes."""
+    words = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, str):
-        return value.strip().lower() in ("true", "false", "0", "1")
-    return isinstance(value, bool | int | float) and value in (0, 1)
+        return words.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def _is_verdict(value: Any) -> bool:
+    return verdict(value) is not None
 
 
 def _is_no_full_weight(value: Any) -> bool:

@@ -215,13 +215,17 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
     others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
     if speaker == "function_call":
         others["tool_calls"] = spoken_calls(turn, where)
-        return _message({"role": "assistant", "content": "", **others}, where)
+        others.pop("role", None)
+        return _message({"content": "", **others, "role": "assistant"}, where)
     if speaker not in SHAREGPT_ROLES:
         known = (*SHAREGPT_ROLES, "function_call")
         close = did_you_mean(speaker, known)
         raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(known)})")
-    content = text_of(turn, "value", where)
-    return _message({"role": SHAREGPT_ROLES[speaker], "content": content, **others}, where)
+    message = {"role": SHAREGPT_ROLES[speaker], "content": text_of(turn, "value", where)}
+    for key, theirs in (("role", "from"), ("content", "value")):
+        if others.pop(key, message[key]) not in (message[key], turn[theirs]):
+            raise RowProblem(f"{where} has '{theirs}' and another '{key}'; keep one of them")
+    return _message({**message, **others}, where)
 
 
 def exchanges_of(value: Any, where: str) -> list[Message]:
