@@ -212,6 +212,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         {"prompt": "2+2=", "completion": "5", "label": False},
         None,
     ),
+    "kto of a column of text": (
+        "kto",
+        {"prompt": "2+2=", "completion": "5", "label": "False"},
+        None,
+    ),
     "kto by its tag": (
         "kto",
         {"instruction": "Add", "input": "2 2", "output": "4", "kto_tag": True},
@@ -463,6 +468,11 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
         'with columns={"conversations": "messages"}',
     ),
+    "a turn with two contents": (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}]},
+        "conversations[0] has 'value' and another 'content'; keep one of them",
+    ),
     "sharegpt from a stranger": (
         "sharegpt",
         {"conversations": [{"from": "humann", "value": "Hi"}]},
@@ -615,6 +625,30 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "'question_answer' would fit with columns="
         '{"text": "question", "code": "answer"}',
     ),
+    "turns by another name": (
+        "messages",
+        {"dialog": [user("Hi"), assistant("Hello")]},
+        "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
+        'with columns={"dialog": "messages"}',
+    ),
+    "unwanted turns alone": (
+        "messages",
+        {"rejected": [user("Hi"), assistant("Go")]},
+        "format 'messages' needs 'messages', the row has 'rejected'",
+    ),
+    "turns of ShareGPT by another name": (
+        "messages",
+        {"conversation": [{"from": "human", "value": "Hi"}]},
+        "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
+        'fit with columns={"conversation": "conversations"}',
+    ),
+    "a completion by another name": (
+        "prompt_completion",
+        {"prompt": "2+2=", "response": "4"},
+        "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
+        "'response'; format 'prompt_completion' would fit with columns="
+        '{"response": "completion"}',
+    ),
     "columns that have the names of others": (
         "messages",
         {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
@@ -638,7 +672,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
         "'response'; format 'alpaca' would fit with columns="
-        '{"context": "input", "response": "output"}',
+        '{"response": "output", "context": "input"}',
     ),
     "a label of words": (
         "kto",

@@ -130,7 +130,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "by_source": [
             {
                 "source": source, "format": "question_answer", **own,
-                "truncated": 0, "eaten": 0, "unended": 0, "columns_unread": {},
+                "truncated": 0, "eaten": 0, "unended": 0, "bad": 0, "columns_unread": {},
             }
         ],
     }  # fmt: skip
@@ -650,6 +650,18 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.json",
         b'{"a": 1}',
         "{path}: it holds one JSON value, expected a list of rows",
+    ),
+    "rows inside an object": (
+        "a.json",
+        b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
+        "{path}: it holds one JSON value, expected a list of rows; write the list of 'data' alone "
+        "(jq .data)",
+    ),
+    "TSV with commas": (
+        "a.tsv",
+        b"question,answer\na,b\n",
+        "{path}: its header is one column, 'question,answer': the delimiter is ',', expected a "
+        "tab; let its name end in .csv",
     ),
     "not a row": (
         "a.jsonl",

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 
-from finetune.data.audit import describe
+from finetune.data.audit import describe, mistakes
 from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
@@ -180,6 +180,24 @@ def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path: Path):
         names(subset="small")
 
 
+def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl", "test.jsonl"])
+    with pytest.raises(FinetuneError) as error:
+        find_source(Data(str(tmp_path), "text"))
+    assert str(error.value) == (
+        f"data.split: {tmp_path} has no split 'train'; it has test (test.jsonl); a.jsonl in none "
+        "of them"
+    )
+
+
+def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl"])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    source = find_source(Data(str(tmp_path), "text"))
+    assert source.files == (tmp_path / "a.jsonl",)
+    assert source.unread == (tmp_path / "dataset_infos.json",)
+
+
 def test_a_file_of_two_splits_is_refused(tmp_path: Path):
     write_files(tmp_path, ["train-eval.jsonl", "train.jsonl"])
     with pytest.raises(FinetuneError, match="belongs to the splits train and test"):
@@ -328,6 +346,16 @@ def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
     assert problem.endswith(
         f"0 passed over by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
     )
+
+
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
+    recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert list(mistakes(counts)) == [
+        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if it is "
+        "meant, set data_checks=report"
+    ]
 
 
 def test_without_a_request_every_kind_of_bad_row_is_told(tmp_path: Path):

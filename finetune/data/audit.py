@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from finetune.data.columns import guess, told
-from finetune.data.encode import COUNTED, Encoded, Tally
+from finetune.data.encode import Encoded
 from finetune.data.rows import Rows, digest
+from finetune.data.tally import COUNTED, Tally
 from finetune.recipe import Batch, Data
 
 EMPTY: dict[str, Any] = {"documents": 0}
@@ -89,6 +90,7 @@ def count_rows(
                 "truncated": tally.truncated,
                 "eaten": tally.eaten,
                 "unended": int(np.count_nonzero(~facts.ended[members])),
+                "bad": tally.bad,
                 "columns_unread": dict(tally.columns.most_common()),
             }
             for data, tally, members in sources
@@ -110,6 +112,11 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
                 f"{each['source']}: none of its {each['rows']} rows is trained to end "
                 f"({each['truncated']} are truncated); raise batch.max_length, or set "
                 f"batch.overlong=drop; {MEANT}"
+            )
+        if each["bad"] > each["samples"] / 2:
+            yield (
+                f"{each['source']}: {each['bad']} of its {each['samples']} rows are bad and were "
+                f"dropped, the first: {counts['first'].get('bad')}; {MEANT}"
             )
         if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
             yield (
@@ -179,7 +186,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
         more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
         yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
     for each in counts.get("by_source", ()):
-        instead = guess(["text", *each.get("columns_unread", ())])
+        instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
         if each["format"] == "text" and instead is not None and "text" in instead[1]:
             alone = f"{each['source']}: format 'text' trains the column 'text' alone"
             yield f"{alone}; {told(*instead)}"

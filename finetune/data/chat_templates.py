@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from jinja2 import meta, nodes
 
 from finetune.errors import FinetuneError, did_you_mean
 
@@ -164,14 +165,22 @@ def check_variables(templates: list[str], variables: Mapping[str, Any], where: s
 
 def template_variables(template: str) -> set[str]:
     """Names that a template reads and does not set itself, less what each conversation gives."""
-    from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        environment = _compile_jinja_template(template).environment
-        return meta.find_undeclared_variables(environment.parse(template)) - FROM_THE_ROW
+        tree = _compile_jinja_template(template).environment.parse(template)
+        read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
     except TEMPLATE_ERRORS as error:
         raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
+    # What a template sets without having asked whether it is there is its own.
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    asked = {
+        test.node.name
+        for test in tree.find_all((nodes.Test, nodes.Filter))
+        if test.name in ("defined", "undefined", "none", "default", "d")
+        and isinstance(test.node, nodes.Name)
+    }
+    return read - (stored - asked)
 
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,7 +1,7 @@
 """Columns of a row: those that a format must not ignore, and the format that would fit others."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.data.messages import NOT_TEXT
@@ -22,6 +22,19 @@ ANSWERS = (
 """Names of what the assistant is to say."""
 
 
+PAIRS = {
+    "question_answer": ("question", "answer"),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+"""Formats of a prompt and an answer, with their names for them."""
+TURNS = {
+    ("role", "content"): ("messages", "messages"),
+    ("from", "value"): ("sharegpt", "conversations"),
+}
+"""Keys of a turn, with the format that reads them and its column."""
+
+
 def is_given(value: Any) -> bool:
     """Whether a column holds anything: null, an empty text and empty objects are nothing."""
     if isinstance(value, Mapping):
@@ -29,11 +42,16 @@ def is_given(value: Any) -> bool:
     return value is not None and value not in ("", [], ())
 
 
-def _is_verdict(value: Any) -> bool:
-    """Whether a label says yes or no, in words too, as CSV holds it; classes are other numbers."""
+def verdict(value: Any) -> bool | None:
+    """What a label says, in words too, as CSV holds it; None for others, such as classes."""
+    words = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, str):
-        return value.strip().lower() in ("true", "false", "0", "1")
-    return isinstance(value, bool | int | float) and value in (0, 1)
+        return words.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def _is_verdict(value: Any) -> bool:
+    return verdict(value) is not None
 
 
 def _is_no_full_weight(value: Any) -> bool:
@@ -90,20 +108,40 @@ def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:
     return None
 
 
-def guess(columns: Sequence[str]) -> tuple[str, dict[str, str | None]] | None:
-    """The format and `columns` that would read these names as prompt and answer, if any do."""
+def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | None:
+    """The format and `columns` that would read a row by its names, if any do.
+
+    Args:
+        wanted: the format that is preferred.
+    """
+    columns = [column for column, value in row.items() if value is not None]
+    for column in columns:
+        for keys, (name, ours) in TURNS.items():
+            if column not in MEANING and _is_list_of(row[column], keys):
+                return name, {} if column == ours else {column: ours}
     answer = next((name for name in ANSWERS if name in columns), None)
     prompt = next((name for name in PROMPTS if name in columns and name != answer), None)
     if answer is None or prompt is None:
         return None
     context = next((n for n in CONTEXTS if n in columns and n not in (prompt, answer)), None)
-    named: dict[str, str | None] = {prompt: "question", answer: "answer"}
-    if context is not None:
-        named = {prompt: "instruction", context: "input", answer: "output"}
+    name = wanted if wanted in PAIRS else "question_answer"
+    if context is not None and name == "question_answer":
+        name = "alpaca"
+    named: dict[str, str | None] = dict(zip((prompt, answer), PAIRS[name], strict=True))
+    if context is not None and name == "alpaca":
+        named[context] = "input"
     taken = {ours for ours in named.values() if ours in columns and ours not in named}
     changed = {theirs: ours for theirs, ours in named.items() if theirs != ours}
-    name = "question_answer" if context is None else "alpaca"
     return name, changed | dict.fromkeys(sorted(filter(None, taken)))
+
+
+def _is_list_of(value: Any, keys: tuple[str, ...]) -> bool:
+    """Whether a value is a list of objects that have these keys."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, Mapping) and each.keys() >= set(keys) for each in value)
+    )
 
 
 def told(name: str, columns: Mapping[str, str | None]) -> str:

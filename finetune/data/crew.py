@@ -90,7 +90,10 @@ class Worker:
     def __init__(self, encoder: Encoder) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # a process has one core
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -2,10 +2,10 @@
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeGuard
 
 import numpy as np
 
@@ -17,14 +17,13 @@ from finetune.data.formats import (
     read_row,
     unread_columns,
 )
-from finetune.data.messages import KNOWN
+from finetune.data.messages import KNOWN, Message
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
+from finetune.data.tally import Tally
 from finetune.errors import FinetuneError
-from finetune.recipe import Batch, Data, Recipe
+from finetune.recipe import Batch, Recipe
 
-MOST_PROBLEMS = 10
-MOST_PLACES = 1000
 HUGE = 1 << 20
 """Characters of a sample that is looked at before it is tokenised, which could take minutes."""
 
@@ -44,81 +43,6 @@ class Chunk:
     """Why the file could not be read any further behind these rows."""
     drops_bad_rows: bool = False
     """Rows that cannot be read are left out, and are no problem."""
-
-
-@dataclass
-class Tally:
-    """What became of the samples of a source."""
-
-    samples: int = 0
-    """Rows that were read."""
-    passed_over: int = 0
-    """Samples that the format leaves out."""
-    untrained: int = 0
-    """Rows left out because the model would not be trained to say any of their tokens."""
-    dropped: int = 0
-    """Samples left out for their length."""
-    truncated: int = 0
-    """Samples cut to length."""
-    eaten: int = 0
-    """Those of them that lost every token that was to be trained."""
-    split: int = 0
-    """Samples cut into several rows."""
-    empty: int = 0
-    """Samples in which nothing is said to train on: the model would learn to end at once."""
-    bad: int = 0
-    """Rows left out because they could not be read or rendered."""
-    empty_turns: int = 0
-    """Samples with an empty answer among others."""
-    history_thoughts: int = 0
-    """Samples with thoughts of earlier turns, which the template leaves out."""
-    unserved: int = 0
-    """Samples whose last answer begins before the end of the prompt that serving gives."""
-    call_ids: int = 0
-    """Samples whose ids of tool calls the template refuses, so that they got others."""
-    markup_asked: int = 0
-    """Samples with special tokens, or a turn's header, in the texts of their prompts."""
-    markup_said: int = 0
-    """Samples with special tokens, or a turn's header, in the texts of their answers."""
-    no_bos: int = 0
-    """Samples without the BOS that the tokenizer begins a text with."""
-    two_bos: int = 0
-    """Samples that begin with two BOS."""
-    overlong: int = 0
-    """Samples longer than allowed, whatever became of them."""
-    longest_sample: int = 0
-    """Tokens of the longest sample, before it was cut."""
-    longest_place: str = ""
-    roles: Counter[str] = field(default_factory=Counter)
-    """Messages by role; prompts, completions and texts by these names."""
-    columns: Counter[str] = field(default_factory=Counter)
-    """Rows with a value in a column that the format does not read, by its name; and messages with
-    a key that neither the format nor the template reads."""
-    first: dict[str, str] = field(default_factory=dict)
-    """The file and row of the first of each of these numbers that is not zero."""
-
-    def note(self, name: str, place: str, times: int = 1) -> None:
-        """Count what became of the sample of a place."""
-        if times:
-            setattr(self, name, getattr(self, name) + times)
-            self.first.setdefault(name, place)
-
-    def add(self, other: "Tally") -> None:
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.first = other.first | self.first
-        if other.longest_sample > self.longest_sample:
-            self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
-        self.roles.update(other.roles)
-        self.columns.update(other.columns)
-
-
-COUNTED = (
-    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids", "markup_asked",
-    "markup_said", "no_bos", "two_bos",
-)  # fmt: skip
-"""The numbers of a tally that are counted over all sources."""
 
 
 @dataclass(frozen=True)
@@ -161,30 +85,40 @@ class Encoder:
         """Encode a chunk; problems are noted, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         documents, numbers = list[Columns](), list[int]()
-        for number, value in chunk.rows:
-            place = f"{chunk.file} row {number}"
-            own = Tally(samples=1)
-            try:
-                added = self._encode(chunk.data_format, value, own, place)
-            except (RowProblem, FinetuneError) as error:
-                told = error.problems if isinstance(error, FinetuneError) else (str(error),)
-                if chunk.drops_bad_rows:
-                    own = Tally(samples=1)
-                    own.note("bad", place)
-                    bad.append(BadRow(chunk.file, number, "; ".join(told), value))
-                else:
-                    problems.extend((place, problem) for problem in told)
-                tally.add(own)
-                continue
-            tally.add(own)
-            documents += added
-            numbers += [number] * len(added)
+        read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
+        whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
+        with self.chat.ahead(whole):
+            for number, value, sample in read:
+                place = f"{chunk.file} row {number}"
+                own = Tally() if chunk.drops_bad_rows else tally
+                tally.samples += 1
+                try:
+                    if isinstance(sample, RowProblem):
+                        raise sample
+                    own.columns.update(unread_columns(chunk.data_format, value))
+                    added = self._encode(sample, own, place)
+                except (RowProblem, FinetuneError) as error:
+                    told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                    if chunk.drops_bad_rows:
+                        tally.note("bad", place)
+                        bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                    else:
+                        problems.extend((place, problem) for problem in told)
+                    continue
+                if own is not tally:
+                    tally.add(own)
+                documents += added
+                numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
         return self._joined(chunk, documents, numbers, tally, problems, bad)
 
-    def _encode(self, data_format: str, value: object, tally: Tally, place: str) -> list[Columns]:
-        sample = read_row(data_format, value)
-        tally.columns.update(unread_columns(data_format, value))
+    def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
+        """Whether a sample is small enough to be tokenised before it is looked at."""
+        if sample is None or isinstance(sample, RowProblem):
+            return False
+        return sum(len(text) for _, text in _texts(sample)) <= HUGE
+
+    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
             tally.note("passed_over", place)
             return []
@@ -222,7 +156,12 @@ class Encoder:
     def _unread_keys(self, sample: Conversation) -> set[str]:
         """Keys of a row's messages that neither its format nor the template reads."""
         keys = {key for message in sample.messages for key in message.keys() - KNOWN}
-        return {f"messages[].{key}" for key in keys if not _mentions(self.chat.template, key)}
+        templates = (self.chat.template, self.chat.tool_template)
+        return {
+            f"messages[].{key}"
+            for key in keys
+            if not any(_mentions(template, key) for template in templates)
+        }
 
     @cached_property
     def _longest_token(self) -> int:
@@ -260,6 +199,14 @@ def _mentions(template: str | None, key: str) -> bool:
     return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
+def _read(data_format: str, value: object) -> Sample | RowProblem | None:
+    """The sample of a row, or what is wrong with the row."""
+    try:
+        return read_row(data_format, value)
+    except RowProblem as problem:
+        return problem
+
+
 def _texts(sample: Sample) -> list[tuple[str, str]]:
     """Roles of a sample with what they say."""
     match sample:
@@ -271,17 +218,22 @@ def _texts(sample: Sample) -> list[tuple[str, str]]:
             return [("text", sample.text)]
 
 
+def _said(sample: Conversation) -> list[Message]:
+    """The messages that are trained."""
+    return [
+        message
+        for number, message in enumerate(sample.messages)
+        if message["role"] == "assistant"
+        and number >= sample.given
+        and number not in sample.untrained
+    ]
+
+
 def _says_nothing(sample: Sample) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
-            said = [
-                message
-                for number, message in enumerate(sample.messages)
-                if message["role"] == "assistant"
-                and number >= sample.given
-                and number not in sample.untrained
-            ]
+            said = _said(sample)
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()
@@ -293,8 +245,7 @@ def _has_empty_turn(sample: Sample) -> bool:
     """Whether an answer is empty that is trained among others that are not."""
     if not isinstance(sample, Conversation):
         return False
-    said = [m for m in sample.messages[sample.given :] if m["role"] == "assistant"]
-    empty = [not m["content"].strip() and "tool_calls" not in m for m in said]
+    empty = [not m["content"].strip() and "tool_calls" not in m for m in _said(sample)]
     return any(empty) and not all(empty)
 
 
@@ -347,72 +298,3 @@ def split(row: Columns, max_length: int) -> Iterator[Columns]:
     step = max(1, max_length - 1)
     for start in range(0, max(1, len(ids) - 1), step):
         yield ids[start : start + max_length], trained[start : start + max_length].copy()
-
-
-class Problems:
-    """What is wrong with the data; reading goes on until there is enough to say.
-
-    The same problem of several rows is told once, whatever texts and numbers it quotes.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[tuple[str, str]]] = {}  # kind -> place and problem
-        self.places = 0
-
-    @property
-    def enough(self) -> bool:
-        return len(self.found) >= MOST_PROBLEMS or self.places >= MOST_PLACES
-
-    def add(self, place: str, problem: str) -> None:
-        kind = _kind(problem) if place else problem
-        if len(self.found) < MOST_PROBLEMS or kind in self.found:
-            self.found.setdefault(kind, []).append((place, problem))
-        self.places += bool(place)
-
-    def add_all(self, problems: Iterable[str]) -> None:
-        """Problems that say themselves where they are."""
-        for problem in problems:
-            self.add("", problem)
-
-    def raise_any(self) -> None:
-        """Raise FinetuneError where there is a problem."""
-        if not self.found:
-            return
-        told = []
-        for told_of in self.found.values():
-            place, problem = told_of[0]
-            others = len(told_of) - 1
-            more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
-            told.append(f"{place}{more}: {problem}" if place else problem)
-        if self.enough:
-            told.append("reading stopped here; there may be more")
-        raise FinetuneError(*told)
-
-
-def _kind(problem: str) -> str:
-    """A problem less what it quotes of a row, and less every number."""
-    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-    return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
-
-
-def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[str]:
-    """What is wrong with a source as a whole, of which so many rows are left."""
-    source, longest = data.source, tally.longest_sample
-    if not tally.samples:
-        yield f"{source}: it holds no rows"
-    elif batch.overlong == "error" and tally.overlong:
-        yield (
-            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
-            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
-            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
-            "drop, truncate or split"
-        )
-    elif not rows:
-        bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
-        eaten = f", {tally.eaten} of them because truncation ate their answer"
-        yield (
-            f"{source}: none of its {tally.samples} rows is left to train on "
-            f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
-            f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} passed over by format '{data.format}'{bad if tally.bad else ''})"
-        )

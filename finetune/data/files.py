@@ -77,8 +77,17 @@ def read_json(path: Path) -> Iterator[NumberedRow]:
     except BrokenJSON as problem:
         raise FinetuneError(f"{path}: {problem}") from None
     if not isinstance(value, list):
-        raise FinetuneError(f"{path}: it holds one JSON value, expected a list of rows")
+        raise FinetuneError(
+            f"{path}: it holds one JSON value, expected a list of rows{_list_inside(value)}"
+        )
     yield from enumerate(value, 1)
+
+
+def _list_inside(value: Any) -> str:
+    """Where the rows may be, in an object that holds a list of them."""
+    inside = value.items() if isinstance(value, dict) else ()
+    lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
+    return f"; write the list of '{lists[0]}' alone (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
@@ -109,10 +118,10 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
     others = {";": "';'", "\t": "a tab", "|": "'|'", ",": "','"}
     found = [other for other in others if other != delimiter and other in names[0]] if names else []
     if len(names) == 1 and found:
-        tab = "let its name end in .tsv" if found[0] == "\t" else "write it with commas"
+        instead = {"\t": "let its name end in .tsv", ",": "let its name end in .csv"}
         raise FinetuneError(
             f"{path}: its header is one column, '{names[0]}': the delimiter is {others[found[0]]}, "
-            f"expected {others[delimiter]}; {tab}"
+            f"expected {others[delimiter]}; {instead.get(found[0], 'write it with commas')}"
         )
 
 

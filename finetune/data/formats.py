@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told
+from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
 from finetune.data.messages import (
     Message,
     Turns,
@@ -145,13 +145,13 @@ def _missing_columns(name: str, row: Raw) -> str:
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
     got = ", ".join(nulls) or "no columns"
     fitting = [f"format '{each}' would fit" for each in fitting_formats(row)[:1]]
-    instead = "".join(f"; {each}" for each in fitting or _fitting_names(row))
+    instead = "".join(f"; {each}" for each in fitting or _fitting_names(name, row))
     return f"format '{name}' needs {needed}, the row has {got}{instead}"
 
 
-def _fitting_names(row: Raw) -> list[str]:
-    """A format that reads a row under other names of its columns without a loss, if there is one"""
-    guessed = guess([column for column, value in row.items() if value is not None])
+def _fitting_names(wanted: str, row: Raw) -> list[str]:
+    """A format that reads a row by other names of its columns without a loss, if there is one."""
+    guessed = guess(row, wanted)
     if guessed is None:
         return []
     name, columns = guessed
@@ -248,12 +248,14 @@ def read_oasst(row: Raw) -> Conversation | None:
 
 def read_kto(row: Raw) -> Sample | None:
     """An answer with a `label` (`kto_tag`): the wanted are learned, the unwanted passed over."""
-    label = "label" if row.get("label") is not None else "kto_tag"
-    if not isinstance(row[label], bool):
-        raise RowProblem(f"{label} is {kind_of(row[label])}, expected true or false")
-    if label == "label" and row.get("kto_tag", row["label"]) not in (row["label"], None):
+    said = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
+    wanted = {name: verdict(value) for name, value in said.items()}
+    for name, value in wanted.items():
+        if value is None:
+            raise RowProblem(f"{name} is {kind_of(row[name])}, expected true or false")
+    if len(set(wanted.values())) > 1:
         raise RowProblem("label and kto_tag contradict each other; keep one of them")
-    if not row[label]:
+    if not any(wanted.values()):
         return None
     there = {column for column, value in row.items() if value is not None}
     base = next(name for name in JUDGED if FORMATS[name].needed(there))

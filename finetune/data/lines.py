@@ -80,7 +80,7 @@ def _wide_encoding(line: bytes) -> str | None:
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16"
     zeros = line.count(0) / max(1, len(line))
-    if zeros < 0.25:
+    if zeros < 0.4:
         return None
     return ("UTF-32" if zeros > 0.6 else "UTF-16") + ("BE" if line[0] == 0 else "LE")
 

@@ -75,6 +75,8 @@ def _turns(values: list[Any], where: str, read: Any) -> Turns:
 
 def _message(raw: Any, where: str) -> Message:
     """A message without its empty keys; its content is text, its arguments are objects."""
+    if _is_plain(raw):
+        return dict(raw)
     if not isinstance(raw, Mapping):
         raise RowProblem(f"{where} is {kind_of(raw)}, expected an object with role and content")
     if "role" not in raw:
@@ -96,6 +98,16 @@ def _message(raw: Any, where: str) -> Message:
         message["tool_calls"] = calls
     _check_keys(message, where)
     return _with_reasoning(message, where)
+
+
+def _is_plain(raw: Any) -> bool:
+    """Whether a message is a role and a text and nothing else, as most are."""
+    return (
+        type(raw) is dict
+        and len(raw) == 2
+        and type(raw.get("content")) is str
+        and raw.get("role") in ROLES
+    )
 
 
 def _check_keys(message: Message, where: str) -> None:
@@ -124,9 +136,9 @@ def _with_reasoning(message: Message, where: str) -> Message:
 
 def _is_trained(message: Message, where: str) -> bool | None:
     """Take the flags out of a message that say whether it is trained; None where none does."""
-    given = {key: message.pop(key) for key in FLAGS if key in message}
-    if not given:
+    if message.keys().isdisjoint(FLAGS):
         return None
+    given = {key: message.pop(key) for key in FLAGS if key in message}
     wanted = {key: _flag(value, f"{where}.{key}") for key, value in given.items()}
     if len(set(wanted.values())) > 1:
         shown = " and ".join(f"{key} {given[key]!r}" for key in given)
@@ -203,13 +215,17 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
     others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
     if speaker == "function_call":
         others["tool_calls"] = spoken_calls(turn, where)
-        return _message({"role": "assistant", "content": "", **others}, where)
+        others.pop("role", None)
+        return _message({"content": "", **others, "role": "assistant"}, where)
     if speaker not in SHAREGPT_ROLES:
         known = (*SHAREGPT_ROLES, "function_call")
         close = did_you_mean(speaker, known)
         raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(known)})")
-    content = text_of(turn, "value", where)
-    return _message({"role": SHAREGPT_ROLES[speaker], "content": content, **others}, where)
+    message = {"role": SHAREGPT_ROLES[speaker], "content": text_of(turn, "value", where)}
+    for key, theirs in (("role", "from"), ("content", "value")):
+        if others.pop(key, message[key]) not in (message[key], turn[theirs]):
+            raise RowProblem(f"{where} has '{theirs}' and another '{key}'; keep one of them")
+    return _message({**message, **others}, where)
 
 
 def exchanges_of(value: Any, where: str) -> list[Message]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import markupsafe
+
 from finetune.data.messages import Message
 
 THOUGHT = re.compile(
@@ -43,18 +45,20 @@ def lost(message: Message, text: str) -> list[str]:
     missing = list[str]()
     for part in sorted(_parts(message), key=lambda part: -len(part.forms[0])):
         found, remaining = _taken(part, remaining)
-        missing += [name for name in found if name not in missing]
-    return missing
+        missing += found
+    return list(dict.fromkeys(missing))
 
 
 def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
-    """What of a tool's schema a text does not hold: its name, description and parameters."""
+    """What of a tool's schema a text does not hold: its name, or its description and parameters."""
     function = tool["function"]
     squeezed = _squeezed(text)
     name = function.get("name", "")
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    wanted = [(name, _forms(name))]
+    if not any(form in squeezed for form in _forms(name)):
+        return [name]
+    wanted = list[tuple[str, tuple[str, ...]]]()
     description = function.get("description")
     if isinstance(description, str):
         wanted.append((f"the description of {name}", _forms(description)))
@@ -145,8 +149,8 @@ def _forms(text: str) -> tuple[str, ...]:
     if not plain.isascii() or any(each in text for each in "\"\\\n\r\t\b\f&<>'"):
         text = text.strip()
         forms += [json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]]
-        forms += [html.escape(text), html.escape(text, quote=False), json.dumps(text, indent=1)]
-        forms.append(str(repr(text))[1:-1])
+        forms += [html.escape(text), html.escape(text, quote=False), str(markupsafe.escape(text))]
+        forms.append(repr(text)[1:-1])
     return tuple(dict.fromkeys(map(_squeezed, forms)))
 
 

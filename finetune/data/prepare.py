@@ -30,14 +30,12 @@ from finetune.data.encode import (
     Chunk,
     Encoded,
     Encoder,
-    Problems,
-    Tally,
-    check_source,
 )
 from finetune.data.hub import hub_version
 from finetune.data.mixture import mix
 from finetune.data.order import permutation
 from finetune.data.packing import pack
+from finetune.data.problems import Problems, check_source
 from finetune.data.render import Chat
 from finetune.data.rows import (
     Documents,
@@ -49,6 +47,7 @@ from finetune.data.rows import (
     single_rows,
 )
 from finetune.data.sources import Source, find_sources
+from finetune.data.tally import Tally
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Data, Recipe

@@ -11,7 +11,8 @@ and with the token that ends the turn:
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from finetune.data.chat_templates import BUILT_IN, adds_bos, choose
 from finetune.data.formats import Completion, Conversation, Sample, Text
 from finetune.data.marks import Span
-from finetune.data.turns import ANSWER, QUESTION, Turns, excerpt
+from finetune.data.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -40,6 +42,19 @@ class Row:
     trained: list[bool]
     notes: frozenset[str] = frozenset()
     """What is unusual about it: names of counts in `finetune.data.encode.Tally`."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a text."""
+
+    ids: list[int]
+    encoding: "Encoding"
+
+    @property
+    def offsets(self) -> list[Span]:
+        """The characters of each token."""
+        return self.encoding.offsets
 
 
 @dataclass(frozen=True)
@@ -69,15 +84,14 @@ class Chat:
             case Completion():
                 return self._completion(sample, train_on)
             case Text():
-                ids, _ = self._encode(sample.text)
-                ids = self._closed(self._opened(ids))
+                ids = self._closed(self._opened(self._tokens(sample.text).ids))
                 return Row(ids, [True] * len(ids), self._bos_notes(ids))
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""
         if isinstance(sample, Completion):
-            return self._opened(self._encode(sample.prompt)[0])
-        return self._encode(self._turns(sample).mark(sample, add_generation_prompt=True).text)[0]
+            return self._opened(self._tokens(sample.prompt).ids)
+        return self._tokens(self._turns(sample).mark(sample, add_generation_prompt=True).text).ids
 
     @property
     def stop_ids(self) -> list[int]:
@@ -105,13 +119,13 @@ class Chat:
         itself: behind a newline where the tokenizer puts a space before every text, which does not
         belong here.
         """
-        prompt, _ = self._encode(sample.prompt)
-        whole, _ = self._encode(sample.prompt + sample.completion)
+        prompt = self._tokens(sample.prompt).ids
+        whole = self._tokens(sample.prompt + sample.completion).ids
         if whole[: len(prompt)] == prompt:
             return prompt, whole[len(prompt) :]
-        alone, _ = self._encode(sample.completion)
-        newline, _ = self._encode("\n")
-        behind_newline, _ = self._encode("\n" + sample.completion)
+        alone = self._tokens(sample.completion).ids
+        newline = self._tokens("\n").ids
+        behind_newline = self._tokens("\n" + sample.completion).ids
         text = self.tokenizer.decode(whole)
         for completion in (alone, behind_newline[len(newline) :]):
             if self.tokenizer.decode([*prompt, *completion]) == text:
@@ -158,9 +172,9 @@ class Chat:
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
         turns = self._turns(sample)
-        rendered = turns.render(sample)
-        marked = rendered.marked
-        ids, offsets = self._encode(marked.text)
+        rendered = self._rendered(sample)
+        text = rendered.marked.text
+        tokens = self._tokens(text)
         if train_on == "all":
             if sample.untrained:
                 raise FinetuneError(
@@ -168,8 +182,8 @@ class Chat:
                     "all tokens are trained; use method sft with train_on=assistant, or leave the "
                     "key out"
                 )
-            notes = self._bos_notes(ids) | rendered.notes
-            return Row(ids, [True] * len(ids), notes)
+            ids = tokens.ids
+            return Row(ids, [True] * len(ids), self._bos_notes(ids) | rendered.notes)
         answers = [
             number
             for number, message in enumerate(sample.messages)
@@ -178,18 +192,49 @@ class Chat:
         chosen = answers[-1:] if train_on == "completion" else answers
         chosen = [number for number in chosen if number not in sample.untrained]
         spans = {number: turns.spans(rendered, number) for number in chosen}
-        borders = sorted({start for each in spans.values() for start, _ in each})
-        ids, offsets = self._cut(marked.text, ids, offsets, borders)
+        ids, places = self._placed(text, tokens, [span for said in spans.values() for span in said])
         trained = [False] * len(ids)
-        starts = [start for start, _ in offsets]
         for number, said in spans.items():
             last = 0
-            for start, end in said:
-                first, behind = bisect_left(starts, start), bisect_left(starts, end)
+            for span in said:
+                first, behind = places[span]
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
-            self._check_end(last, marked.written(number) or marked.text[slice(*said[-1])])
+            self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
         return Row(ids, trained, self._bos_notes(ids) | rendered.notes)
+
+    def _placed(
+        self, text: str, tokens: Tokens, spans: list[Span]
+    ) -> tuple[list[int], dict[Span, Span]]:
+        """Ids of a text, and the first token of each span with the one behind its last token."""
+        places = {span: self._place(tokens, span) for span in spans}
+        found = {span: place for span, place in places.items() if place is not None}
+        if len(found) == len(places):
+            return tokens.ids, found
+        borders = sorted({start for start, _ in spans})
+        ids, offsets = self._cut(text, tokens.ids, tokens.offsets, borders)
+        starts = [start for start, _ in offsets]
+        return ids, {
+            (start, end): (bisect_left(starts, start), bisect_left(starts, end))
+            for start, end in spans
+        }
+
+    def _place(self, tokens: Tokens, span: Span) -> Span | None:
+        """The tokens of a span that begins and ends between two tokens, an end token the last.
+
+        None where this cannot be seen from the tokens at its ends: then all of them are looked at.
+        """
+        start, end = span
+        encoding = tokens.encoding
+        if start >= end or start == 0:
+            return None
+        before, first = encoding.char_to_token(start - 1), encoding.char_to_token(start)
+        last = encoding.char_to_token(end - 1)
+        if before is None or first != before + 1 or last is None:
+            return None
+        if encoding.token_to_chars(first)[0] != start or encoding.token_to_chars(last)[1] != end:
+            return None
+        return (first, last + 1) if tokens.ids[last] in self.end_tokens else None
 
     def _cut(
         self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
@@ -206,9 +251,9 @@ class Chat:
             return ids, offsets
         apart, places = list[int](), list[Span]()
         for start, end in itertools.pairwise([0, *crossed, len(text)]):
-            found, spans = self._encode(text[start:end])
-            apart += found
-            places += [(start + first, start + behind) for first, behind in spans]
+            found = self._tokens(text[start:end])
+            apart += found.ids
+            places += [(start + first, start + behind) for first, behind in found.offsets]
         whole, joined = self.tokenizer.decode(ids), self.tokenizer.decode(apart)
         if whole != joined:
             raise FinetuneError(
@@ -282,21 +327,74 @@ class Chat:
 
     # Tokens.
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids of a text without added special tokens, and the characters of each.
+    @contextmanager
+    def ahead(self, samples: Iterable[Sample]) -> Iterator[None]:
+        """Render and tokenise samples at once, which takes less time than one by one.
+
+        Within the context `render` finds what it needs of these very samples.
+        """
+        texts: dict[str, None] = {}
+        for sample in samples:
+            match sample:
+                case Conversation():
+                    try:
+                        rendered = self._turns(sample).render(sample)
+                    except FinetuneError:  # raised again where the row is rendered
+                        continue
+                    self._rendered_ahead[id(sample)] = rendered
+                    texts[rendered.marked.text] = None
+                case Completion():
+                    texts |= {sample.prompt: None, sample.prompt + sample.completion: None}
+                case Text():
+                    texts[sample.text] = None
+        whole = [text for text in texts if not HALF_CHARACTER.search(text)]
+        if whole:
+            for text, tokens in zip(whole, self._tokenised(whole), strict=True):
+                self._tokens_ahead[text] = tokens
+        try:
+            yield
+        finally:
+            self._rendered_ahead.clear()
+            self._tokens_ahead.clear()
+
+    @cached_property
+    def _rendered_ahead(self) -> dict[int, Rendered]:
+        """Conversations by the identity of their samples."""
+        return {}
+
+    @cached_property
+    def _tokens_ahead(self) -> dict[str, Tokens]:
+        return {}
+
+    def _rendered(self, sample: Conversation) -> Rendered:
+        return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)
+
+    def _tokens(self, text: str) -> Tokens:
+        """Tokens of a text without added special tokens.
 
         Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
         """
+        ahead = self._tokens_ahead.get(text)
+        if ahead is not None:
+            return ahead
         half = HALF_CHARACTER.search(text)
         if half is not None:
             raise FinetuneError(
                 f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
                 "other half was lost, perhaps where the text was cut"
             )
-        encoding = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        return self._tokenised([text])[0]
+
+    def _tokenised(self, texts: list[str]) -> list[Tokens]:
+        found = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
-        return encoding["input_ids"], encoding["offset_mapping"]
+        assert found.encodings is not None  # it is a fast tokenizer
+        return list(map(Tokens, found["input_ids"], found.encodings))
 
 
 def load_chat(

@@ -22,6 +22,9 @@ from finetune.recipe import Data, Recipe
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
+ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
+"""Files that describe a data set and hold no rows, by their names on the hub."""
+
 
 @dataclass(frozen=True)
 class SourceRow:
@@ -179,14 +182,15 @@ def _globbed(data: Data) -> Source:
 
 def _folder(data: Data, path: Path) -> Source:
     inside = sorted(p for p in path.rglob("*") if not _hidden(p.relative_to(path)))
-    files, unread = _by_kind(inside)
+    files, unread = _by_kind([p for p in inside if p.name not in ABOUT])
+    unread = tuple(sorted({*unread, *(p for p in inside if p.name in ABOUT and p.is_file())}))
     if not files:
         why = f"; {why_not_read(unread[0])}" if unread else ""
         raise FinetuneError(f"data.source: the folder {path} holds no file that is read{why}")
     splits = splits_of(path, files, data.subset)
     within = {file for members in splits.values() for file in members}
     outside = tuple(file for file in files if file not in within)
-    return Source(data, tuple(choose(path, splits, data.split)), unread, outside)
+    return Source(data, tuple(choose(path, splits, data.split, outside)), unread, outside)
 
 
 def _saved_split(path: Path, split: str) -> Path:

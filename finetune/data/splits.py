@@ -65,17 +65,18 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
     return in_folders or in_names or {"train": list(files)}
 
 
-def choose(folder: Path, splits: Splits, split: str) -> list[Path]:
-    """The files of a split.
+def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = ()) -> list[Path]:
+    """The files of a split, beside others that belong to none.
 
     Raises:
         FinetuneError: there is no such split, or a file of it belongs to another one too.
     """
     if split not in splits:
         shown = "; ".join(f"{name} ({_some(paths, folder)})" for name, paths in splits.items())
+        others = f"; {_some(outside, folder)} in none of them" if outside else ""
         raise FinetuneError(
             f"data.split: {folder} has no split '{split}'{did_you_mean(split, splits)}; it has "
-            f"{shown or 'none'}"
+            f"{shown or 'none'}{others}"
         )
     for path in splits[split]:
         others = [name for name, paths in splits.items() if name != split and path in paths]

@@ -146,12 +146,7 @@ class Turns:
 
     def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
         """Refuse a template that leaves out a tool, wherever else its name is."""
-        said = [
-            number
-            for number, message in enumerate(rendered.sample.messages)
-            if message["role"] in ("assistant", "tool")
-        ]
-        text = rendered.marked.outside(said)
+        text = rendered.marked.outside(_said_by(rendered.sample, ("assistant", "tool")))
         missing = lost_of_tool(tool, text)
         if missing:
             raise FinetuneError(
@@ -168,9 +163,9 @@ class Turns:
         missing = lost(message, marked.written(number))
         if not missing:
             return
-        others = [other for other in marked.turns if other != number]
-        text = marked.outside(others)
+        text = marked.text
         if message["role"] != "assistant" or number not in marked.turns:
+            text = marked.outside(_said_by(rendered.sample, ("assistant", "tool"), number))
             missing = lost(message, text)
             if not missing and self._writes(rendered.sample, number):
                 return
@@ -191,7 +186,8 @@ class Turns:
     def _writes(self, sample: Conversation, number: int) -> bool:
         """Whether the template writes the content of a message, which may be there by chance."""
         content = sample.messages[number]["content"].strip()
-        if not content or len(content) > SHORT:
+        others = (m["content"] for n, m in enumerate(sample.messages) if n != number)
+        if not content or (len(content) > SHORT and not any(content in each for each in others)):
             return True
         message = {**sample.messages[number], "content": PROBE}
         return PROBE in self.mark(_replaced(sample, number, message)).text
@@ -199,7 +195,7 @@ class Turns:
     def _is_history(self, sample: Conversation, number: int) -> bool:
         """Whether a message is an earlier turn whose thoughts are written while it is the last."""
         message = sample.messages[number]
-        if all(later["role"] != "user" for later in sample.messages[number + 1 :]):
+        if number + 1 == len(sample.messages):
             return False
         kind = (
             bool(message.get("reasoning_content")),
@@ -309,10 +305,21 @@ class Turns:
         if number == 0:
             return self.header
         try:
-            marked = self.mark(_cut(sample, number), add_generation_prompt=True)
+            found = self._prompt_header(_cut(sample, number))
         except FinetuneError:  # some templates render no conversation that ends there
             return self.header
-        return marked.tail if number - 1 in marked.turns else self.header
+        return self.header if found is None else found
+
+    def _prompt_header(self, sample: Conversation) -> str | None:
+        """What the template writes behind messages for the answer to follow."""
+        asked = self.mark(sample, add_generation_prompt=True)
+        if asked.tail.strip() and len(sample.messages) - 1 in asked.turns:
+            return asked.tail
+        # Some templates write it within the turn of the last message.
+        told = self.mark(sample).text
+        if asked.text != told and asked.text.startswith(told):
+            return asked.text[len(told) :]
+        return asked.tail if len(sample.messages) - 1 in asked.turns else None
 
     @cached_property
     def _marks(self) -> MarkedTemplate:
@@ -344,7 +351,7 @@ class Turns:
     @cached_property
     def header(self) -> str:
         """What the template writes behind a question for the answer to follow."""
-        return self.mark(Conversation((QUESTION,)), add_generation_prompt=True).tail
+        return self._prompt_header(Conversation((QUESTION,))) or ""
 
     @cached_property
     def _hidden_header(self) -> str:
@@ -414,6 +421,11 @@ def _with_fitting_ids(sample: Conversation) -> Conversation | None:
             ]
         messages.append(message)
     return dataclasses.replace(sample, messages=tuple(messages))
+
+
+def _said_by(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
+    """Numbers of the messages of some roles."""
+    return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
 
 
 def _cut(sample: Conversation, messages: int) -> Conversation:
