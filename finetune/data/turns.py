@@ -159,7 +159,10 @@ class Turns:
         Thoughts may be left out of earlier turns, where the template writes those of the last one.
         """
         message, marked = rendered.sample.messages[number], rendered.marked
-        missing = lost(message, marked.written(number))
+        written = marked.written(number)
+        if message["role"] == "assistant":
+            written = written.removeprefix(self._usual_header)
+        missing = lost(message, written)
         if not missing:
             return
         text = marked.text
@@ -351,6 +354,14 @@ class Turns:
     def header(self) -> str:
         """What the template writes behind a question for the answer to follow."""
         return self._prompt_header(Conversation((QUESTION,))) or ""
+
+    @cached_property
+    def _usual_header(self) -> str:
+        """The header, or nothing for a template that refuses the question that asks for it."""
+        try:
+            return self.header
+        except FinetuneError:
+            return ""
 
     @cached_property
     def _hidden_header(self) -> str:
