@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from finetune.data.encode import Chunk, Encoded, Encoder
 from finetune.errors import FinetuneError
+from finetune.quiet import tokenise_on_one_core
 
 ALONE = 16
 """Chunks that this process encodes by itself before it starts others, which takes seconds."""
@@ -90,10 +91,7 @@ class Worker:
     def __init__(self, encoder: Encoder) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # a process has one core
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -134,6 +132,7 @@ def _send(file: IO[bytes], value: Any) -> None:
 
 def serve() -> None:
     """Encode chunks from standard input until it ends; what others print goes to the errors."""
+    tokenise_on_one_core()
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:

@@ -9,6 +9,7 @@ and with the token that ends the turn:
 """
 
 import itertools
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -416,7 +417,7 @@ def load_chat(
             f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
             "use a model with a tokenizer.json"
         )
-    chosen = choose(tokenizer, chat_template, variables or {})
-    return Chat(
-        tokenizer, chosen.template, chosen.tool_template, dict(variables or {}), chosen.saved
-    )
+    # A date of YAML is a text here, as it is in JSON and in the shown recipe.
+    values = json.loads(json.dumps(dict(variables or {}), default=str))
+    chosen = choose(tokenizer, chat_template, values)
+    return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved)

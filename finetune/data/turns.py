@@ -7,14 +7,14 @@ says.
 """
 
 import dataclasses
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.call_forms import forms, writes_as_python
 from finetune.data.chat_templates import TEMPLATE_ERRORS, check_variables
 from finetune.data.formats import Conversation
 from finetune.data.marks import Marked, MarkedTemplate, Span
@@ -34,8 +34,6 @@ COMPARED = 16
 """Conversations of each shape that are compared with what transformers renders."""
 SHORT = 12
 """Characters of a text that may be in a chat by chance."""
-CALL_ID = re.compile("[a-zA-Z0-9]{9}")
-"""Ids of tool calls that every template takes: Mistral's take no others."""
 THOUGHTS = "the thoughts of message {}"
 
 
@@ -90,7 +88,7 @@ class Turns:
         }
         first: Rendered | None = None
         refusal: Exception | None = None
-        for form, notes in _forms(sample):
+        for form, notes in forms(sample):
             try:
                 marked = self._marks.render(form.messages, today=today, **variables)
             except TEMPLATE_ERRORS as error:
@@ -98,7 +96,7 @@ class Turns:
                 continue
             if first is None:
                 first = Rendered(form, marked, notes)
-                if not _writes_as_python(sample, marked.text):
+                if not writes_as_python(sample, marked.text):
                     return first
             elif not notes:
                 return Rendered(form, marked, notes)
@@ -160,7 +158,10 @@ class Turns:
         Thoughts may be left out of earlier turns, where the template writes those of the last one.
         """
         message, marked = rendered.sample.messages[number], rendered.marked
-        missing = lost(message, marked.written(number))
+        written = marked.written(number)
+        if message["role"] == "assistant":
+            written = written.removeprefix(self._usual_header)
+        missing = lost(message, written)
         if not missing:
             return
         text = marked.text
@@ -354,73 +355,18 @@ class Turns:
         return self._prompt_header(Conversation((QUESTION,))) or ""
 
     @cached_property
+    def _usual_header(self) -> str:
+        """The header, or nothing for a template that refuses the question that asks for it."""
+        try:
+            return self.header
+        except FinetuneError:
+            return ""
+
+    @cached_property
     def _hidden_header(self) -> str:
         """What stands before an answer of a template whose generation prompt is empty."""
         written = self.mark(Conversation((QUESTION, ANSWER))).written(1)
         return written.partition(PROBE)[0].strip()
-
-
-# The forms in which a template may need a conversation.
-
-
-def _forms(sample: Conversation) -> Iterator[tuple[Conversation, set[str]]]:
-    """The conversation as it is, with arguments as text, with ids that each template takes."""
-    yield sample, set()
-    if not any("tool_calls" in message for message in sample.messages):
-        return
-    joined = dataclasses.replace(sample, messages=tuple(map(_with_text, sample.messages)))
-    yield joined, set()
-    for each in (sample, joined):
-        renamed = _with_fitting_ids(each)
-        if renamed is not None:
-            yield renamed, {"call_ids"}
-
-
-def _with_text(message: Message) -> Message:
-    """A message whose tool calls hold their arguments as JSON text, as the row wrote it."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        written = written_arguments(function["arguments"])
-        text = json.dumps(function["arguments"], ensure_ascii=False) if written is None else written
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}
-
-
-def _writes_as_python(sample: Conversation, text: str) -> bool:
-    """Whether a template writes arguments, which the row holds as JSON text, as Python would."""
-    for message in sample.messages:
-        for call in message.get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
-            if arguments and written_arguments(arguments) is not None and str(arguments) in text:
-                return str(arguments) != json.dumps(arguments, ensure_ascii=False)
-    return False
-
-
-def _with_fitting_ids(sample: Conversation) -> Conversation | None:
-    """With other ids in place of those that are not nine letters and digits; None if all are."""
-    ids = [call.get("id") for message in sample.messages for call in message.get("tool_calls", ())]
-    ids += [message.get("tool_call_id") for message in sample.messages]
-    there = dict.fromkeys(each for each in ids if isinstance(each, str))
-    free = (f"call{number:05d}" for number in range(100_000))
-    free = (each for each in free if each not in there)
-    new = {each: each if CALL_ID.fullmatch(each) else next(free) for each in there}
-    if all(old == each for old, each in new.items()):
-        return None
-    messages = []
-    for message in sample.messages:
-        message = dict(message)
-        if message.get("tool_call_id") in new:
-            message["tool_call_id"] = new[message["tool_call_id"]]
-        if "tool_calls" in message:
-            message["tool_calls"] = [
-                {**call, "id": new.get(call.get("id"), call.get("id"))}
-                for call in message["tool_calls"]
-            ]
-        messages.append(message)
-    return dataclasses.replace(sample, messages=tuple(messages))
 
 
 def _said_by(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
