@@ -36,7 +36,7 @@ from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.planner.prequantised import DEQUANTISED, stored_kind
 from finetune.planner.prequantised import problems as prequantised_problems
-from finetune.pretrained import forget_stored_form
+from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 
@@ -209,9 +209,11 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
             )
+            save_as_published(model)
+            return model
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}") from None
 

@@ -176,6 +176,9 @@ LATENT = {
 }  # fmt: skip
 
 
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+
+
 def tiny(kind: str, folder: Path | None = None, **fields: Any) -> torch.nn.Module:
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**SIZES, **fields})
@@ -236,6 +239,16 @@ def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, finetune, ba
     assert all(torch.equal(found[name], given[name]) for name in biases)
     generation = GenerationConfig.from_pretrained(tmp_path / "run" / "final")
     assert generation.eos_token_id == [END, TURN_END]
+
+
+def test_experts_from_scratch_are_written_as_the_hub_has_them(tmp_path, monkeypatch):
+    plain = tiny("qwen3_moe", tmp_path / "plain", **EXPERTS)
+    config = {**plain.config.to_diff_dict(), "model_type": "qwen3_moe"}
+    model = {"name": None, "config": config, "tokenizer": str(tmp_path / "plain")}
+    run = train(tmp_path, tmp_path / "plain", monkeypatch, model=model)
+    found = load_file(run.final / "model.safetensors")
+    assert found.keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in found
 
 
 def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, monkeypatch):
@@ -312,3 +325,25 @@ def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):
     folder = export(run, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(folder).eos_token == byte_tokenizer().eos_token
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [END, TURN_END]
+
+
+def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, monkeypatch):
+    base = save_base(tiny_llama(), tmp_path / "base")
+    (base / "modeling_tiny.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class TinyConfig(LlamaConfig):\n    model_type = 'tiny_of_its_own'\n\n\n"
+        "class TinyForCausalLM(LlamaForCausalLM):\n    config_class = TinyConfig\n"
+    )
+    classes = {"AutoConfig": "TinyConfig", "AutoModelForCausalLM": "TinyForCausalLM"}
+    config = json.loads((base / "config.json").read_text())
+    config["model_type"] = "tiny_of_its_own"
+    config["auto_map"] = {auto: f"modeling_tiny.{name}" for auto, name in classes.items()}
+    (base / "config.json").write_text(json.dumps(config))
+    model = {"trust_remote_code": True}
+    run = train(tmp_path, base, monkeypatch, model=model)
+    for folder in (run.final, export(run, tmp_path / "out")):
+        assert (folder / "modeling_tiny.py").is_file()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(loaded).__name__ == "TinyForCausalLM"
+        assert relative(logits(loaded), logits(load(run).model)) == 0
+        assert "trust_remote_code=True" in (folder / "README.md").read_text()
