@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -100,3 +101,11 @@ def has_learned_positions(model: nn.Module, context: int) -> bool:
 def _token_tables(model: nn.Module) -> list[nn.Embedding]:
     table: nn.Module = model.get_input_embeddings()
     return [each for each in table.modules() if isinstance(each, nn.Embedding)]
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """As it was before ZeRO-3 partitioned it or bitsandbytes packed it in four bits."""
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return state.shape
+    return getattr(parameter, "ds_shape", parameter.shape)

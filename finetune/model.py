@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -22,10 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from finetune import loading, targets, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
@@ -38,7 +41,7 @@ from finetune.planner.prequantised import DEQUANTISED, stored_kind
 from finetune.planner.prequantised import problems as prequantised_problems
 from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
-from finetune.recipe import LoRA, Recipe
+from finetune.recipe import LoRA, Model, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -54,7 +57,7 @@ ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "do
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe.
+    """The tokenizer of a recipe, with the tokens that the recipe adds.
 
     Raises:
         FinetuneError: there is none where the recipe says.
@@ -63,7 +66,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -71,6 +74,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
@@ -93,7 +98,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.batch.packing:
         check_packing(model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    trained = as_trained(model, recipe, *_grown(model, recipe))
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
@@ -102,8 +107,30 @@ def build(engine: Engine, seed: int) -> nn.Module:
     return trained
 
 
-def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
+    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    if not recipe.model.add_tokens and not by_rows:
+        return None, range(0)
+    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
+    if recipe.model.add_tokens:
+        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
+    grown = range(old, loading.token_rows(model) or 0)
+    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
+    return tokenizer, grown
+
+
+def as_trained(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    grown: range = range(0),
+) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Args:
+        tokenizer: where tokens are named whose rows are trained.
+        grown: rows that the model's tables did not have when it was loaded.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -115,14 +142,22 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _with_adapter(model, recipe.adapter)
+    config = lora_config(recipe.adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(
+            model, recipe.adapter, tokenizer, grown
+        )
+        tied = model.config.tie_word_embeddings and bool(recipe.adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, recipe.adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    give_loss(model, chunked=chosen["head"] == "chunked")
+    balance = balance_of(model, plan.recipe.model)
+    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for lever, (fuse, _, _) in FUSED.items():
@@ -223,8 +258,13 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     model = plan.recipe.model
     fields = _stored_fields(plan)
     dequantising = stored_kind(fields) in DEQUANTISED
-    # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or dequantising
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = (
+        not plan.backend.zero_init
+        or reads_base(plan.recipe.adapter)
+        or bool(model.add_tokens)
+        or dequantising
+    )
     loaded: Any = None
     notes: list[str] = []
     try:
@@ -239,6 +279,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
+                **vocabulary.without_lost_pad(_config(model)),
                 **loading_arguments(
                     fields,
                     model.quantization,
@@ -292,6 +333,12 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
     return fields
 
 
+def _config(model: Model) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
     if "custom code" in str(error):
@@ -313,14 +360,15 @@ def reads_base(adapter: LoRA | None) -> bool:
 
 def lora_config(adapter: LoRA) -> LoraConfig:
     """The adapter in PEFT's own words."""
-    targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     excluded = adapter.exclude_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.r,
         lora_alpha=adapter.scale_alpha,
         lora_dropout=adapter.dropout,
-        target_modules=targets,
+        target_modules=wanted,
+        target_parameters=list(adapter.target_parameters) or None,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
@@ -332,12 +380,12 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, lora_config(adapter))
+        return get_peft_model(model, targets.settle(model, config, adapter))
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
@@ -347,17 +395,22 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
 def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
     """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
     modules = [name for name, _ in model.named_modules() if name]
+    older = targets.rewritten_names(model)
+    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
     last = {name.rsplit(".", 1)[-1] for name in modules}
     for field in ("targets", "modules_to_save", "exclude_modules"):
         given = getattr(adapter, field)
         for word in () if isinstance(given, str) else given:
+            if field == "targets" and word.rsplit(".", 1)[-1] in older:
+                continue  # experts were modules of this name in transformers 4
             end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
             if not any(name == word or name.endswith(end) for name in modules):
                 told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
-                yield told + (_linear_modules(model) if field == "targets" else "")
+                here = _linear_modules(model) + targets.expert_words(model)
+                yield told + (here if field == "targets" else "")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, field):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
                 told = f"adapter.{field}: no module matches '{pattern}'"
                 yield f"{told}{did_you_mean(pattern, last)}"
 
@@ -384,14 +437,21 @@ def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
     That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
     (`gaussian`). PEFT draws in the order of construction, which differs between engines.
     """
+    ranks = {
+        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+        for rank in layer.r.values()
+        for part in ("lora_A", "lora_embedding_B")
+    }
     for name, parameter in model.named_parameters():
-        if re.search(r"\.lora_(A|embedding_B)\.", name):
+        if (found := re.search(r"(.*\.lora_(A|embedding_B))\.", name)) is not None:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
             if "lora_A" not in name:
                 nn.init.normal_(drawn, generator=generator)
             elif adapter.init_lora_weights == "gaussian":
-                nn.init.normal_(drawn, std=1 / parameter.shape[0], generator=generator)
+                nn.init.normal_(drawn, std=1 / ranks[found[1]], generator=generator)
             else:
                 nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
             with torch.no_grad():

@@ -81,7 +81,7 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     kept = reader.kept()
     tensors = {
         key: kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
-        for name, key in adapter_keys(module, [*shapes, *kept]).items()
+        for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
     empty = [key for key, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
@@ -99,10 +99,18 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
 
 
 def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """Tensor of an adapter -> its key in PEFT's file, by letting PEFT rename numbered tags."""
+    """Key in PEFT's file -> tensor of an adapter, by letting PEFT rename numbered tags.
+
+    A parameter of two names, as of tied tables that are trained whole, has two keys.
+    """
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
+    parameters = dict(module.named_parameters())
+    numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in numbers:
+            tags.setdefault(name, numbers[id(parameter)])
     renamed = get_peft_model_state_dict(module, state_dict=dict(tags), save_embedding_layers=False)
-    return {names[int(tag.item())]: key for key, tag in renamed.items()}
+    return {key: names[int(tag.item())] for key, tag in renamed.items()}
 
 
 def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:

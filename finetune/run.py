@@ -6,6 +6,7 @@ RUN/
   environment.json   library versions, devices, command
   realised.json      what Accelerate built: engine, precision, elements held per rank
   data.json          rows, tokens, trained tokens, dropped, truncated
+  bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
@@ -55,6 +56,10 @@ class Run:
     @property
     def data(self) -> Path:
         return self.root / "data.json"
+
+    @property
+    def bad_rows(self) -> Path:
+        return self.root / "bad_rows.jsonl"
 
     @property
     def metrics(self) -> Path:

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from finetune import catalog
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
-from finetune.loading import context_length
+from finetune.loading import context_length, token_rows
 from finetune.recipe import Recipe
 from finetune.result.trained import (
     Step,
@@ -32,6 +32,7 @@ from finetune.result.trained import (
     trained_dtype,
 )
 from finetune.run import Run, open_run
+from finetune.vocabulary import pad_id
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -320,5 +321,5 @@ def _pad_id(loaded: Loaded) -> int:
 
     Answers are cut at their first stop token, so any id does, even one that is also an eos.
     """
-    pad = loaded.tokenizer.pad_token_id
-    return pad if isinstance(pad, int) else 0
+    network: Any = loaded.model
+    return pad_id(loaded.tokenizer, token_rows(network))

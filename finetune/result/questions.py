@@ -78,7 +78,8 @@ def of_run(run: Run | str | Path) -> list[Asked]:
 
 def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
     """The rows of `data` that training left out, found again as training chose them."""
-    chat = load_chat(load_tokenizer(recipe), recipe.model.chat_template)
+    chosen = recipe.model
+    chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
     prepared = prepare(recipe, chat, cache("data"))
     newest = run.newest()
     if newest is not None:
@@ -103,6 +104,8 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
     try:
         sample = read_row(data.format, row.value)
     except RowProblem as problem:
+        if data.on_bad_row == "drop":
+            return None
         raise FinetuneError(f"{row.place}: {problem}") from None
     if sample is None:
         return None
@@ -120,6 +123,8 @@ def unanswerable(question: Question) -> str | None:
         return None
     if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
         return "needs a question and, at its end, an assistant message to compare with"
+    if len(question.messages) - 1 in question.untrained:
+        return "its last assistant message is context only by its weight or train"
     if not question.messages[-1].get("content"):
         return "its last assistant message calls a tool and says nothing to compare with"
     return None

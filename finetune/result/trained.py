@@ -34,6 +34,7 @@ from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
+from finetune.vocabulary import grow, without_lost_pad
 
 Step = int | Literal["best", "last"]
 
@@ -115,11 +116,18 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
         return AutoConfig.for_model(**fields)
     try:
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        return _config(model.name, model.revision, model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _unloadable(model.name, error) from None
+
+
+def _config(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """A configuration from which a model can be built: its pad token has a row, or is left out."""
+    config = AutoConfig.from_pretrained(
+        str(name), revision=revision or "main", trust_remote_code=trust_remote_code
+    )
+    config.update(without_lost_pad(config))
+    return config
 
 
 def base_model(
@@ -184,6 +192,7 @@ def load_weights(
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name),
+            config=_config(name, revision, trust_remote_code),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,
@@ -279,7 +288,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     """
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
-    _resize_to(base, stored)
+    _resize_to(base, config, stored)
     with torch.device("meta"):  # names and shapes, no numbers
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
@@ -327,10 +336,13 @@ def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
         weight.data = (weight.data.float() - lost).to(weight.dtype)
 
 
-def _resize_to(model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
+def _resize_to(model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]) -> None:
     """Give the base the vocabulary of an adapter that was trained with added tokens."""
     table: Any = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is table)
-    for key in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):
-        if key in stored and stored[key][0] != table.weight.shape[0]:
-            model.resize_token_embeddings(stored[key][0], mean_resizing=False)
+    places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
+    rows = [stored[key][0] for key in places if key in stored]
+    given = config.trainable_token_indices or {}
+    for ids in given.values() if isinstance(given, dict) else (given,):
+        rows += [max(ids, default=-1) + 1]
+    grow(model, max(rows, default=0))
