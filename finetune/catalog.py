@@ -27,8 +27,9 @@ SECTIONS: dict[str, type] = {
 }
 FREE_TO_CHANGE = {
     "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers", "kernels",
-    "batch.micro_rows", "batch.micro_tokens", "model.activation_checkpointing", "model.attention",
-    "model.pickle", "optim.on_nonfinite", "optim.max_skipped",
+    "batch.micro_rows", "batch.micro_tokens", "batch.padding_free",
+    "model.activation_checkpointing", "model.attention", "model.pickle",
+    "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
 """Fields that a continued run may change: no step computes anything else from its rows.
 

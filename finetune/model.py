@@ -24,9 +24,10 @@ from transformers import (
 )
 
 from finetune import loading, targets, vocabulary
-from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
+from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
@@ -35,13 +36,19 @@ from finetune.kernels.lora import group_adapters, left_alone, reasons_against_ti
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled, unread
-from finetune.planner import Plan
+from finetune.planner import Plan, prequantised
 from finetune.planner.kernels import PARTS, choices
-from finetune.planner.prequantised import DEQUANTISED, stored_kind
-from finetune.planner.prequantised import problems as prequantised_problems
 from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
-from finetune.recipe import LoRA, Model, Recipe
+from finetune.recipe import LoRA, Recipe
+from finetune.soundness import (
+    DECODER_ONLY,
+    blame,
+    cross_attention,
+    explained,
+    hold_in_fp32,
+    not_finite,
+)
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -94,15 +101,26 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
-    if recipe.batch.packing:
-        check_packing(model.config)
+    with explained("model", "transformers cannot load it", DECODER_ONLY):
+        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    check_layout(recipe, model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe, *_grown(model, recipe))
+    _refuse_unfit(model, recipe)
+    tokenizer, grown = _grown(model, recipe)
+
+    def attach(base: Any, adapter: LoRA) -> nn.Module:
+        return _attached(base, adapter, tokenizer, grown)
+
+    with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
+        adapted = as_trained(model, recipe, tokenizer, grown)
+        trained, left_out = without_unreached(adapted, recipe, attach)
+    engine.notes += [left_out] if left_out is not None else []
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
+    else:
+        hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
 
@@ -118,6 +136,20 @@ def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerB
     grown = range(old, loading.token_rows(model) or 0)
     vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
     return tokenizer, grown
+
+
+def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    problem = cross_attention(model)
+    if problem is not None:
+        kind = model.config.model_type
+        raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
+    if reads_base(recipe.adapter) and (names := not_finite(model)):
+        raise FinetuneError(blame(names, recipe.model.name or "model.config"))
 
 
 def as_trained(
@@ -142,14 +174,19 @@ def as_trained(
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    config = lora_config(recipe.adapter)
+    return _attached(model, recipe.adapter, tokenizer, grown)
+
+
+def _attached(
+    model: PreTrainedModel, adapter: LoRA, tokenizer: PreTrainedTokenizerBase | None, grown: range
+) -> PeftModel:
+    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    config = lora_config(adapter)
     if tokenizer is not None:
-        config.trainable_token_indices = vocabulary.token_indices(
-            model, recipe.adapter, tokenizer, grown
-        )
-        tied = model.config.tie_word_embeddings and bool(recipe.adapter.modules_to_save)
+        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
+        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
         config.ensure_weight_tying = bool(grown) and tied
-    return _with_adapter(model, recipe.adapter, config)
+    return _with_adapter(model, adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
@@ -187,7 +224,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{lever}: {which}, because {told} not known here")
-    if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
+    if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
@@ -245,19 +282,21 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
+                config,
+                attn_implementation=implementation(engine.plan.recipe, config),
+                dtype=torch.float32,
             )
             save_as_published(model)
             return model
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}") from None
+        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
     fields = _stored_fields(plan)
-    dequantising = stored_kind(fields) in DEQUANTISED
+    dequantising = prequantised.stored_kind(fields) in prequantised.DEQUANTISED
     # A decomposition of the base weights must see them whole, and so must the mean of a table.
     whole = (
         not plan.backend.zero_init
@@ -268,6 +307,9 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     loaded: Any = None
     notes: list[str] = []
     try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
@@ -275,11 +317,11 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe),
+                attn_implementation=implementation(plan.recipe, config),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                **vocabulary.without_lost_pad(_config(model)),
+                **vocabulary.without_lost_pad(config),
                 **loading_arguments(
                     fields,
                     model.quantization,
@@ -327,20 +369,16 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # loading the model says what is wrong
     name = model.name or ""
-    found = list(prequantised_problems(name, fields, model.quantization, plan.backend))
+    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
     if found:
         raise FinetuneError(*found)
     return fields
 
 
-def _config(model: Model) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(
-        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-
-
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):

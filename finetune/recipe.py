@@ -149,6 +149,8 @@ class Batch:
     """What happens to a row longer than `max_length`; `split` makes several rows of it."""
     packing: bool = False
     """Fill rows of `max_length` with whole documents, each of which sees only itself."""
+    padding_free: bool | Literal["auto"] = "auto"
+    """Rows of a micro-batch side by side, none padded; `auto`: where exact, true: or refuse."""
     micro_tokens: Positive | None = None
     """Token slots per forward pass on one device, instead of `micro_rows`: as many rows as fit."""
 

@@ -22,6 +22,7 @@ from finetune.kernels import chains
 from finetune.loop import EvalResult, StepResult
 from finetune.planner import Plan, hardware
 from finetune.planner.forecast import Facts, Forecast, forecast
+from finetune.planner.padding import Padding
 from finetune.planner.timing import step_flops
 from finetune.rate import matmul_flops
 from finetune.record.display import Display
@@ -76,10 +77,12 @@ class Recorder:
         resumed: int | None,
         parameters: tuple[int, int],
         notes: list[str],
+        padding: Padding,
     ) -> None:
         """Begin the metrics, the display and the trackers.
 
         Args:
+            padding: how rows are laid out in a micro-batch.
             parameters: trainable, and all.
             notes: what a person should know although nothing is wrong.
         """
@@ -109,6 +112,7 @@ class Recorder:
                 eval_rows=len(self.data.eval),
                 trained_tokens=self.data.counts["train"]["trained_tokens"],
                 packing=recipe.batch.packing,
+                padding=padding.line(),
                 micro_tokens=recipe.batch.micro_tokens,
                 resumed_from=resumed,
             )
@@ -259,7 +263,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     """What the planner is told of a run's rows, and of how they will be computed."""
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
     batch, lengths = recipe.batch, rows.lengths
-    padded = not rows.packed and batch.micro_rows > 1 and lengths.min() < lengths.max()
+    padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
     most = np.sort(rows.labelled)[-batch.most_micro_rows :]
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
@@ -287,9 +291,11 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
     found: list[int] = []
     for step in range(min(steps, COUNTED_STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, seed)
-        for each in cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.packed):
+        for each in cut(
+            chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side
+        ):
             lengths = rows.lengths[each]
-            found.append(int(lengths.sum() if rows.packed else lengths.max() * len(each)))
+            found.append(int(lengths.sum() if rows.side_by_side else lengths.max() * len(each)))
     return sum(found) / min(steps, COUNTED_STEPS)
 
 

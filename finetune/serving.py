@@ -189,7 +189,11 @@ def saved_tokenizer(tokenizer: PreTrainedTokenizerBase, end: int | None) -> PreT
     a text.
     """
     saved = copy.deepcopy(tokenizer)
-    if isinstance(saved.chat_template, str):
+    if isinstance(saved.chat_template, dict):
+        saved.chat_template = {
+            name: without_generation_tags(each) for name, each in saved.chat_template.items()
+        }
+    elif saved.chat_template is not None:
         saved.chat_template = without_generation_tags(saved.chat_template)
     if end is None or end == saved.eos_token_id:
         return saved

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune import checkpoint, experts, loading, model, optim, serving, vocabulary
+from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked, refuse_other_data
@@ -33,7 +34,7 @@ from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
 from finetune.profile import STEP, Profile
-from finetune.readiness import make_sure
+from finetune.readiness import make_sure, refuse_weights_not_finite
 from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
@@ -156,6 +157,7 @@ class Training:
         if self.resumed is not None:
             refuse_other_data(self.run, self.resumed, identity(self.data.counts))
         self.steps = self.plan.steps(len(self.data.train))
+        self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.meter = Meter(self.engine.device)
         self.progress = self._build()
@@ -175,7 +177,7 @@ class Training:
                 f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
                 f"and {left} are left"
             )
-        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes)
+        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
         try:
             self._loop()
         finally:
@@ -243,6 +245,8 @@ class Training:
         engine = self.engine
         compiled = self._settle_compiled()
         network = model.build(engine, self.recipe.seed)
+        self.padding = layout(self.recipe, network.config)
+        self.data = self.data.side_by_side(self.padding.free)
         vocabulary_notes = self._fit_vocabulary(network)
         self.tokenizer = serving.settle(network, self.chat, self.data.train)
         self.parameters = model.counts(network)
@@ -362,6 +366,8 @@ class Training:
         if result.suspects is None:
             self.recorder.step(self.progress, result, self.peak)
             return
+        if not self.progress.skipped:
+            refuse_weights_not_finite(self.engine)
         self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
         self.recorder.skipped(self.progress, result, result.suspects)
 

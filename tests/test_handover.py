@@ -37,7 +37,7 @@ from finetune.recipe import LoRA, Model
 from finetune.result.exporter import export
 from finetune.result.inference import load, load_folder
 from finetune.run import Run
-from finetune.serving import base_reference, without_generation_tags
+from finetune.serving import base_reference, saved_tokenizer, without_generation_tags
 
 ROUNDING = 1e-5
 ANSWER = "ok."
@@ -150,6 +150,16 @@ def test_training_tags_are_no_part_of_an_exported_template(tmp_path):
             for each in (TEMPLATE, template)
         ]
         assert texts[0] == texts[1]
+
+
+def test_named_templates_lose_their_training_tags_too():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE}
+    saved = saved_tokenizer(tokenizer, TURN_END)
+    assert saved.chat_template == dict.fromkeys(
+        ("default", "tool_use"), without_generation_tags(TEMPLATE)
+    )
+    assert saved.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize("opening", ["{% generation %}", "{%- generation -%}", "{%+ generation%}"])

@@ -77,6 +77,13 @@ class Prepared:
         path = self.folder / BAD_ROWS
         return path if path.is_file() else None
 
+    def side_by_side(self, free: bool) -> "Prepared":
+        """The same rows, laid side by side in a micro-batch or padded."""
+        train, held_out = (
+            dataclasses.replace(rows, padding_free=free) for rows in (self.train, self.eval)
+        )
+        return dataclasses.replace(self, train=train, eval=held_out)
+
     def place(self, document: int) -> str:
         """The file and the row that a document comes from."""
         file, number = self.train.documents.origins[document]

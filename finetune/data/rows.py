@@ -57,10 +57,17 @@ class Rows:
     members: np.ndarray  # (documents of all rows,) int64; a document may be in several rows
     bounds: np.ndarray  # (rows + 1,) int64
     packed: bool
-    """Documents of a row lie side by side, each attending to itself alone."""
+    """A row is a pack: several documents side by side, each attending to itself alone."""
+    padding_free: bool = False
+    """Rows of a micro-batch are side by side too, though each is one document."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the rows of a micro-batch are side by side in one row of tokens, or padded."""
+        return self.packed or self.padding_free
 
     def numbers(self, index: int) -> np.ndarray:
         """Numbers of the documents in a row."""

@@ -1,12 +1,13 @@
 """Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import limits, published
-from finetune.planner.kernels import model_type
+from finetune.planner import limits
+from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
@@ -20,9 +21,7 @@ WITHOUT_SDPA = (
     "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
     "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 )  # fmt: skip
-"""Types that transformers 5.23 builds without SDPA."""
-PACKS_WITHOUT_SDPA = ("gemma2",)
-"""Of these, types whose packed rows have an attention of this package."""
+"""Types that transformers 5.23 builds without SDPA; rows side by side have an attention of ours."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -32,6 +31,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _limits,
         _mixture,
         _batch,
+        _padding,
         _quantization,
         prequantised,
         _adapter,
@@ -99,6 +99,18 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
             f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
         )
+
+
+def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    batch = recipe.batch
+    if batch.packing and batch.padding_free is False:
+        yield (
+            "batch.padding_free: false, but batch.packing=true lays documents side by side; leave "
+            "one of the two out"
+        )
+    elif not batch.packing and batch.padding_free is True:
+        for reason in against(recipe, known_fields(recipe)):
+            yield (f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there")
 
 
 def _micro_tokens(batch: Batch) -> Iterator[str]:
@@ -192,16 +204,15 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
 
 
 def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if recipe.model.attention != "sdpa" or recipe.batch.packing:
+    if recipe.model.attention != "sdpa":
         return
-    kind = model_type(recipe)
-    if kind is None and recipe.model.name is not None:
-        kind = (published.find(recipe.model.name) or {}).get("model_type")
-    if kind in WITHOUT_SDPA:
-        packed = ", or batch.packing=true" if kind in PACKS_WITHOUT_SDPA else ""
+    fields = known_fields(recipe)
+    kind = fields.get("model_type")
+    if kind in WITHOUT_SDPA and not padding(recipe, fields).free:
+        free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
             f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
-            f"{packed}"
+            f"{', or batch.padding_free=auto' if free else ''}"
         )
 
 

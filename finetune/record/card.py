@@ -110,6 +110,7 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
             ),
             ("Optimizer steps", f"{history.step:,} of {start.steps:,}"),
             ("Packs a step" if start.packing else "Rows a step", batch),
+            *([("Layout of a micro-batch", cell(start.padding))] if start.padding else []),
             ("Backend and precision", f"{start.backend}, {start.precision}"),
             ("Wall time", units.duration(history.seconds)),
             ("Peak memory of one process", units.size(history.peak_memory)),

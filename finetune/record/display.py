@@ -245,6 +245,8 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.rows_per_step} {'packs' if start.packing else 'rows'} = {start.shares} x "
         f"{processes}",
     )
+    if start.padding:
+        table.add_row("", escape(start.padding))
     passes = start.steps * start.rows_per_step / start.train_rows if start.train_rows else 0
     table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
     held_out = f"{start.eval_rows:,} held out" if start.eval_rows else "none held out"
