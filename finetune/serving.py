@@ -12,6 +12,7 @@ A result therefore names every trained end in both JSON files, and the end of a 
 tokenizer's `eos_token`.
 """
 
+import contextlib
 import copy
 import re
 import tempfile
@@ -243,7 +244,9 @@ def follow_umask(folder: Path) -> None:
         probe.unlink(missing_ok=True)
         probe.parent.rmdir()
     for path in _files(folder):
-        path.chmod(mode)
+        if path.stat().st_mode & 0o777 != mode:
+            with contextlib.suppress(OSError):  # a file system without modes
+                path.chmod(mode)
 
 
 def _files(folder: Path) -> Iterator[Path]:

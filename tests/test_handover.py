@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import write_recipe
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import (
     CHATML,
     SIZES,
@@ -340,10 +340,15 @@ def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):
 def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, monkeypatch):
     base = save_base(tiny_llama(), tmp_path / "base")
     (base / "modeling_tiny.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
         "class TinyConfig(LlamaConfig):\n    model_type = 'tiny_of_its_own'\n\n\n"
-        "class TinyForCausalLM(LlamaForCausalLM):\n    config_class = TinyConfig\n"
+        "class TinyForCausalLM(LlamaForCausalLM):\n    config_class = TinyConfig\n\n"
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+        "        self.spare = torch.nn.Linear(2, 3)\n"
     )
+    tensors = load_file(base / "model.safetensors")
+    spare = {"spare.weight": torch.arange(6.0).view(3, 2), "spare.bias": torch.ones(3)}
+    save_file(tensors | spare, base / "model.safetensors", metadata={"format": "pt"})
     classes = {"AutoConfig": "TinyConfig", "AutoModelForCausalLM": "TinyForCausalLM"}
     config = json.loads((base / "config.json").read_text())
     config["model_type"] = "tiny_of_its_own"
@@ -355,5 +360,7 @@ def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, mo
         assert (folder / "modeling_tiny.py").is_file()
         loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert type(loaded).__name__ == "TinyForCausalLM"
+        found = load_file(folder / "model.safetensors")  # what no gradient reaches as well
+        assert all(torch.equal(found[name], tensor) for name, tensor in spare.items())
         assert relative(logits(loaded), logits(load(run).model)) == 0
         assert "trust_remote_code=True" in (folder / "README.md").read_text()
