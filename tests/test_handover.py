@@ -219,6 +219,28 @@ def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, monkeyp
     assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
 
 
+WRITTEN = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},  # transposed, and tied
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},  # experts in one tensor
+    "mamba": {"state_size": 4, "time_step_rank": 4, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_result_is_written_in_the_names_and_shapes_of_its_base(tmp_path, monkeypatch, kind):
+    base = tmp_path / "base"
+    tiny(kind, base, **WRITTEN[kind])
+    model = {"attention": "eager"} if kind == "mamba" else {}
+    run = train(tmp_path, base, monkeypatch, kernels={"head": "whole"}, model=model)
+    given = load_file(base / "model.safetensors")
+    found = load_file(run.final / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in given.items()
+    }
+    trained = load(run).model
+    assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "precision"), [("fsdp_full_shard", "fp32"), ("zero2", "bf16"), ("zero3", "bf16")]
