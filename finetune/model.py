@@ -38,7 +38,7 @@ from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled, unread
 from finetune.planner import Plan, prequantised
 from finetune.planner.kernels import PARTS, choices
-from finetune.pretrained import forget_stored_form
+from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 from finetune.soundness import (
@@ -281,11 +281,13 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=implementation(engine.plan.recipe, config),
                 dtype=torch.float32,
             )
+            save_as_published(model)
+            return model
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 

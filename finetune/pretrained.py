@@ -140,10 +140,16 @@ def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) ->
     _name_parts(folder, parts, total)
     config = saved_config(network, dtype)
     if network.is_remote_code():
-        custom_object_save(network, folder, config=config)
+        kinds = (kind for kind in type(network).__mro__ if _is_of_its_own(kind))
+        custom_object_save(object.__new__(next(kinds)), folder, config=config)
     config.save_pretrained(folder)
     if network.generation_config is not None:
         network.generation_config.save_pretrained(folder)
+
+
+def _is_of_its_own(kind: type) -> bool:
+    """Whether a class is code that came with a model; engines put classes of theirs before it."""
+    return kind.__module__.startswith("transformers_modules.")
 
 
 def _by_layer(names: list[str]) -> list[list[str]]:
@@ -213,9 +219,18 @@ def forget_stored_form(model: PreTrainedModel, dtype: torch.dtype) -> None:
     dequantised model in the form that it was read in, without its quantisation in config.json.
     """
     cast(model, dtype)
+    save_as_published(model)
+
+
+def save_as_published(model: PreTrainedModel) -> None:
+    """Let a model be written in the names and shapes that the hub has for its kind.
+
+    transformers 5.23 derives them from what was read; of a model from scratch nothing was, and
+    of one that FSDP has given another class it would derive none.
+    """
     inner: Any = model
-    read = [each for each in inner._weight_conversions if isinstance(each, PrefixChange)]
-    prefixes = {str(each.source_patterns) for each in read}
+    read = getattr(model, "_weight_conversions", None) or ()
+    prefixes = {str(each.source_patterns) for each in read if isinstance(each, PrefixChange)}
     inner._weight_conversions = [
         each
         for each in get_model_conversion_mapping(model, add_legacy=False)

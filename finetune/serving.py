@@ -12,6 +12,7 @@ A result therefore names every trained end in both JSON files, and the end of a 
 tokenizer's `eos_token`.
 """
 
+import contextlib
 import copy
 import re
 import tempfile
@@ -189,7 +190,11 @@ def saved_tokenizer(tokenizer: PreTrainedTokenizerBase, end: int | None) -> PreT
     a text.
     """
     saved = copy.deepcopy(tokenizer)
-    if isinstance(saved.chat_template, str):
+    if isinstance(saved.chat_template, dict):
+        saved.chat_template = {
+            name: without_generation_tags(each) for name, each in saved.chat_template.items()
+        }
+    elif saved.chat_template is not None:
         saved.chat_template = without_generation_tags(saved.chat_template)
     if end is None or end == saved.eos_token_id:
         return saved
@@ -239,7 +244,9 @@ def follow_umask(folder: Path) -> None:
         probe.unlink(missing_ok=True)
         probe.parent.rmdir()
     for path in _files(folder):
-        path.chmod(mode)
+        if path.stat().st_mode & 0o777 != mode:
+            with contextlib.suppress(OSError):  # a file system without modes
+                path.chmod(mode)
 
 
 def _files(folder: Path) -> Iterator[Path]:

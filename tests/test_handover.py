@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import write_recipe
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import (
     CHATML,
     SIZES,
@@ -37,7 +37,7 @@ from finetune.recipe import LoRA, Model
 from finetune.result.exporter import export
 from finetune.result.inference import load, load_folder
 from finetune.run import Run
-from finetune.serving import base_reference, without_generation_tags
+from finetune.serving import base_reference, saved_tokenizer, without_generation_tags
 
 ROUNDING = 1e-5
 ANSWER = "ok."
@@ -152,6 +152,16 @@ def test_training_tags_are_no_part_of_an_exported_template(tmp_path):
         assert texts[0] == texts[1]
 
 
+def test_named_templates_lose_their_training_tags_too():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE}
+    saved = saved_tokenizer(tokenizer, TURN_END)
+    assert saved.chat_template == dict.fromkeys(
+        ("default", "tool_use"), without_generation_tags(TEMPLATE)
+    )
+    assert saved.eos_token == "<|im_end|>"
+
+
 @pytest.mark.parametrize("opening", ["{% generation %}", "{%- generation -%}", "{%+ generation%}"])
 @pytest.mark.parametrize("closing", ["{% endgeneration %}", "{%-endgeneration-%}"])
 def test_a_template_without_tags_writes_the_same_spaces(opening, closing):
@@ -174,6 +184,9 @@ LATENT = {
     "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 0,
 }  # fmt: skip
+
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 
 
 def tiny(kind: str, folder: Path | None = None, **fields: Any) -> torch.nn.Module:
@@ -202,6 +215,28 @@ def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, monkeyp
         biases = [name for name in found if name.endswith("correction_bias")]
         assert len(biases) == 2
         assert all(torch.equal(found[name], given[name]) for name in biases)
+    trained = load(run).model
+    assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
+
+
+WRITTEN = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},  # transposed, and tied
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},  # experts in one tensor
+    "mamba": {"state_size": 4, "time_step_rank": 4, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_result_is_written_in_the_names_and_shapes_of_its_base(tmp_path, monkeypatch, kind):
+    base = tmp_path / "base"
+    tiny(kind, base, **WRITTEN[kind])
+    model = {"attention": "eager"} if kind == "mamba" else {}
+    run = train(tmp_path, base, monkeypatch, kernels={"head": "whole"}, model=model)
+    given = load_file(base / "model.safetensors")
+    found = load_file(run.final / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in given.items()
+    }
     trained = load(run).model
     assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
 
@@ -236,6 +271,16 @@ def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, finetune, ba
     assert all(torch.equal(found[name], given[name]) for name in biases)
     generation = GenerationConfig.from_pretrained(tmp_path / "run" / "final")
     assert generation.eos_token_id == [END, TURN_END]
+
+
+def test_experts_from_scratch_are_written_as_the_hub_has_them(tmp_path, monkeypatch):
+    plain = tiny("qwen3_moe", tmp_path / "plain", **EXPERTS)
+    config = {**plain.config.to_diff_dict(), "model_type": "qwen3_moe"}
+    model = {"name": None, "config": config, "tokenizer": str(tmp_path / "plain")}
+    run = train(tmp_path, tmp_path / "plain", monkeypatch, model=model)
+    found = load_file(run.final / "model.safetensors")
+    assert found.keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in found
 
 
 def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, monkeypatch):
@@ -312,3 +357,32 @@ def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):
     folder = export(run, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(folder).eos_token == byte_tokenizer().eos_token
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [END, TURN_END]
+
+
+def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, monkeypatch):
+    base = save_base(tiny_llama(), tmp_path / "base")
+    (base / "modeling_tiny.py").write_text(
+        "import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class TinyConfig(LlamaConfig):\n    model_type = 'tiny_of_its_own'\n\n\n"
+        "class TinyForCausalLM(LlamaForCausalLM):\n    config_class = TinyConfig\n\n"
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+        "        self.spare = torch.nn.Linear(2, 3)\n"
+    )
+    tensors = load_file(base / "model.safetensors")
+    spare = {"spare.weight": torch.arange(6.0).view(3, 2), "spare.bias": torch.ones(3)}
+    save_file(tensors | spare, base / "model.safetensors", metadata={"format": "pt"})
+    classes = {"AutoConfig": "TinyConfig", "AutoModelForCausalLM": "TinyForCausalLM"}
+    config = json.loads((base / "config.json").read_text())
+    config["model_type"] = "tiny_of_its_own"
+    config["auto_map"] = {auto: f"modeling_tiny.{name}" for auto, name in classes.items()}
+    (base / "config.json").write_text(json.dumps(config))
+    model = {"trust_remote_code": True}
+    run = train(tmp_path, base, monkeypatch, model=model)
+    for folder in (run.final, export(run, tmp_path / "out")):
+        assert (folder / "modeling_tiny.py").is_file()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(loaded).__name__ == "TinyForCausalLM"
+        found = load_file(folder / "model.safetensors")  # what no gradient reaches as well
+        assert all(torch.equal(found[name], tensor) for name, tensor in spare.items())
+        assert relative(logits(loaded), logits(load(run).model)) == 0
+        assert "trust_remote_code=True" in (folder / "README.md").read_text()

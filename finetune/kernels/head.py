@@ -42,9 +42,9 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
         head.scale, head.cap = logit_function(model.config)
         head.tiled = not torch.accelerator.is_available()
     kind = type(model)
-    model.__class__ = type(
-        kind.__name__, (WithLoss, kind), {"loss_in_chunks": chunked, "balance": balance}
-    )
+    # With the module of the class too: transformers looks there for code of the model's own.
+    own = {"loss_in_chunks": chunked, "balance": balance, "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (WithLoss, kind), own)
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Module:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
+from finetune.planner.configs import config_paths
+from finetune.planner.prequantised import stored_kind
 from finetune.record import units
 from finetune.record.metrics import History, read_history
 from finetune.record.summary import (
@@ -58,6 +60,7 @@ def write_card(
         kind=kind,
         technique=technique(recipe),
         quantization=(recipe.get("model") or {}).get("quantization", "none"),
+        stored=_stored_kind(recipe.get("model") or {}),
         step=f"{step:,}",
         best=history.best is not None and history.best.step == step,
         training=[row(*pair) for pair in _training(recipe, history)],
@@ -158,8 +161,8 @@ def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _place(source: str) -> str:
-    """A hub name, or the last part of a path: folders of the training machine say nothing here."""
-    return hub_name(source) or Path(source).name or source
+    """A source without the folders of the training machine, which say nothing elsewhere."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _losses(history: History) -> list[tuple[str, str, str]]:
@@ -217,6 +220,15 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
     )
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
     return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _stored_kind(model: Mapping[str, Any]) -> str | None:
+    """How the base's own files are quantised, where they are and its config.json is here."""
+    name = model.get("name")
+    for path in config_paths(name, model.get("revision")) if name else ():
+        if path.is_file():
+            return stored_kind(read_record(path))
+    return None
 
 
 def _stops(folder: Path) -> tuple[list[int], str]:
