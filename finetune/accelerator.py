@@ -141,6 +141,19 @@ def _fsdp_plugin(plan: Plan, cpu: bool) -> FullyShardedDataParallelPlugin:
     )
 
 
+def name_units(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let FSDP2 wrap the classes of blocks that the model has.
+
+    Accelerate 1.15 ends with an error where transformers names one that it does not have: Gemma 3
+    has the vision half of SigLIP, whose text half is named too.
+    """
+    there = {type(module).__name__ for module in model.modules()}
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    if named & there and named - there:
+        plugin = accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = sorted(named & there)
+
+
 def keep_compute_type_between_units(model: nn.Module) -> None:
     """Let FSDP2's units hand on what they computed; only the model as a whole returns fp32.
 

@@ -101,6 +101,8 @@ class Engine:
         """Hand model and optimizers to Accelerate, which shards them in place."""
         if self.deepspeed:
             self._fit_buckets(model)
+        if self.plan.backend.engine == "fsdp":
+            accelerator.name_units(self.accelerator, model)
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         accelerator.keep_compute_type_between_units(self.model)

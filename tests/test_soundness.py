@@ -166,7 +166,7 @@ def test_an_adapter_that_is_read_past_is_left_out_of_run_and_result(
         name.replace(".weight", ".default.weight") for name in tensors
     }
     settled = json.loads((run.root / "realised.json").read_text())
-    assert settled["trainable"] == sum(tensor.numel() for tensor in tensors.values())
+    assert settled["trainable_parameters"] == sum(tensor.numel() for tensor in tensors.values())
 
 
 def test_what_a_recipe_names_and_no_gradient_reaches_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -296,6 +296,7 @@ def test_all_that_is_trained_is_held_in_fp32() -> None:
     hold_in_fp32(model)
     kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert model.get_input_embeddings()(torch.tensor([3])).dtype == torch.bfloat16
 
 
 def test_a_module_that_is_saved_whole_moves_in_bf16(
