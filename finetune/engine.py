@@ -112,6 +112,10 @@ class Engine:
             if reason is not None:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
+    def gather_frozen_units(self) -> None:
+        """After a first forward pass: see `finetune.accelerator.gather_frozen_units`."""
+        accelerator.gather_frozen_units(self.model)
+
     def _fit_buckets(self, model: nn.Module) -> None:
         """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
 
