@@ -103,6 +103,8 @@ class Engine:
             self._fit_buckets(model)
         named = model.named_buffers() if self.deepspeed else ()
         buffers = {name: buffer.detach().clone() for name, buffer in named}
+        if self.plan.backend.engine == "fsdp":
+            accelerator.name_units(self.accelerator, model)
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         if self.deepspeed:
@@ -113,6 +115,10 @@ class Engine:
             reason = share_memory(self.model)
             if reason is not None:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
+
+    def gather_frozen_units(self) -> None:
+        """After a first forward pass: see `finetune.accelerator.gather_frozen_units`."""
+        accelerator.gather_frozen_units(self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:
         """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.

@@ -101,7 +101,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    with explained("model", "transformers cannot load it", DECODER_ONLY):
+    field = "model.name" if recipe.model.config is None else "model.config"
+    with explained(field, "transformers cannot make a model of it", DECODER_ONLY):
         model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     check_layout(recipe, model.config)
     keep_unpacked(model)

@@ -202,6 +202,7 @@ def check_model(job: Job) -> str:
             engine.model, rows, engine.device, compute_dtype(job.plan), job.data.train.side_by_side
         )
         engine.reshard()
+        engine.gather_frozen_units()
     if not found.finite:
         refuse_weights_not_finite(engine)
         return "logits of a few tokens are not finite, although its weights are"

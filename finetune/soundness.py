@@ -6,6 +6,7 @@ the check of gradients.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -201,11 +202,25 @@ def blame(names: list[str], base: str) -> str:
 def hold_in_fp32(model: nn.Module) -> None:
     """Hold all that is trained in fp32, whose updates in bf16 would be rounded away.
 
-    PEFT 0.21 casts the matrices of LoRA, not the copies that `modules_to_save` makes.
+    PEFT 0.21 casts the matrices of LoRA, not the copies that `modules_to_save` makes. What they
+    compute keeps its type: a linear layer under autocast by itself, an embedding or a norm because
+    its output is cast, as every engine that shards casts their weights.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    narrow = {
+        parameter: parameter.dtype
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.dtype != torch.float32
+    }
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    for module in model.modules():
+        own = [narrow[each] for each in module.parameters(recurse=False) if each in narrow]
+        if own and not isinstance(module, nn.Linear):
+            module.register_forward_hook(functools.partial(_cast, own[0]))
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, inputs: Any, output: Any) -> Any:
+    return output.to(dtype) if isinstance(output, torch.Tensor) else output
 
 
 @contextlib.contextmanager
