@@ -273,7 +273,7 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.planner import command, hybrid
-    from finetune.preflight import check, missing_files, read_words
+    from finetune.preflight import below_a_plan, check, read_words
 
     copied = arguments.backend in hybrid.SHARDS  # copies of shards, which no backend here runs
     named = None if copied else arguments.backend
@@ -286,8 +286,8 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
         from finetune.launcher import verify
     status = command.run(arguments, recipe, verify)
     if not arguments.json:
-        for problem in missing_files(recipe):
-            print(f"not here     {problem}")
+        for line in below_a_plan(recipe):
+            print(line)
     return status
 
 

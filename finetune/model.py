@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,7 +36,7 @@ from finetune.kernels.lora import group_adapters, left_alone, reasons_against_ti
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled
-from finetune.planner import Plan
+from finetune.planner import Plan, limits
 from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
@@ -88,6 +90,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
+    if recipe.model.config is None:
+        refuse_by_config(recipe)
     model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     if recipe.batch.packing:
         check_packing(model.config)
@@ -216,6 +220,21 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         raise FinetuneError(f"model.config: {_first_line(error)}") from None
 
 
+def refuse_by_config(recipe: Recipe) -> None:
+    """Refuse what a plan refuses, for a model whose config was not on this machine then.
+
+    Raises:
+        FinetuneError: the model or the adapter is one that transformers or PEFT cannot train.
+    """
+    name, revision = recipe.model.name, recipe.model.revision
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except (OSError, ValueError):
+        return  # loading the model says what is wrong
+    if problems := [*limits.problems(recipe, fields)]:
+        raise FinetuneError(*problems)
+
+
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
@@ -307,7 +326,11 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, targets.settle(model, lora_config(adapter), adapter))
+        settled = targets.settle(model, lora_config(adapter), adapter)
+        with warnings.catch_warnings():
+            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return get_peft_model(model, settled)
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"

@@ -39,6 +39,7 @@ INNER_ORDER = {
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "targets"), ("targets", "loading"),
     ("experts", "targets"), ("experts", "kernels"), ("experts", "quantization"),
+    ("experts", "model"),
     ("quantization", "loading"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),

@@ -56,9 +56,15 @@ def types(table: str) -> frozenset[str]:
     return frozenset(re.findall(r'^ +\(\s*"([^"]+)",', found[1], re.M)) if found else frozenset()
 
 
-def architecture(recipe: Recipe) -> Iterator[str]:
+def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Everything that transformers or PEFT cannot train of a recipe, for a model of this config."""
+    yield from architecture(recipe, fields)
+    yield from adapter(recipe, fields)
+    yield from router_loss(recipe, fields)
+
+
+def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a model is not a decoder of text that `AutoModelForCausalLM` builds."""
-    fields = fields_of(recipe)
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         return
@@ -78,9 +84,9 @@ def architecture(recipe: Recipe) -> Iterator[str]:
             yield f"{field}: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
 
 
-def router_loss(recipe: Recipe) -> Iterator[str]:
+def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a load-balancing loss that is asked for cannot be added."""
-    _, problem = coefficient(recipe.model, fields_of(recipe))
+    _, problem = coefficient(recipe.model, fields)
     if problem:
         yield problem
 
@@ -99,9 +105,9 @@ def _not_causal(kind: str) -> str:
     return "has no causal language model in transformers" if kind in types("MODEL") else ""
 
 
-def adapter(recipe: Recipe) -> Iterator[str]:
+def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """What PEFT 0.21 refuses of an adapter, on models whose config is known where it matters."""
-    given, fields = recipe.adapter, fields_of(recipe)
+    given = recipe.adapter
     if given is None:
         return
     yield from _layers(given, fields)

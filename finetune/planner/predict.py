@@ -18,6 +18,7 @@ from finetune.planner import (
     published,
     totals,
 )
+from finetune.planner.adapters import named_expert_size
 from finetune.planner.architecture import Architecture
 from finetune.planner.configs import config_paths
 from finetune.planner.families import read
@@ -151,7 +152,7 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         return None
     outer = {"embed_tokens": shape.embedding, "lm_head": shape.embedding}
     whole = sum(outer.get(name.rsplit(".", 1)[-1], 0) for name in given.modules_to_save)
-    return lora(
+    made = lora(
         shape,
         given.r,
         given.targets,
@@ -162,6 +163,13 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         only_layers=given.layers_to_transform,
         rank_pattern=given.rank_pattern,
         saved_whole=whole,
+    )
+    if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
+        return made
+    layers = len(given.layers_to_transform) or shape.layers
+    inner = layers * named_expert_size(shape, given.r, given.r, given.target_parameters)
+    return dataclasses.replace(
+        made, parameters=made.parameters + inner, experts=given.r if inner else 0
     )
 
 
