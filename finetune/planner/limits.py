@@ -27,6 +27,8 @@ MAMBA_TARGETS = {
     "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
 }  # fmt: skip
 """What to name in these types instead of `all-linear`."""
+TRANSPOSED = ("gpt2", "openai-gpt")
+"""Types whose linear maps are `Conv1D` of transformers."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 
 
@@ -112,6 +114,11 @@ def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from _layers(given, fields)
     yield from _orthogonal(given)
+    if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
+        yield (
+            f"adapter.init_lora_weights: PEFT's olora does not know that {fields['model_type']} "
+            "keeps its matrices transposed; use true, pissa or orthogonal"
+        )
     yield from _mamba(given, str(fields.get("model_type")))
     experts = expert_count(fields) > 1 and given.targets == "all-linear"
     if experts or given.target_parameters:
