@@ -22,58 +22,45 @@ from finetune.kernels import tiled_attention
 from finetune.kernels.attention import attention_of_documents, longest_served
 from finetune.kernels.chains import Chain
 from finetune.planner.kernels import against_one_call
+from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
 """The name of this attention in transformers."""
 
-SHOWN_EXACT = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe",
-    "qwen3_moe", "phi3", "olmo2", "smollm3", "granite", "cohere", "cohere2",
-)  # fmt: skip
-"""Architectures of which tests show that documents side by side train as documents alone.
-
-Others may carry a state across documents (state spaces, convolutions) or mask in ways of their own.
-"""
-
 VARLEN_FROM = (8, 0)
 """Compute capability (Ampere) from which PyTorch 2.13 has a variable-length flash kernel."""
-LAYERS = {"full_attention", "sliding_attention"}
 
 
-def implementation(recipe: Recipe) -> str:
-    """The attention that transformers is asked for: `documents` for packed rows with SDPA."""
+def layout(recipe: Recipe, config: PreTrainedConfig) -> Padding:
+    """How the rows of a recipe are laid out on a model, by its config as loaded."""
+    return padding(recipe, config.to_dict())
+
+
+def implementation(recipe: Recipe, config: PreTrainedConfig) -> str:
+    """The attention that transformers is asked for: `documents` for rows side by side with SDPA."""
     attention = recipe.model.attention
-    return DOCUMENTS if recipe.batch.packing and attention == "sdpa" else attention
+    if attention == "sdpa" and layout(recipe, config).free:
+        return DOCUMENTS
+    return attention
 
 
-def check_packing(config: PreTrainedConfig) -> None:
-    """Refuse an architecture that has not been shown to keep packed documents apart.
+def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Refuse rows side by side on an architecture that was not shown to keep documents apart.
 
     Raises:
-        FinetuneError: with the reason.
+        FinetuneError: with every reason.
     """
-    instead = "set batch.packing=false"
-    problems: list[str] = []
-    if config.model_type not in SHOWN_EXACT:
-        problems.append(
-            f"batch.packing: it has not been shown to be exact for '{config.model_type}' models "
-            f"(shown: {', '.join(SHOWN_EXACT)}); {instead}"
-        )
+    fields = config.to_dict()
+    if recipe.batch.packing:
+        problems = [f"batch.packing: {reason}; set batch.packing=false" for reason in leaks(fields)]
+    elif recipe.batch.padding_free is True:
+        problems = [
+            f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there"
+            for reason in against(recipe, fields)
+        ]
     else:
-        fields = config.to_dict()
-        layers = set(fields.get("layer_types") or ()) - LAYERS
-        if layers:
-            problems.append(
-                f"batch.packing: layers of {', '.join(sorted(layers))} may see other documents; "
-                f"{instead}"
-            )
-        rope = fields.get("rope_parameters") or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            problems.append(
-                f"batch.packing: '{rope['rope_type']}' positions depend on the longest document "
-                f"beside; {instead}"
-            )
+        return
     if problems:
         raise FinetuneError(*problems)
 
@@ -156,8 +143,8 @@ def attend(
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise FinetuneError(
-            f"batch.packing: {type(module).__name__} does not say where documents end, so they "
-            "would see each other; set batch.packing=false"
+            f"batch.padding_free: {type(module).__name__} does not say where documents end, so "
+            "they would see each other; set batch.padding_free=false and batch.packing=false"
         )
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None

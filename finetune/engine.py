@@ -101,8 +101,12 @@ class Engine:
         """Hand model and optimizers to Accelerate, which shards them in place."""
         if self.deepspeed:
             self._fit_buckets(model)
+        named = model.named_buffers() if self.deepspeed else ()
+        buffers = {name: buffer.detach().clone() for name, buffer in named}
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        if self.deepspeed:
+            _restore_buffers(self.module, buffers)
         accelerator.keep_compute_type_between_units(self.model)
         accelerator.refuse_other_engine(self.plan, self.model)
         if self.plan.backend.engine == "fsdp" and self.device.type == "cpu" and self.world > 1:
@@ -237,6 +241,16 @@ class Engine:
             return whole
         stage = self.model.zero_optimization_stage()
         return whole + _zero_gradient_elements(self.model.optimizer, stage)
+
+
+def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Undo the rounding of buffers: DeepSpeed 0.19 puts them into the type that it computes with.
+
+    Among them are the biases that choose experts, which transformers keeps in fp32.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.dtype != before[name].dtype:
+            buffer.data = before[name].to(buffer.device)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

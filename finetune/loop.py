@@ -33,9 +33,11 @@ class StepResult:
     slots: int
     """Token slots that were computed, padding included."""
     shape: tuple[int, int]
-    """Rows of this rank's last micro-batch, and tokens of each with padding; packs are one row."""
+    """Rows of this rank's last micro-batch, and slots of each: the mean of rows side by side."""
     padded: bool
     """Whether some of them are padding."""
+    labelled: int
+    """Tokens of that micro-batch that have a label."""
     seconds: float
     data_seconds: float
     """Of those, waited for rows."""
@@ -116,8 +118,9 @@ def train_step(
         trained_tokens=terms,
         real_tokens=real_tokens,
         slots=slots,
-        shape=(final.ids.shape[0], final.ids.shape[1]),
+        shape=final.shape,
         padded=final.attention_mask is not None,
+        labelled=final.trained_tokens,
         seconds=seconds,
         data_seconds=waited,
         suspects=blamed,
@@ -127,7 +130,7 @@ def train_step(
 def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
     batch = engine.plan.recipe.batch
-    cuts = cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.packed)
+    cuts = cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
     return deal(cuts, engine.rank, engine.world)
 
 
@@ -144,7 +147,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
     cuts = cut(
         np.arange(len(rows)), rows.lengths, micro_rows or recipe.batch.micro_rows, micro_tokens,
-        rows.packed,
+        rows.side_by_side,
     )  # fmt: skip
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     terms = 0

@@ -24,10 +24,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune import targets
-from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
+from finetune import loading, targets, vocabulary
+from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
@@ -35,11 +36,20 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import other_shapes, unfilled
-from finetune.planner import Plan, limits
+from finetune.loading import other_shapes, unfilled, unread
+from finetune.planner import Plan, limits, prequantised
 from finetune.planner.kernels import PARTS, choices
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.pretrained import forget_stored_form
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
+from finetune.soundness import (
+    DECODER_ONLY,
+    blame,
+    cross_attention,
+    explained,
+    hold_in_fp32,
+    not_finite,
+)
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -55,7 +65,7 @@ ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "do
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe.
+    """The tokenizer of a recipe, with the tokens that the recipe adds.
 
     Raises:
         FinetuneError: there is none where the recipe says.
@@ -64,7 +74,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -72,6 +82,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
@@ -90,23 +102,68 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    if recipe.model.config is None:
-        refuse_by_config(recipe)
-    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
-    if recipe.batch.packing:
-        check_packing(model.config)
+    with explained("model", "transformers cannot load it", DECODER_ONLY):
+        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    check_layout(recipe, model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    _refuse_unfit(model, recipe)
+    tokenizer, grown = _grown(model, recipe)
+
+    def attach(base: Any, adapter: LoRA) -> nn.Module:
+        return _attached(base, adapter, tokenizer, grown)
+
+    with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
+        adapted = as_trained(model, recipe, tokenizer, grown)
+        trained, left_out = without_unreached(adapted, recipe, attach)
+    engine.notes += [left_out] if left_out is not None else []
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
+    else:
+        hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
 
 
-def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
+    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    if not recipe.model.add_tokens and not by_rows:
+        return None, range(0)
+    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
+    if recipe.model.add_tokens:
+        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
+    grown = range(old, loading.token_rows(model) or 0)
+    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
+    return tokenizer, grown
+
+
+def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    problem = cross_attention(model)
+    if problem is not None:
+        kind = model.config.model_type
+        raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
+    if reads_base(recipe.adapter) and (names := not_finite(model)):
+        raise FinetuneError(blame(names, recipe.model.name or "model.config"))
+
+
+def as_trained(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    grown: range = range(0),
+) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Args:
+        tokenizer: where tokens are named whose rows are trained.
+        grown: rows that the model's tables did not have when it was loaded.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -118,7 +175,19 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _with_adapter(model, recipe.adapter)
+    return _attached(model, recipe.adapter, tokenizer, grown)
+
+
+def _attached(
+    model: PreTrainedModel, adapter: LoRA, tokenizer: PreTrainedTokenizerBase | None, grown: range
+) -> PeftModel:
+    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    config = lora_config(adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
+        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
@@ -156,7 +225,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{lever}: {which}, because {told} not known here")
-    if plan.recipe.batch.packing and implementation(plan.recipe) == DOCUMENTS:
+    if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
@@ -214,34 +283,32 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation(engine.plan.recipe), dtype=torch.float32
+                config,
+                attn_implementation=implementation(engine.plan.recipe, config),
+                dtype=torch.float32,
             )
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}") from None
-
-
-def refuse_by_config(recipe: Recipe) -> None:
-    """Refuse what a plan refuses, for a model whose config was not on this machine then.
-
-    Raises:
-        FinetuneError: the model or the adapter is one that transformers or PEFT cannot train.
-    """
-    name, revision = recipe.model.name, recipe.model.revision
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    except (OSError, ValueError):
-        return  # loading the model says what is wrong
-    if problems := [*limits.problems(recipe, fields)]:
-        raise FinetuneError(*problems)
+        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
-    # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    fields = _stored_fields(plan)
+    dequantising = prequantised.stored_kind(fields) in prequantised.DEQUANTISED
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = (
+        not plan.backend.zero_init
+        or reads_base(plan.recipe.adapter)
+        or bool(model.add_tokens)
+        or dequantising
+    )
     loaded: Any = None
+    notes: list[str] = []
     try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
         with engine.whole_weights() if whole else contextlib.nullcontext():
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
@@ -249,12 +316,16 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe),
+                attn_implementation=implementation(plan.recipe, config),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                quantization_config=quantization_config(
-                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                **vocabulary.without_lost_pad(config),
+                **loading_arguments(
+                    fields,
+                    model.quantization,
+                    compute_dtype(plan),
+                    getattr(torch, plan.quant_storage),
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
@@ -267,7 +338,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             raise
     else:
         loaded, info = loaded
-        problems = unfilled(info)
+        unused, notes = unread(info, loaded)
+        problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
         seen = [problems]
         torch.distributed.broadcast_object_list(seen, src=0)
@@ -275,13 +347,38 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "
-            f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
+            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
+    engine.notes += notes
+    if dequantising:
+        forget_stored_form(loaded, weight_dtype(plan))
+    compute_in(loaded, compute_dtype(plan))
     return loaded
+
+
+def _stored_fields(plan: Plan) -> dict[str, Any]:
+    """The `config.json` of a recipe's model.
+
+    Raises:
+        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
+    """
+    model = plan.recipe.model
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
+    except (OSError, ValueError):
+        return {}  # loading the model says what is wrong
+    name = model.name or ""
+    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
+    found += limits.problems(plan.recipe, fields)  # a plan knows no config that is on the hub only
+    if found:
+        raise FinetuneError(*found)
+    return fields
 
 
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):
@@ -321,12 +418,12 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        settled = targets.settle(model, lora_config(adapter), adapter)
+        settled = targets.settle(model, config, adapter)
         with warnings.catch_warnings():
             # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")

@@ -52,8 +52,8 @@ def check(
             problems += _problems_of(lambda name=data.format: find_format(name))
     try:
         settled = plan(recipe, machine, processes, precision)
-    except FinetuneError as error:
-        raise FinetuneError(*error.problems, *problems) from None
+    except FinetuneError as error:  # some problems are found by both
+        raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
     if problems:
         raise FinetuneError(*problems)
     return settled

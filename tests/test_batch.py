@@ -1,5 +1,6 @@
 """Rows become tensors whose labels are the trained tokens, padded by position."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -71,6 +72,27 @@ def test_packed_documents_lie_side_by_side_and_count_from_zero_each():
     assert batch.boundaries.ends.tolist() == [0, 4, 6, 9]
     assert batch.boundaries.longest == 4
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 5, 9)
+
+
+def test_rows_side_by_side_have_the_labels_of_padded_ones():
+    rows = rows_of(([5, 6, 7, 8], [0, 2, 3]), ([1, 2], [1]), ([9, 9, 9], [2]))
+    free = dataclasses.replace(rows, padding_free=True)
+    padded = collate(rows, np.array([1, 0]), pad_id=2, device="cpu")
+    batch = collate(free, np.array([1, 0]), pad_id=2, device="cpu")
+    assert batch.ids.tolist() == [[1, 2, 5, 6, 7, 8]]
+    assert batch.labels.tolist() == [[-100, 2, -100, -100, 7, 8]]
+    assert batch.attention_mask is None
+    assert batch.boundaries is not None
+    assert batch.boundaries.ends.tolist() == [0, 2, 6]
+    assert batch.boundaries.longest == 4
+    counts = [(each.rows, each.trained_tokens, each.real_tokens) for each in (padded, batch)]
+    assert counts == [(2, 3, 6)] * 2
+    assert (padded.shape, batch.shape) == ((2, 4), (2, 3))  # the mean of rows side by side
+    alone = collate(free, np.array([2]), pad_id=2, device="cpu")
+    assert alone.ids.tolist() == [[9, 9, 9]]
+    assert alone.boundaries is not None
+    nothing = collate(free, np.array([], dtype=np.int64), pad_id=7, device="cpu")
+    assert (nothing.ids.tolist(), nothing.rows, nothing.shape) == ([[7, 7]], 0, (1, 2))
 
 
 def test_no_packs_give_a_document_that_trains_nothing():

@@ -65,7 +65,9 @@ def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     indices = np.array([7, 2, 9, 4, 1, 8, 3, 6])
     padded = [each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18)]
     assert padded == [[9, 8], [7, 6], [4, 3, 2, 1]]  # 2 x 9, 2 x 7 and 4 x 4 slots
-    packed = [each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18, packed=True)]
+    packed = [
+        each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18, side_by_side=True)
+    ]
     assert packed == [[9, 8], [7, 6, 4], [3, 2, 1]]  # 17, 17 and 6 slots
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.attention import DOCUMENTS, SHOWN_EXACT, attend, check_packing, implementation
+from finetune.attention import DOCUMENTS, attend, check_layout, implementation, layout
 from finetune.data.batch import MicroBatch, collate
 from finetune.data.packing import pack
 from finetune.data.rows import Rows, single_rows
@@ -25,6 +25,7 @@ from finetune.kernels.attention import BLOCK, DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
+from finetune.planner.padding import SHOWN_EXACT, Padding
 
 # Which documents share a slot.
 
@@ -339,12 +340,24 @@ def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
 
 
 def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused():
-    with pytest.raises(FinetuneError, match="has not been shown to be exact for 'gpt2' models"):
-        check_packing(AutoConfig.for_model("gpt2"))
+    packed, free = (SFT().with_batch(**{field: True}) for field in ("packing", "padding_free"))
+    bloom = AutoConfig.for_model("bloom")
+    shown = f"(shown: {', '.join(SHOWN_EXACT)})"
+    told = f"documents side by side have not been shown to be exact for 'bloom' models {shown}"
+    with pytest.raises(FinetuneError) as refused:
+        check_layout(packed, bloom)
+    assert list(refused.value.problems) == [f"batch.packing: {told}; set batch.packing=false"]
+    with pytest.raises(FinetuneError) as refused:
+        check_layout(free, bloom)
+    assert list(refused.value.problems) == [
+        f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"
+    ]
+    check_layout(SFT(), bloom)
+    assert layout(SFT(), bloom) == Padding(False, told)
     hybrid = AutoConfig.for_model("qwen3", **SIZES)
     hybrid.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(FinetuneError, match="layers of linear_attention may see other documents"):
-        check_packing(hybrid)
+        check_layout(packed, hybrid)
 
 
 def test_a_model_that_does_not_say_where_documents_end_is_refused():
@@ -353,13 +366,22 @@ def test_a_model_that_does_not_say_where_documents_end_is_refused():
         tiny("llama", DOCUMENTS)(input_ids=batch.ids)
 
 
-def test_only_packed_rows_with_sdpa_are_attended_to_by_document():
+def test_rows_side_by_side_with_sdpa_are_attended_to_by_document():
+    llama, bloom = (AutoConfig.for_model(kind) for kind in ("llama", "bloom"))
     recipe = SFT()
-    assert implementation(recipe) == "sdpa"
+    assert implementation(recipe, llama) == DOCUMENTS
+    assert implementation(recipe, bloom) == "sdpa"
+    assert implementation(recipe.with_batch(padding_free=False), llama) == "sdpa"
     packed = recipe.with_batch(packing=True)
-    assert implementation(packed) == DOCUMENTS
-    eager = dataclasses.replace(recipe.model, attention="eager")
-    assert implementation(packed.with_model(eager)) == "eager"
+    assert implementation(packed, llama) == DOCUMENTS
+    for attention in ("eager", "flash_attention_2", "flex_attention"):
+        model = dataclasses.replace(recipe.model, attention=attention)
+        assert implementation(packed.with_model(model), llama) == attention
+        free = layout(recipe.with_model(model), llama)
+        assert free.free == (attention == "flash_attention_2")
+        assert free.free or free.reason == (
+            f"model.attention={attention} computes scores of every two tokens of a micro-batch"
+        )
 
 
 def test_a_saved_model_does_not_name_this_attention(tmp_path: Path):

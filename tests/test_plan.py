@@ -18,6 +18,7 @@ from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.planner import plan
 from finetune.planner.families import READERS
+from finetune.planner.padding import SHOWN_EXACT
 from finetune.recipe import Data, LoRA, Model, Recipe
 
 BACKENDS = {name: backend.load(name) for name in backend.names()}
@@ -103,8 +104,10 @@ def test_a_plan_says_by_which_rule_a_lever_is_settled_later() -> None:
     assert indented(BASE) == [
         "pointwise: compiled from 10,000 tokens of the run on a CPU, from 3,000,000 on a GPU",
         "allocator: pooled from 10,000 tokens of the run on a CPU under Linux",
+        f"attention: documents apart, {ON_CPU} in {ONE_PASS}; {ON_GPU} in {ONE_KERNEL}",
     ]
-    assert indented(BASE.with_kernels(pointwise="eager", allocator="plain")) == []
+    settled = BASE.with_kernels(pointwise="eager", allocator="plain").with_batch(padding_free=False)
+    assert indented(settled) == []
 
 
 ON_CPU, ON_GPU = "on a CPU with AMX or AVX-512 for bf16", "on a GPU from Ampere on"
@@ -122,19 +125,71 @@ ONE_PASS, ONE_KERNEL = "one pass where pointwise is compiled", "one variable-len
         ("llama", {}, "fp32", *["fp32 has none"] * 2),
     ],
 )
-def test_a_plan_says_how_packed_documents_attend(
+def test_a_plan_says_how_documents_side_by_side_attend(
     kind: str, fields: dict[str, Any], precision: backend.Precision, cpu: str, gpu: str
 ) -> None:
     model = Model(config={"model_type": kind} | fields, tokenizer="models/small")
-    recipe = BASE.with_model(model).with_batch(packing=True)
+    recipe = BASE.with_model(model)
     told = [
         f"{where} each by itself, not in {call}: {reason}" if reason else f"{where} in {call}"
         for where, call, reason in ((ON_CPU, ONE_PASS, cpu), (ON_GPU, ONE_KERNEL, gpu))
     ]
-    found = indented(recipe, precision)[-1]
-    assert found == f"attention: documents apart, {'; '.join(told)}"
+    told = f"attention: documents apart, {'; '.join(told)}"
+    assert indented(recipe, precision)[-1] == told
+    assert indented(recipe.with_batch(packing=True), precision)[-1] == told
+    if kind != "gemma2":  # which transformers builds with no sdpa
+        padded = recipe.with_batch(padding_free=False)
+        assert not any("attention" in line for line in indented(padded, precision))
     others = recipe.with_model(dataclasses.replace(model, attention="eager"))
     assert not any("attention" in line for line in indented(others))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "batch", "told"),
+    [
+        ("llama", "sdpa", {}, "side by side without padding, each attending to itself alone"),
+        (
+            "llama",
+            "sdpa",
+            {"padding_free": False},
+            "padded to the longest row of a micro-batch: batch.padding_free=false",
+        ),
+        (
+            "llama",
+            "eager",
+            {},
+            "padded to the longest row of a micro-batch: model.attention=eager computes scores of "
+            "every two tokens of a micro-batch",
+        ),
+        (
+            "persimmon",
+            "sdpa",
+            {},
+            "padded to the longest row of a micro-batch: documents side by side have not been "
+            f"shown to be exact for 'persimmon' models (shown: {', '.join(SHOWN_EXACT)})",
+        ),
+    ],
+)
+def test_a_plan_says_how_rows_are_laid_out_and_why(
+    kind: str, attention: Any, batch: dict[str, Any], told: str
+) -> None:
+    model = Model(config={"model_type": kind}, tokenizer="models/small", attention=attention)
+    settled = plan(BASE.with_model(model).with_batch(**batch), "single")
+    assert settled.summary()["padding"] == told
+    assert f"rows         {told}" in settled.explain().splitlines()
+
+
+def test_rows_that_must_be_side_by_side_are_refused_where_that_is_not_exact() -> None:
+    bloom = Model(config={"model_type": "bloom"}, tokenizer="models/small", attention="eager")
+    recipe = BASE.with_model(bloom).with_batch(padding_free=True)
+    scores, unknown = refused(recipe, "single")
+    assert scores.startswith("batch.padding_free: model.attention=eager computes scores")
+    assert "'bloom' models" in unknown
+    assert unknown.endswith("; use batch.padding_free=auto, which pads there")
+    assert refused(BASE.with_batch(packing=True, padding_free=False), "single") == [
+        "batch.padding_free: false, but batch.packing=true lays documents side by side; leave one "
+        "of the two out"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,18 +311,21 @@ def test_sdpa_is_refused_where_transformers_builds_none(kind: str) -> None:
         except ValueError:
             reasons = [
                 f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, "
-                "or batch.packing=true"
+                "or batch.padding_free=auto"
             ]
     scratch = Model(config={"model_type": kind}, tokenizer="models/small")
-    recipe = dataclasses.replace(BASE, model=scratch)
+    recipe = dataclasses.replace(BASE, model=scratch).with_batch(padding_free=False)
     assert refused(recipe, "single") == reasons
-    assert refused(recipe.with_batch(packing=True), "single") == []
+    assert refused(recipe.with_batch(padding_free="auto"), "single") == []
+    assert refused(recipe.with_batch(padding_free="auto", packing=True), "single") == []
     eager = dataclasses.replace(recipe, model=dataclasses.replace(scratch, attention="eager"))
     assert refused(eager, "single") == []
 
 
 def test_a_hub_id_of_the_table_is_known_to_have_no_sdpa() -> None:
     recipe = dataclasses.replace(BASE, model=Model("google/gemma-2-2b"))
+    assert refused(recipe, "single") == []
+    recipe = recipe.with_batch(padding_free=False)
     assert "no sdpa for gemma2" in refused(recipe, "single")[0]
 
 

@@ -11,8 +11,8 @@ from finetune.data.rows import Columns, Rows
 UNTRAINED = -100
 """The label that PyTorch's cross entropy leaves out."""
 GRAIN, GRAIN_FROM = 64, 1_024
-"""On a CPU a pack of so many tokens or more is filled up to a multiple: oneDNN writes code for each
-number of rows that a product has, most of it for the rows that are no whole block."""
+"""On a CPU this many tokens side by side, or more, are filled up to a multiple: oneDNN writes code
+for each number of rows that a product has, most of it for the rows that are no whole block."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ class MicroBatch:
     boundaries: Boundaries | None = None
     """Of documents side by side; None where each row is one document."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and slots of each: the mean, rounded up, of rows side by side."""
+        rows = max(1, self.rows) if self.boundaries is not None else self.ids.shape[0]
+        return rows, -(-self.ids.numel() // rows)
+
     def inputs(self) -> dict[str, Any]:
         """What the model's forward pass takes, by the names of transformers."""
         if self.boundaries is None:
@@ -57,21 +63,21 @@ class MicroBatch:
 
 
 def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
-    """Rows as one micro-batch on a device: padded on the right, or packed.
+    """Rows as one micro-batch on a device: padded on the right, or side by side.
 
-    Padding is known by its position, never by its id, so `pad_id` may be any token. In a pack it is
-    a document by itself, of less than `GRAIN` tokens, and only on CPUs. No indices give
+    Padding is known by its position, never by its id, so `pad_id` may be any token. Side by side it
+    is a document by itself, of less than `GRAIN` tokens, and only on CPUs. No indices give
     a row of two tokens with nothing trained, for a rank that must run its collectives all the same.
     """
+    lay = _side_by_side if rows.side_by_side else _padded
     if not len(indices):
-        picked = [_nothing(2, pad_id)]
-        return (_side_by_side if rows.packed else _padded)(picked, 0, pad_id, device)
+        return lay([_nothing(2, pad_id)], 0, pad_id, device)
     picked = [
         rows.documents.document(int(number))
         for index in indices
         for number in rows.numbers(int(index))
     ]
-    return (_side_by_side if rows.packed else _padded)(picked, len(indices), pad_id, device)
+    return lay(picked, len(indices), pad_id, device)
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:

@@ -5,6 +5,7 @@ threads of torch and of the launcher run here by then, nor spawned by `multiproc
 run a person's script again in each process.
 """
 
+import dataclasses
 import os
 import pickle
 import queue
@@ -18,7 +19,6 @@ from itertools import chain, islice
 from typing import IO, Any
 
 from finetune.data.encode import Chunk, Encoded, Encoder
-from finetune.data.render import Chat
 from finetune.errors import FinetuneError
 
 ALONE = 16
@@ -97,9 +97,7 @@ class Worker:
         self._to: IO[bytes] = self._process.stdin
         self._from: IO[bytes] = self._process.stdout
         # Sent with the first chunk; a new value, without the compiled template of a used one.
-        self._encoder: Encoder | None = Encoder(
-            encoder.recipe, Chat(encoder.chat.tokenizer, encoder.chat.template)
-        )
+        self._encoder: Encoder | None = Encoder(encoder.recipe, dataclasses.replace(encoder.chat))
 
     def __enter__(self) -> "Worker":
         return self

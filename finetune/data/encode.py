@@ -5,11 +5,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from finetune.data.formats import Completion, Conversation, RowProblem, Sample, read_row
+from finetune.data.formats import (
+    Completion,
+    Conversation,
+    RowProblem,
+    Sample,
+    read_row,
+    unread_columns,
+)
+from finetune.data.messages import KNOWN
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
 from finetune.errors import FinetuneError
@@ -34,6 +42,8 @@ class Chunk:
     """Row numbers with the rows."""
     failure: tuple[str, ...] = ()
     """Why the file could not be read any further behind these rows."""
+    drops_bad_rows: bool = False
+    """Rows that cannot be read are left out, and are no problem."""
 
 
 @dataclass
@@ -56,6 +66,24 @@ class Tally:
     """Samples cut into several rows."""
     empty: int = 0
     """Samples in which nothing is said to train on: the model would learn to end at once."""
+    bad: int = 0
+    """Rows left out because they could not be read or rendered."""
+    empty_turns: int = 0
+    """Samples with an empty answer among others."""
+    history_thoughts: int = 0
+    """Samples with thoughts of earlier turns, which the template leaves out."""
+    unserved: int = 0
+    """Samples whose last answer begins before the end of the prompt that serving gives."""
+    call_ids: int = 0
+    """Samples whose ids of tool calls the template refuses, so that they got others."""
+    markup_asked: int = 0
+    """Samples with special tokens, or a turn's header, in the texts of their prompts."""
+    markup_said: int = 0
+    """Samples with special tokens, or a turn's header, in the texts of their answers."""
+    no_bos: int = 0
+    """Samples without the BOS that the tokenizer begins a text with."""
+    two_bos: int = 0
+    """Samples that begin with two BOS."""
     overlong: int = 0
     """Samples longer than allowed, whatever became of them."""
     longest_sample: int = 0
@@ -63,6 +91,9 @@ class Tally:
     longest_place: str = ""
     roles: Counter[str] = field(default_factory=Counter)
     """Messages by role; prompts, completions and texts by these names."""
+    columns: Counter[str] = field(default_factory=Counter)
+    """Rows with a value in a column that the format does not read, by its name; and messages with
+    a key that neither the format nor the template reads."""
     first: dict[str, str] = field(default_factory=dict)
     """The file and row of the first of each of these numbers that is not zero."""
 
@@ -79,13 +110,25 @@ class Tally:
         if other.longest_sample > self.longest_sample:
             self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
         self.roles.update(other.roles)
+        self.columns.update(other.columns)
 
 
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty",
+    "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids", "markup_asked",
+    "markup_said", "no_bos", "two_bos",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was left out because it could not be read or rendered."""
+
+    file: str
+    number: int
+    problem: str
+    value: object
 
 
 @dataclass(frozen=True)
@@ -104,6 +147,7 @@ class Encoded:
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
+    bad: list[BadRow]
 
 
 @dataclass(frozen=True)
@@ -115,32 +159,43 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; problems are noted, not raised."""
-        tally, problems = Tally(), list[tuple[str, str]]()
+        tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         documents, numbers = list[Columns](), list[int]()
         for number, value in chunk.rows:
             place = f"{chunk.file} row {number}"
-            tally.samples += 1
+            own = Tally(samples=1)
             try:
-                sample = read_row(chunk.data_format, value)
-                added = self._encode(sample, tally, place)
-            except RowProblem as error:
-                problems.append((place, str(error)))
+                added = self._encode(chunk.data_format, value, own, place)
+            except (RowProblem, FinetuneError) as error:
+                told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                if chunk.drops_bad_rows:
+                    own = Tally(samples=1)
+                    own.note("bad", place)
+                    bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                else:
+                    problems.extend((place, problem) for problem in told)
+                tally.add(own)
                 continue
-            except FinetuneError as error:
-                problems.extend((place, problem) for problem in error.problems)
-                continue
+            tally.add(own)
             documents += added
             numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
-        return self._joined(chunk, documents, numbers, tally, problems)
+        return self._joined(chunk, documents, numbers, tally, problems, bad)
 
-    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
+    def _encode(self, data_format: str, value: object, tally: Tally, place: str) -> list[Columns]:
+        sample = read_row(data_format, value)
+        tally.columns.update(unread_columns(data_format, value))
         if sample is None:
             tally.note("passed_over", place)
             return []
+        if isinstance(sample, Conversation):
+            tally.columns.update(self._unread_keys(sample))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
         tally.note("empty", place, _says_nothing(sample))
+        tally.note("empty_turns", place, _has_empty_turn(sample))
+        for name in self._markup(sample):
+            tally.note(name, place)
         batch = self.recipe.batch
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
@@ -150,7 +205,24 @@ class Encoder:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
                 tally.note("dropped", place, batch.overlong == "drop")
                 return []
-        return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
+        row = self.recipe.encode(sample, self.chat)
+        for name in sorted(row.notes):
+            tally.note(name, place)
+        return fit(row, batch, tally, place)
+
+    def _markup(self, sample: Sample) -> Iterator[str]:
+        """The counts of special tokens that a sample holds as text."""
+        asked, said = list[str](), list[str]()
+        for role, text in _texts(sample):
+            (said if role in ("assistant", "completion", "text") else asked).append(text)
+        for name, texts in (("markup_asked", asked), ("markup_said", said)):
+            if any(map(self.chat.holds_markup, texts)):
+                yield name
+
+    def _unread_keys(self, sample: Conversation) -> set[str]:
+        """Keys of a row's messages that neither its format nor the template reads."""
+        keys = {key for message in sample.messages for key in message.keys() - KNOWN}
+        return {f"messages[].{key}" for key in keys if not _mentions(self.chat.template, key)}
 
     @cached_property
     def _longest_token(self) -> int:
@@ -164,6 +236,7 @@ class Encoder:
         numbers: list[int],
         tally: Tally,
         problems: list[tuple[str, str]],
+        bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
         return Encoded(
@@ -178,7 +251,13 @@ class Encoder:
             digests=np.array([_digest(ids) for ids, _ in documents], dtype=np.uint64),
             tally=tally,
             problems=problems,
+            bad=bad,
         )
+
+
+@lru_cache(maxsize=1024)
+def _mentions(template: str | None, key: str) -> bool:
+    return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
@@ -196,13 +275,27 @@ def _says_nothing(sample: Sample) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
-            turns = sample.messages[sample.given :]
-            said = [m for m in turns if m["role"] == "assistant"]
+            said = [
+                message
+                for number, message in enumerate(sample.messages)
+                if message["role"] == "assistant"
+                and number >= sample.given
+                and number not in sample.untrained
+            ]
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()
         case _:
             return not sample.text.strip()
+
+
+def _has_empty_turn(sample: Sample) -> bool:
+    """Whether an answer is empty that is trained among others that are not."""
+    if not isinstance(sample, Conversation):
+        return False
+    said = [m for m in sample.messages[sample.given :] if m["role"] == "assistant"]
+    empty = [not m["content"].strip() and "tool_calls" not in m for m in said]
+    return any(empty) and not all(empty)
 
 
 def _digest(ids: np.ndarray) -> int:
@@ -315,10 +408,11 @@ def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[
             "drop, truncate or split"
         )
     elif not rows:
+        bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
         eaten = f", {tally.eaten} of them because truncation ate their answer"
         yield (
             f"{source}: none of its {tally.samples} rows is left to train on "
             f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
             f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} passed over by format '{data.format}')"
+            f"{tally.passed_over} passed over by format '{data.format}'{bad if tally.bad else ''})"
         )

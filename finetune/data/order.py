@@ -44,7 +44,7 @@ def cut(
     lengths: np.ndarray,
     micro_rows: int,
     micro_tokens: int | None = None,
-    packed: bool = False,
+    side_by_side: bool = False,
 ) -> list[np.ndarray]:
     """Micro-batches of rows of like length, the longest first, so that little is padded.
 
@@ -55,14 +55,14 @@ def cut(
         lengths: (rows,) tokens of every row of the data.
         micro_rows: Rows of a micro-batch.
         micro_tokens: Instead, the most token slots of a micro-batch; at least the longest row.
-        packed: Rows of a micro-batch lie end to end, and nothing is padded.
+        side_by_side: Rows of a micro-batch are end to end, and nothing is padded.
     """
     ordered = indices[np.argsort(-lengths[indices], kind="stable")]
     if micro_tokens is None:
         return [ordered[at : at + micro_rows] for at in range(0, len(ordered), micro_rows)]
     starts, width, filled = list[int](), 0, 0
     for at, length in enumerate(lengths[ordered].tolist()):
-        filled += length if packed else width
+        filled += length if side_by_side else width
         if not starts or filled > micro_tokens:
             starts.append(at)
             width = filled = length  # the first row of a micro-batch is its longest

@@ -11,23 +11,24 @@ and with the token that ends the turn:
 import itertools
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from finetune.data.chat_templates import BUILT_IN, adds_bos, choose
 from finetune.data.formats import Completion, Conversation, Sample, Text
 from finetune.data.marks import Span
 from finetune.data.turns import ANSWER, QUESTION, Turns, excerpt
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TrainOn = Literal["assistant", "completion", "all"]
 
-TEMPLATES = Path(__file__).parent / "templates"
-BUILT_IN = ("chatml", "plain")
+HEADER = 6
+"""Characters of a header that no text holds by chance."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
@@ -37,6 +38,8 @@ class Row:
 
     ids: list[int]
     trained: list[bool]
+    notes: frozenset[str] = frozenset()
+    """What is unusual about it: names of counts in `finetune.data.encode.Tally`."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Chat:
     tokenizer: "PreTrainedTokenizerFast"
     template: str | None
     """Jinja source; None for a tokenizer without one, which renders text and completions only."""
+    tool_template: str | None = None
+    """Jinja source for conversations with tools, where it differs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the template's variables: `model.chat_template_kwargs`."""
+    saved: str | dict[str, str] | None = None
+    """What `tokenizer.chat_template` becomes where the tokenizer is saved."""
 
     def render(self, sample: Sample, train_on: TrainOn) -> Row:
         """Token ids of a sample, and the trained ones.
@@ -62,13 +71,13 @@ class Chat:
             case Text():
                 ids, _ = self._encode(sample.text)
                 ids = self._closed(self._opened(ids))
-                return Row(ids, [True] * len(ids))
+                return Row(ids, [True] * len(ids), self._bos_notes(ids))
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""
         if isinstance(sample, Completion):
             return self._opened(self._encode(sample.prompt)[0])
-        return self._encode(self._turns.mark(sample, add_generation_prompt=True).text)[0]
+        return self._encode(self._turns(sample).mark(sample, add_generation_prompt=True).text)[0]
 
     @property
     def stop_ids(self) -> list[int]:
@@ -86,7 +95,8 @@ class Chat:
         answer = self._closed(completion)
         start = self._opened(prompt)
         given = [train_on == "all"] * len(start)
-        return Row([*start, *answer], [*given, *[True] * len(answer)])
+        notes = self._bos_notes(start)
+        return Row([*start, *answer], [*given, *[True] * len(answer)], notes)
 
     def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
         """Ids of the prompt as serving tokenises it, and of what follows.
@@ -131,6 +141,15 @@ class Chat:
         bos = cast("int | None", self.tokenizer.bos_token_id)
         return bos if adds_bos(self.tokenizer) else None
 
+    def _bos_notes(self, ids: list[int]) -> frozenset[str]:
+        """Whether a row lacks the BOS that the tokenizer begins texts with, or has it twice."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        if bos is None:
+            return frozenset()
+        if ids[:2] == [bos, bos]:
+            return frozenset({"two_bos"})
+        return frozenset({"no_bos"} if self._bos is not None and ids[:1] != [bos] else ())
+
     @cached_property
     def _eos(self) -> int | None:
         return cast("int | None", self.tokenizer.eos_token_id)
@@ -138,17 +157,27 @@ class Chat:
     # Conversations.
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
-        marked = self._turns.render(sample)
+        turns = self._turns(sample)
+        rendered = turns.render(sample)
+        marked = rendered.marked
         ids, offsets = self._encode(marked.text)
         if train_on == "all":
-            return Row(ids, [True] * len(ids))
-        turns = [
+            if sample.untrained:
+                raise FinetuneError(
+                    f"message {min(sample.untrained)} is context only by its weight or train, but "
+                    "all tokens are trained; use method sft with train_on=assistant, or leave the "
+                    "key out"
+                )
+            notes = self._bos_notes(ids) | rendered.notes
+            return Row(ids, [True] * len(ids), notes)
+        answers = [
             number
             for number, message in enumerate(sample.messages)
             if message["role"] == "assistant" and number >= sample.given
         ]
-        chosen = turns[-1:] if train_on == "completion" else turns
-        spans = {number: self._turns.spans(sample, marked, number) for number in chosen}
+        chosen = answers[-1:] if train_on == "completion" else answers
+        chosen = [number for number in chosen if number not in sample.untrained]
+        spans = {number: turns.spans(rendered, number) for number in chosen}
         borders = sorted({start for each in spans.values() for start, _ in each})
         ids, offsets = self._cut(marked.text, ids, offsets, borders)
         trained = [False] * len(ids)
@@ -159,8 +188,8 @@ class Chat:
                 first, behind = bisect_left(starts, start), bisect_left(starts, end)
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
-            self._check_end(last, marked.written(number))
-        return Row(ids, trained)
+            self._check_end(last, marked.written(number) or marked.text[slice(*said[-1])])
+        return Row(ids, trained, self._bos_notes(ids) | rendered.notes)
 
     def _cut(
         self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
@@ -199,14 +228,52 @@ class Chat:
                 "'plain' does) or add the token to the tokenizer"
             )
 
+    def _turns(self, sample: Conversation) -> Turns:
+        if sample.tools and self._tool_turns is not None:
+            return self._tool_turns
+        return self._plain_turns
+
     @cached_property
-    def _turns(self) -> Turns:
+    def _tool_turns(self) -> Turns | None:
+        if self.tool_template is None:
+            return None
+        return Turns(self.tokenizer, self.tool_template, self.variables)
+
+    @cached_property
+    def _plain_turns(self) -> Turns:
         if self.template is None:
             raise FinetuneError(
                 "model.chat_template: the data has conversations and the tokenizer has no chat "
                 f"template; set model.chat_template to a file or to one of {', '.join(BUILT_IN)}"
             )
-        return Turns(self.tokenizer, self.template)
+        return Turns(self.tokenizer, self.template, self.variables)
+
+    @property
+    def reads_the_date(self) -> bool:
+        """Whether a template writes the date of the day, which is fixed while training."""
+        return any("strftime_now" in each for each in (self.template, self.tool_template) if each)
+
+    def holds_markup(self, text: str) -> bool:
+        """Whether a text holds special tokens, or the header of an assistant turn, as text."""
+        return bool(self._markup.search(text))
+
+    @cached_property
+    def _markup(self) -> re.Pattern[str]:
+        """Special tokens and end tokens of turns, which belong to the template."""
+        added = self.tokenizer.added_tokens_decoder
+        ends = set[int]()
+        texts = set[str]()
+        if self.template is not None:
+            try:
+                ends = set(self.stop_ids)
+                header = self._turns(Conversation((QUESTION,))).header.strip()
+                texts = {header} if len(header) >= HEADER else texts
+            except FinetuneError:  # the rows say what is wrong with the template
+                pass
+        texts |= {token.content for id, token in added.items() if token.special or id in ends}
+        texts = {text for text in texts if text.strip()}
+        longest_first = sorted(texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @cached_property
     def end_tokens(self) -> set[int | None]:
@@ -232,57 +299,26 @@ class Chat:
         return encoding["input_ids"], encoding["offset_mapping"]
 
 
-def load_chat(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> Chat:
-    """A tokenizer with its own template (None), a built-in one by name, or one from a file.
+def load_chat(
+    tokenizer: "PreTrainedTokenizerFast",
+    chat_template: str | None,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
+    """A tokenizer with its own template (None), a named or built-in one, or one from a file.
 
-    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that gives
-    no offsets, or one that lacks the tokens of a built-in template.
+    Args:
+        tokenizer: A fast one.
+        chat_template: The recipe's `model.chat_template`.
+        variables: The recipe's `model.chat_template_kwargs`.
+
+    Raises FinetuneError for a tokenizer that gives no offsets and for what `choose` refuses.
     """
     if not tokenizer.is_fast:
         raise FinetuneError(
             f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
             "use a model with a tokenizer.json"
         )
-    if chat_template is None:
-        own = tokenizer.chat_template
-        return Chat(tokenizer, tokenizer.get_chat_template() if own else None)
-    if chat_template in BUILT_IN:
-        return Chat(tokenizer, _built_in(tokenizer, chat_template))
-    return Chat(tokenizer, _template_file(chat_template))
-
-
-def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether the tokenizer begins every text with its BOS."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-
-
-def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
-    vocabulary = tokenizer.get_added_vocab()
-    needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
-    missing = [token for token in needed if token not in vocabulary]
-    if missing:
-        raise FinetuneError(
-            f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "
-            "does not have as tokens; use 'plain'"
-        )
-    if name == "plain" and tokenizer.eos_token is None:
-        raise FinetuneError(
-            "model.chat_template: 'plain' needs an end-of-sequence token, the tokenizer has none"
-        )
-    bos = "{{- bos_token }}" if adds_bos(tokenizer) else ""
-    return bos + (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def _template_file(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise FinetuneError(
-            f"model.chat_template: '{name}' is neither a file nor a built-in template"
-            f"{did_you_mean(name, BUILT_IN)} (built in: {', '.join(BUILT_IN)})"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise FinetuneError(
-            f"model.chat_template: {name} is not UTF-8 (byte {error.start})"
-        ) from None
+    chosen = choose(tokenizer, chat_template, variables or {})
+    return Chat(
+        tokenizer, chosen.template, chosen.tool_template, dict(variables or {}), chosen.saved
+    )

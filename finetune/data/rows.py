@@ -57,10 +57,17 @@ class Rows:
     members: np.ndarray  # (documents of all rows,) int64; a document may be in several rows
     bounds: np.ndarray  # (rows + 1,) int64
     packed: bool
-    """Documents of a row lie side by side, each attending to itself alone."""
+    """A row is a pack: several documents side by side, each attending to itself alone."""
+    padding_free: bool = False
+    """Rows of a micro-batch are side by side too, though each is one document."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the rows of a micro-batch are side by side in one row of tokens, or padded."""
+        return self.packed or self.padding_free
 
     def numbers(self, index: int) -> np.ndarray:
         """Numbers of the documents in a row."""
@@ -79,6 +86,19 @@ class Rows:
         if not len(self):
             return np.empty(0, dtype=np.int64)
         return np.add.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
+
+    @cached_property
+    def labelled(self) -> np.ndarray:
+        """Tokens of each row that have a label.  # (rows,) int64"""
+        if not len(self):
+            return np.empty(0, dtype=np.int64)
+        used, places = np.unique(self.members, return_inverse=True)
+        counts = np.empty(len(used), dtype=np.int64)
+        for start in range(0, len(used), AT_ONCE):
+            for place, number in enumerate(used[start : start + AT_ONCE].tolist(), start):
+                counts[place] = np.count_nonzero(self.documents.document(number)[1][1:])
+            self.documents.release()
+        return np.add.reduceat(counts[places], self.bounds[:-1])
 
 
 def digest(rows: Rows) -> str:

@@ -1,6 +1,7 @@
 """`finetune plan`: what is asked of the planner about a machine, and what is printed of it."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from finetune.errors import FinetuneError
 from finetune.planner import advice, changes, hardware, memory, page
 from finetune.planner.answers import described, whole_numbers, without_machine
 from finetune.planner.families import READERS
-from finetune.planner.grids import plan_grid
+from finetune.planner.grids import GridPlan, plan_grid
 from finetune.planner.hybrid import SHARDS, plan_hybrid
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import (
@@ -273,7 +274,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     whole = advice.rank(found)
     best = whole[0] if whole else None
     ranked = _possible(recipe, whole, precision)
-    grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
+    grid = _fitting_grid(recipe, workload, machine, precision)
     first = changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
@@ -297,10 +298,12 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(f"\nshapes from {source.where}")
         return 0
     print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
+    if told := advice.faster(ranked[0], ranked):
+        print(f"\n{told}")
     if first:
         print(f"\n{page.before_disk(first)}")
-    if precision == "bf16" and not machine.gpu.bf16:
-        print(f"\nnote: {page.emulated(machine)}")
+    for note in page.machine_notes(machine, precision == "bf16"):
+        print(f"\nnote: {note}")
     if machine.nodes > 1:
         print(f"\nnetwork: {page.network_words(machine)}")
     if best and best.name not in backends.names():
@@ -310,7 +313,11 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"toolkit has no backend of it; its table: --backend {best.name}"
         )
     if grid is not None:
-        print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
+        print(
+            f"\nat this size consider {grid.grid.name} as well, with "
+            f"{page.size(grid.memory.total)} per GPU (--tensor {grid.grid.tensor} --pipeline "
+            f"{grid.grid.pipeline}): this toolkit does not run it"
+        )
     chosen, words = _chosen(recipe, ranked[0])
     settled = plan(chosen, ranked[0].name, machine.count, precision)
     prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
@@ -318,6 +325,21 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     print(page.whole_run(prediction))
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
+
+
+def _fitting_grid(
+    recipe: Recipe,
+    workload: Workload,
+    machine: hardware.Machine,
+    precision: backends.Precision,
+) -> GridPlan | None:
+    """The first layout of tensor and pipeline parallelism whose own table says that it fits."""
+    for grid in advice.grids(workload, machine, recipe.method == "pretrain"):
+        with contextlib.suppress(FinetuneError):  # the rows of a step do not divide over it
+            found = plan_grid(recipe, machine, grid.tensor, grid.pipeline, precision)
+            if found.fits:
+                return found
+    return None
 
 
 def _missing(option: advice.Option) -> tuple[float, float]:
@@ -382,7 +404,7 @@ def _ranking(
     ranked: list[advice.Option],
     found: list[advice.Option],
     machine: hardware.Machine,
-    grid: object,
+    grid: GridPlan | None,
 ) -> dict[str, Any]:
     rows = [
         {
@@ -400,7 +422,7 @@ def _ranking(
         for each in ranked
     ]
     reason = advice.reason(ranked[0], found) if ranked else "nothing fits"
-    layout = None if grid is None else dataclasses.asdict(grid)  # type: ignore[call-overload]
+    layout = None if grid is None else dataclasses.asdict(grid.grid)
     return {
         "gpu": machine.gpu.name, "gpus": machine.count, "reason": reason, "options": rows,
         "grid": layout,

@@ -73,7 +73,7 @@ ONE_CALL = {
     "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
     "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
 }
-"""Where all documents of a pack may attend in one call, and what that is."""
+"""Where all documents side by side may attend in one call, and what that is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,7 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
 
 
 def attention_rule(recipe: Recipe, backend: Backend) -> str:
-    """How documents of a pack attend to themselves alone; empty where others compute it."""
-    if not recipe.batch.packing or recipe.model.attention != "sdpa":
-        return ""
+    """How documents side by side attend to themselves alone, where this toolkit computes it."""
     fields = model_fields(recipe)
     traits = bool(fields.get("attention_dropout")), caps_scores(fields)
     told: list[str] = []
@@ -123,7 +121,7 @@ def attention_rule(recipe: Recipe, backend: Backend) -> str:
 
 
 def against_one_call(device: str, precision: str, dropped: bool, capped: bool) -> list[str]:
-    """Why documents of a pack are not computed in one call on devices of a kind.
+    """Why documents side by side are not computed in one call on devices of a kind.
 
     Args:
         device: `cpu` or `cuda`.
@@ -144,6 +142,8 @@ def _head(recipe: Recipe, kind: str | None) -> Choice:
         return Choice("head", "whole")
     if recipe.adapter is not None and _on_head(recipe.adapter.targets):
         return Choice("head", "whole", "the head has an adapter (adapter.targets)")
+    if recipe.adapter is not None and recipe.adapter.trainable_token_indices:
+        return Choice("head", "whole", "rows of it are trained (adapter.trainable_token_indices)")
     if kind is not None and kind not in LOGITS:
         return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
     return Choice("head", "chunked")

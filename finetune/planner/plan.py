@@ -9,6 +9,7 @@ from finetune.errors import FinetuneError
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.limits import fields_of
+from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
 
@@ -48,6 +49,11 @@ class Plan:
         """What each lever does, as far as the model is known before it is loaded."""
         return choices(self.recipe, self.backend, model_type(self.recipe))
 
+    @property
+    def padding(self) -> Padding:
+        """How rows are laid out, as far as the model is known before it is loaded."""
+        return padding(self.recipe, known_fields(self.recipe))
+
     def steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over a training set of so many rows."""
         if self.recipe.max_steps is not None:
@@ -80,6 +86,7 @@ class Plan:
             "micro_rows": self.recipe.batch.micro_rows,
             "micro_tokens": self.recipe.batch.micro_tokens,
             "packing": self.recipe.batch.packing,
+            "padding": self.padding.line(),
             "accumulation": self.accumulation,
             "lr": self.lr,
             "kernels": {choice.lever: choice.value for choice in self.kernels},
@@ -102,12 +109,14 @@ class Plan:
             f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}{offload}, "
             f"{backend.precision}",
             f"batch        {self._batch()}",
+            f"rows         {self.padding.line()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
             f"kernels      {', '.join(f'{each.lever} {each.value}' for each in self.kernels)}",
         ]
         rules = {each.lever: each.rule for each in self.kernels}
-        rules["attention"] = attention_rule(recipe, backend)
+        if recipe.model.attention == "sdpa" and self.padding.free:
+            rules["attention"] = attention_rule(recipe, backend)
         lines += [f"             {lever}: {rule}" for lever, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 

@@ -297,7 +297,7 @@ def predict(
         source,
         workload,
         timeline,
-        totals.of(timeline, workload, machine.nodes),
+        totals.of(timeline, workload, machine),
         option.usable,
         option.status,
         option.host,

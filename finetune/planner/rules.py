@@ -1,11 +1,14 @@
 """Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import limits, published
-from finetune.planner.kernels import model_type
+from finetune.planner import limits
+from finetune.planner.padding import against, known_fields, padding
+from finetune.planner.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
@@ -18,9 +21,7 @@ WITHOUT_SDPA = (
     "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
     "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 )  # fmt: skip
-"""Types that transformers 5.23 builds without SDPA."""
-PACKS_WITHOUT_SDPA = ("gemma2",)
-"""Of these, types whose packed rows have an attention of this package."""
+"""Types that transformers 5.23 builds without SDPA; rows side by side have an attention of ours."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -30,8 +31,11 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _limits,
         _mixture,
         _batch,
+        _padding,
         _quantization,
+        prequantised,
         _adapter,
+        _vocabulary,
         _attention,
         _checkpointing,
         _disk,
@@ -57,6 +61,11 @@ def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    return mixture_problems(recipe)
+
+
+def mixture_problems(recipe: Recipe) -> Iterator[str]:
+    """Contradictions in the weights of the sources: no verb reads such data."""
     for section in ("data", "eval_data"):
         sources: tuple[Data, ...] = getattr(recipe, section)
         weighted = [data.weight is not None for data in sources]
@@ -88,6 +97,18 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
             f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
         )
+
+
+def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    batch = recipe.batch
+    if batch.packing and batch.padding_free is False:
+        yield (
+            "batch.padding_free: false, but batch.packing=true lays documents side by side; leave "
+            "one of the two out"
+        )
+    elif not batch.packing and batch.padding_free is True:
+        for reason in against(recipe, known_fields(recipe)):
+            yield (f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there")
 
 
 def _micro_tokens(batch: Batch) -> Iterator[str]:
@@ -152,17 +173,44 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
                 yield f"adapter.{field}: '{pattern}' is no regular expression: {error}"
 
 
-def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if recipe.model.attention != "sdpa" or recipe.batch.packing:
+def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Added tokens whose rows nothing would train, and rows that a backend cannot train."""
+    added, adapter = recipe.model.add_tokens, recipe.adapter
+    repeated = sorted({token for token in added if added.count(token) > 1})
+    if repeated:
+        yield f"model.add_tokens: {', '.join(map(repr, repeated))} more than once; name it once"
+    if added and backend.device == "nvme":
+        yield (
+            f"model.add_tokens: tables that grow are not partitioned while they are loaded, and "
+            f"{backend.name} would round them; use zero3_offload"
+        )
+    if adapter is None:
         return
-    kind = model_type(recipe)
-    if kind is None and recipe.model.name is not None:
-        kind = (published.find(recipe.model.name) or {}).get("model_type")
-    if kind in WITHOUT_SDPA:
-        packed = ", or batch.packing=true" if kind in PACKS_WITHOUT_SDPA else ""
+    rows = adapter.trainable_token_indices
+    if added and not rows and not adapter.modules_to_save:
+        words = ", ".join(json.dumps(token, ensure_ascii=False) for token in added)
+        yield (
+            f"model.add_tokens: the adapter would not train the rows of {words}; set "
+            f"adapter.trainable_token_indices=[{words}] to train these rows, "
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
+        )
+    if rows and backend.engine == "deepspeed" and backend.shard == "params":
+        yield (
+            "adapter.trainable_token_indices: PEFT reads whole tables in the forward pass, which "
+            f"{backend.name} gathers for their own module only; use fsdp_full_shard or zero2"
+        )
+
+
+def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if recipe.model.attention != "sdpa":
+        return
+    fields = known_fields(recipe)
+    kind = fields.get("model_type")
+    if kind in WITHOUT_SDPA and not padding(recipe, fields).free:
+        free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
             f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
-            f"{packed}"
+            f"{', or batch.padding_free=auto' if free else ''}"
         )
 
 

@@ -80,6 +80,8 @@ class Adapter:
     """Bytes per adapter weight."""
     dropout: bool = False
     """Whether its input is thinned at random."""
+    dora: bool = False
+    """Whether weights are decomposed: a norm of each whole matrix, and a product more of each."""
     experts: int = 0
     """Rank on experts, 0 where they have no adapter."""
     rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
@@ -138,6 +140,10 @@ class Workload:
     """`kernels.activation`: the unit of a gated feed-forward layer in one operation."""
     fused_rotations: bool = False
     """`kernels.rotary`: query and key are rotated in one operation."""
+    chained: bool = False
+    """`kernels.pointwise`: cheap operations are compiled from C, as on CPUs."""
+    labelled: float = 1.0
+    """Share of the tokens that have a label, at most: all but the first of each row may have."""
     grouped_adapters: bool = False
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
 
@@ -151,6 +157,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def labelled_tokens(self) -> int:
+        """Tokens that have a label."""
+        return max(1, round(self.tokens * self.labelled))
 
     @property
     def trained(self) -> int:
@@ -202,6 +213,7 @@ class Workload:
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
             dropout=self.adapter is not None and self.adapter.dropout,
+            dora=self.adapter is not None and self.adapter.dora,
             widened=self.cpu or self.quantization == "none",
             wide_masks=self.cpu,
             inputs_kept=self.inputs_kept,
@@ -210,6 +222,7 @@ class Workload:
             fused_norms=self.fused_norms,
             fused_activations=self.fused_activations,
             fused_rotations=self.fused_rotations,
+            chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
         )
 
@@ -219,6 +232,11 @@ class Workload:
         matrices of GPT-2 lie the other way round."""
         gathered = self.layout.engine == "deepspeed" and self.layout.shard == "params"
         return not gathered and self.shape.kind != "gpt2"
+
+    @property
+    def paged(self) -> bool:
+        """Whether the optimizer's moments are in memory that moves between GPU and host."""
+        return self.update == "paged_adamw_8bit"
 
     @property
     def moments(self) -> float:
@@ -324,4 +342,4 @@ def lora(
     experts = rank if targets == "all-linear" and shape.experts is not None else 0
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
-    return Adapter(ranks, parameters + saved_whole, width, dropout, experts, rows)
+    return Adapter(ranks, parameters + saved_whole, width, dropout, dora, experts, rows)

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from finetune.data.audit import describe
+from finetune.data.audit import EMPTY, describe
 from finetune.record import units
 from finetune.record.metrics import (
     Ended,
@@ -245,6 +245,8 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.rows_per_step} {'packs' if start.packing else 'rows'} = {start.shares} x "
         f"{processes}",
     )
+    if start.padding:
+        table.add_row("", escape(start.padding))
     passes = start.steps * start.rows_per_step / start.train_rows if start.train_rows else 0
     table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
     held_out = f"{start.eval_rows:,} held out" if start.eval_rows else "none held out"
@@ -253,9 +255,13 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
         f"{held_out}",
     )
-    counted = read_record(run.data).get("train")
-    for line in describe(counted) if counted else ():
+    counted = read_record(run.data)
+    lines = describe(counted["train"]) if counted.get("train") else []
+    lines += [f"held out: {line}" for line in describe(counted.get("eval") or EMPTY)[1:]]
+    for line in lines:
         table.add_row("", escape(line))
+    if run.bad_rows.is_file():
+        table.add_row("", escape(f"bad rows are listed in {run.bad_rows}"))
     table.add_row("backend", f"{start.backend}, {start.precision}, {processes}")
     if start.resumed_from is not None:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")

@@ -59,6 +59,8 @@ class Start(Record):
     """Tokens with a loss in one pass over the training rows."""
     packing: bool = False
     """Rows are packs of whole documents."""
+    padding: str = ""
+    """How rows are laid out in a micro-batch, and why; empty in records that do not say."""
     micro_tokens: int | None = None
     """Token slots per forward pass on one process, where rows were not counted instead."""
     resumed_from: int | None = None

@@ -189,6 +189,8 @@ def _measured(history: History) -> dict[str, Cell]:
     names += ("steps", "trainable_parameters", "parameters", "train_rows", "trained_tokens")
     start = dataclasses.asdict(history.starts[-1])
     measured: dict[str, Cell] = {name: start[name] for name in names}
+    if start["padding"]:
+        measured["padding"] = start["padding"]
     rates = throughput(history.trained)
     if rates is not None:
         counted = history.measured[-1].peak if history.measured else history.peak_memory

@@ -1,0 +1,98 @@
+"""A micro-batch side by side is the step that it is padded, without the padding."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Tiny
+from test_backends import FP32, largest, losses
+
+import finetune as ft
+from finetune import catalog
+from finetune.run import Run
+
+LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3}}
+SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"
+PADDED = "padded to the longest row of a micro-batch: "
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+
+
+def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
+    recipe = catalog.from_fields(tiny.fields(**sections))
+    return ft.train(recipe, precision="fp32", output=place, resume=resume)
+
+
+def column(run: Run, name: str) -> list[Any]:
+    return [record[name] for record in run.read_metrics("train")]
+
+
+@pytest.fixture(scope="module")
+def padded(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    batch = {"micro_rows": 4, "padding_free": False}
+    return train(tiny, tmp_path_factory.mktemp("padded") / "run", **LORA, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "model"),
+    [
+        ({"micro_rows": 4}, {}),
+        ({"micro_rows": 1, "padding_free": True}, {}),
+        ({"micro_tokens": 300}, {}),
+        ({"micro_rows": 4}, {"activation_checkpointing": True}),
+        ({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
+    ],
+)
+def test_steps_side_by_side_are_those_of_padded_rows(
+    tiny: Tiny, tmp_path: Path, padded: Run, batch: dict[str, Any], model: dict[str, Any]
+) -> None:
+    model = {"name": str(tiny.model)} | model
+    free = train(tiny, tmp_path / "free", **LORA, batch=batch, model=model)
+    assert largest(losses(padded), losses(free)) < FP32
+    assert largest(losses(padded, "eval"), losses(free, "eval")) < FP32
+    assert largest(column(padded, "grad_norm"), column(free, "grad_norm")) < 1e-4  # of about 3
+    for name in ("trained_tokens", "real_tokens", "lr", "epoch"):
+        assert column(padded, name) == column(free, name)
+    assert column(free, "slots") == column(free, "real_tokens")
+    assert sum(column(padded, "slots")) > sum(column(padded, "real_tokens"))
+    told = [next(run.read_metrics("start"))["padding"] for run in (padded, free)]
+    assert told == [f"{PADDED}batch.padding_free=false", SIDE_BY_SIDE]
+
+
+def test_a_padded_run_goes_on_side_by_side(tiny: Tiny, tmp_path: Path, padded: Run) -> None:
+    shutil.copytree(padded.root, tmp_path / "run")
+    run = Run(tmp_path / "run")
+    shutil.rmtree(run.checkpoint(6))
+    train(tiny, run.root, resume=True, **LORA, batch={"micro_rows": 4})
+    assert losses(run)[:3] == losses(padded)[:3]
+    assert largest(losses(padded), losses(run)) < FP32
+    assert column(run, "slots")[3:] == column(run, "real_tokens")[3:]
+
+
+def test_a_model_whose_documents_may_see_each_other_is_padded_and_says_why(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "vocab_size": 320,
+    }  # fmt: skip
+    model = {"name": None, "config": config, "tokenizer": str(tiny.model)}
+    run = train(tiny, tmp_path / "run", model=model, max_steps=1)
+    (start,) = run.read_metrics("start")
+    assert start["padding"].startswith(
+        f"{PADDED}documents side by side have not been shown to be exact for 'falcon' models"
+    )
+    (step,) = run.read_metrics("train")
+    assert step["slots"] > step["real_tokens"]
+    assert "padded to the longest row" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny: Tiny) -> None:
+    recipe = catalog.from_fields(tiny.fields())
+    assert recipe.batch.padding_free == "auto"
+    for value in (True, False):
+        assert catalog.differences(recipe, recipe.with_batch(padding_free=value)) == []
