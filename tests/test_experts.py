@@ -228,7 +228,8 @@ def test_a_run_records_the_balance_and_says_so(finetune: Finetune, tmp_path: Pat
     recipe = {
         "method": "sft", "model": {"name": str(tmp_path / "base")}, "max_steps": 1,
         "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion"}],
-        "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False}, "train_on": "all",
+        "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False},
+        "train_on": "all",
     }  # fmt: skip
     write_recipe(tmp_path / "r.json", recipe)
     run = tmp_path / "run"
