@@ -226,7 +226,7 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.launcher import rate_of_products, verify
     from finetune.planner import command, hybrid
-    from finetune.preflight import check, missing_files, read_words
+    from finetune.preflight import below_a_plan, check, read_words
 
     copied = arguments.backend in hybrid.SHARDS  # copies of shards, which no backend here runs
     named = None if copied else arguments.backend
@@ -237,8 +237,8 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     asked = verify if arguments.verify else None
     status = command.run(arguments, recipe, asked, verify, rate_of_products)
     if not arguments.json:
-        for problem in missing_files(recipe):
-            print(f"not here     {problem}")
+        for line in below_a_plan(recipe):
+            print(line)
     return status
 
 

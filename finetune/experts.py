@@ -1,12 +1,20 @@
-"""Reports what of a loaded model has an adapter, is quantised, and balances its experts."""
+"""Reports what of a model has an adapter, is quantised, and balances its experts."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from peft import PeftModel
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import replace_with_bnb_linear
 
+from finetune import model as models
 from finetune import targets
+from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance
 from finetune.planner.experts import BALANCED, DEFAULT
-from finetune.quantization import quantised_notes
+from finetune.quantization import quantised_notes, quantization_config
 from finetune.recipe import Recipe
 
 
@@ -18,6 +26,27 @@ def notes(model: nn.Module, recipe: Recipe) -> list[str]:
         *quantised_notes(base, recipe.model.quantization),
         *_balance_notes(base, recipe),
     ]
+
+
+def planned(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
+    """What an adapter reaches and what is quantised, of the model of a config without weights.
+
+    Raises:
+        FinetuneError: the adapter does not fit the model, or transformers cannot build it.
+    """
+    kind = recipe.model.quantization
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(fields["model_type"], **given)
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        raise FinetuneError(f"model: transformers cannot build it: {error}") from None
+    if (packing := quantization_config(kind, torch.bfloat16)) is not None:
+        base = replace_with_bnb_linear(base, ["lm_head"], packing)
+    with torch.device("meta"):
+        trained = models.as_trained(base, recipe)
+    return [*adapter_notes(trained, base, recipe), *quantised_notes(base, kind)]
 
 
 def adapter_notes(model: nn.Module, base: nn.Module, recipe: Recipe) -> list[str]:

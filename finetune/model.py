@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from finetune.kernels.lora import group_adapters, left_alone, reasons_against_ti
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.loading import other_shapes, unfilled, unread
-from finetune.planner import Plan, prequantised
+from finetune.planner import Plan, limits, prequantised
 from finetune.planner.kernels import PARTS, choices
 from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
@@ -362,7 +363,7 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
     """The `config.json` of a recipe's model.
 
     Raises:
-        FinetuneError: it is quantised in a way that cannot be trained as the recipe asks.
+        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
     """
     model = plan.recipe.model
     try:
@@ -371,6 +372,7 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
         return {}  # loading the model says what is wrong
     name = model.name or ""
     found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
+    found += limits.problems(plan.recipe, fields)  # a plan knows no config that is on the hub only
     if found:
         raise FinetuneError(*found)
     return fields
@@ -424,7 +426,11 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> 
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, targets.settle(model, config, adapter))
+        settled = targets.settle(model, config, adapter)
+        with warnings.catch_warnings():
+            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return get_peft_model(model, settled)
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"

@@ -1,14 +1,18 @@
 """Mixtures of experts: what an adapter reaches, and the load-balancing loss."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Finetune, write_recipe
 from documents import documents_of
-from families import build, distance, gradients
+from families import SIZES, build, distance, gradients
 from test_plan import ROWS, refused
+from tiny_run import VOCABULARY, byte_tokenizer, save_base
 from transformers import AutoConfig
 
 from finetune.attention import DOCUMENTS
@@ -211,3 +215,42 @@ def test_default_factors_are_those_of_transformers(kind: str) -> None:
     stated = config.router_aux_loss_coef
     fields = config.to_dict() | {"router_aux_loss_coef": None}
     assert coefficient(Model(), fields) == (stated, "")
+
+
+def test_a_run_records_the_balance_and_says_so(finetune: Finetune, tmp_path: Path) -> None:
+    """The first step of all weights has the loss of transformers on each row, by its tokens."""
+    fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
+    model = build("qwen3_moe", **fields)
+    save_base(model, tmp_path / "base")
+    samples = [("the cat", " sat on it"), ("a dog ran to the old tree", " and back")] * 2
+    rows = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    recipe = {
+        "method": "sft", "model": {"name": str(tmp_path / "base")}, "max_steps": 1,
+        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion"}],
+        "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False},
+        "train_on": "all",
+    }  # fmt: skip
+    write_recipe(tmp_path / "r.json", recipe)
+    run = tmp_path / "run"
+    done = finetune("train", tmp_path / "r.json", "--precision", "fp32", "--output", run)
+    assert done.status == 0, done.stderr
+    told = "model.router_aux_loss: 0.1 x the load-balancing loss of the experts, by document, is"
+    assert told in " ".join(done.output.split())
+    (line,) = [
+        record
+        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if record["kind"] == "train"
+    ]
+    tokenizer = byte_tokenizer()
+    cross = balance = terms = tokens = 0.0
+    for prompt, completion in samples:
+        ids = torch.tensor([[*tokenizer(prompt + completion).input_ids, 256]])
+        output = model.eval()(input_ids=ids, labels=ids)
+        alone = output.loss.item() - FACTOR * output.aux_loss.item()
+        cross, terms = cross + alone * (ids.numel() - 1), terms + ids.numel() - 1
+        balance, tokens = balance + output.aux_loss.item() * ids.numel(), tokens + ids.numel()
+    assert line["trained_tokens"] == terms
+    assert line["real_tokens"] == tokens
+    assert line["router_aux_loss"] == pytest.approx(FACTOR * balance / tokens, rel=1e-5)
+    assert line["loss"] == pytest.approx(cross / terms + FACTOR * balance / tokens, rel=1e-5)

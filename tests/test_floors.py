@@ -42,7 +42,7 @@ INNER_ORDER = {
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
-    ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"),
+    ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"), ("experts", "model"),
     ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
     ("model", "vocabulary"), ("vocabulary", "loading"), ("model", "gradients"),
     ("model", "soundness"), ("soundness", "gradients"), ("soundness", "data"),

@@ -148,6 +148,14 @@ def test_an_odd_rank_has_no_orthogonal_start() -> None:
     ]
 
 
+def test_olora_on_transposed_matrices_is_refused() -> None:
+    assert refused(of("gpt2").with_lora(init_lora_weights="olora"), "single") == [
+        "adapter.init_lora_weights: PEFT's olora does not know that gpt2 keeps its matrices "
+        "transposed; use true, pissa or orthogonal"
+    ]
+    assert refused(of("gpt2").with_lora(init_lora_weights="pissa"), "single") == []
+
+
 @pytest.mark.parametrize("kind", limits.MAMBA)
 def test_what_kernels_of_mamba_read_directly_is_refused(kind: str) -> None:
     (problem,) = refused(of(kind).with_lora(), "single")

@@ -1,20 +1,28 @@
 """What an adapter reaches in mixtures of experts, and what is left out by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, build
+from conftest import Finetune
+from families import SIZES, VOCABULARY, build
 from peft import PeftModel
 from test_experts import MOE
+from test_plan import ROWS
 from transformers import AutoModelForCausalLM
+from transformers.integrations import replace_with_bnb_linear
 
 from finetune import targets
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.model import as_trained, draw_adapter
-from finetune.recipe import LoRA
+from finetune.planner import plan
+from finetune.planner.families import read
+from finetune.planner.predict import workload_of
+from finetune.quantization import quantised_notes, quantization_config
+from finetune.recipe import LoRA, Model
 
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
@@ -204,3 +212,69 @@ def test_names_are_as_short_as_they_may_be() -> None:
     assert targets.shortest(["a.0.mlp.down", "a.1.mlp.down"], every) == {"mlp.down"}
     assert targets.shortest(["a.1.q"], every) == {"1.q"}
     assert targets.shortest(["a.0.q", "a.1.q"], every, words=2) == {"0.q", "1.q"}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"targets": ATTENTION},
+        {"targets": ATTENTION, "target_parameters": ("experts.down_proj",)},
+        {"targets": ATTENTION, "target_parameters": ("gate_up_proj", "down_proj")},
+        {
+            "targets": ATTENTION, "target_parameters": ("experts.gate_up_proj",),
+            "layers_to_transform": (1,),
+        },
+    ],
+)  # fmt: skip
+def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, Any]) -> None:
+    config = SIZES | KINDS[kind] | {"model_type": kind, "num_experts": 4}
+    scratch = Model(config=config, tokenizer="t")
+    recipe = SFT(scratch, adapter=LoRA(r=4, **fields)).with_data(ROWS).with_batch(rows=4)
+    counted = workload_of(plan(recipe, "single"), read(config)).trained
+    model = adapted(kind, **fields)
+    assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_plan_says_what_a_mixture_has_adapted_and_in_four_bits(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    build("deepseek_v3", **KINDS["deepseek_v3"]).config.save_pretrained(tmp_path / "m")
+    fields: dict[str, Any] = {
+        "method": "sft", "model": {"name": str(tmp_path / "m"), "quantization": "nf4"},
+        "data": [{"source": "rows.jsonl", "format": "messages"}], "adapter": {"r": 4},
+    }  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps(fields))
+    done = finetune("plan", tmp_path / "r.json")
+    assert done.status == 0
+    lines = [line for line in done.stdout.splitlines() if line.startswith("note ")]
+    (adapter,) = [line for line in lines if "adapter.targets" in line]
+    assert "all-linear reaches" in adapter
+    # Packed in four bits they are no parameters that PEFT can add to.
+    assert "mlp.shared_experts.gate_proj" in adapter
+    (packed,) = [line for line in lines if "model.quantization" in line]
+    assert "of the base's weights are in nf4; not quantised: " in packed
+    assert "mlp.experts.gate_up_proj" in packed
+
+
+def test_the_share_in_four_bits_is_that_of_linear_layers() -> None:
+    """Llama 3.1 8B: 32 layers of 218,103,808 weights in linear layers, of 8,030,261,248."""
+    recipe = SFT(Model("meta-llama/Llama-3.1-8B", quantization="nf4"), adapter=LoRA())
+    told = plan(recipe.with_data(ROWS).with_batch(rows=4), "single").explain()
+    assert f"{32 * 218_103_808 / 8_030_261_248:.1%} of the base in nf4" in told
+    assert "86.9% of the base in nf4 (linear layers, without the head)" in told
+
+
+def test_a_loaded_base_says_what_is_not_in_four_bits() -> None:
+    base = build("mixtral", **KINDS["mixtral"])
+    base = replace_with_bnb_linear(base, ["lm_head"], quantization_config("nf4", torch.bfloat16))
+    total = sum(p.numel() for p in base.parameters())
+    attention = 2 * (2 * 64 * 64 + 2 * 64 * 32)
+    (note,) = quantised_notes(base, "nf4")
+    assert note.startswith(
+        f"model.quantization: {attention / total:.1%} of the base's weights are in nf4; "
+        "not quantised: mlp.experts.gate_up_proj ("
+    )
+    assert "embed_tokens (" in note
+    assert "lm_head (" in note

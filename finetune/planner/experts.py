@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.errors import FinetuneError
+from finetune.planner.families import read
 from finetune.recipe import Model
 
 BALANCED = (
@@ -55,3 +57,15 @@ def expert_count(fields: Mapping[str, Any]) -> int:
     ]  # fmt: skip
     counts: list[Any] = [place.get(name) for place in (fields, *inner) for name in EXPERT_FIELDS]
     return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def quantised_share(fields: Mapping[str, Any]) -> float | None:
+    """Share of a model's weights that are in linear layers but the head; None where not known.
+
+    bitsandbytes packs these: not the embeddings, the head, or the tensors of experts.
+    """
+    try:
+        shape = read(fields)
+    except FinetuneError:
+        return None
+    return shape.layers * shape.linear_weights / shape.parameters

@@ -27,6 +27,8 @@ MAMBA_TARGETS = {
     "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
 }  # fmt: skip
 """What to name in these types instead of `all-linear`."""
+TRANSPOSED = ("gpt2", "openai-gpt")
+"""Types whose linear maps are `Conv1D` of transformers."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 
 
@@ -56,9 +58,15 @@ def types(table: str) -> frozenset[str]:
     return frozenset(re.findall(r'^ +\(\s*"([^"]+)",', found[1], re.M)) if found else frozenset()
 
 
-def architecture(recipe: Recipe) -> Iterator[str]:
+def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Everything that transformers or PEFT cannot train of a recipe, for a model of this config."""
+    yield from architecture(recipe, fields)
+    yield from adapter(recipe, fields)
+    yield from router_loss(recipe, fields)
+
+
+def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a model is not a decoder of text that `AutoModelForCausalLM` builds."""
-    fields = fields_of(recipe)
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         return
@@ -78,9 +86,9 @@ def architecture(recipe: Recipe) -> Iterator[str]:
             yield f"{field}: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
 
 
-def router_loss(recipe: Recipe) -> Iterator[str]:
+def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a load-balancing loss that is asked for cannot be added."""
-    _, problem = coefficient(recipe.model, fields_of(recipe))
+    _, problem = coefficient(recipe.model, fields)
     if problem:
         yield problem
 
@@ -99,13 +107,18 @@ def _not_causal(kind: str) -> str:
     return "has no causal language model in transformers" if kind in types("MODEL") else ""
 
 
-def adapter(recipe: Recipe) -> Iterator[str]:
+def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """What PEFT 0.21 refuses of an adapter, on models whose config is known where it matters."""
-    given, fields = recipe.adapter, fields_of(recipe)
+    given = recipe.adapter
     if given is None:
         return
     yield from _layers(given, fields)
     yield from _orthogonal(given)
+    if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
+        yield (
+            f"adapter.init_lora_weights: PEFT's olora does not know that {fields['model_type']} "
+            "keeps its matrices transposed; use true, pissa or orthogonal"
+        )
     yield from _mamba(given, str(fields.get("model_type")))
     experts = expert_count(fields) > 1 and given.targets == "all-linear"
     if experts or given.target_parameters:

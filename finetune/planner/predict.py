@@ -19,6 +19,7 @@ from finetune.planner import (
     published,
     totals,
 )
+from finetune.planner.adapters import named_expert_size
 from finetune.planner.architecture import Architecture
 from finetune.planner.configs import config_paths
 from finetune.planner.families import read
@@ -152,7 +153,7 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
     given = recipe.adapter
     if given is None:
         return None
-    return lora(
+    made = lora(
         shape,
         given.r,
         given.targets,
@@ -163,6 +164,13 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         only_layers=given.layers_to_transform,
         rank_pattern=given.rank_pattern,
         saved=given.modules_to_save,
+    )
+    if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
+        return made
+    layers = len(given.layers_to_transform) or shape.layers
+    inner = layers * named_expert_size(shape, given.r, given.r, given.target_parameters)
+    return dataclasses.replace(
+        made, parameters=made.parameters + inner, experts=given.r if inner else 0
     )
 
 

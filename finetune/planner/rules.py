@@ -57,9 +57,7 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 
 
 def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    yield from limits.architecture(recipe)
-    yield from limits.adapter(recipe)
-    yield from limits.router_loss(recipe)
+    yield from limits.problems(recipe, limits.fields_of(recipe))
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
