@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune import loading, vocabulary
+from finetune import continued, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_packing, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
@@ -37,6 +37,7 @@ from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Model, Recipe
+from finetune.starting_adapter import tokenizer_of
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -58,11 +59,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         FinetuneError: there is none where the recipe says.
     """
     model = recipe.model
-    name = model.tokenizer or model.name
-    field = "model.tokenizer" if model.tokenizer else "model.name"
+    own = tokenizer_of(model.adapter) if model.adapter and not model.tokenizer else None
+    name = model.tokenizer or own or model.name
+    field = "model.tokenizer" if model.tokenizer else "model.adapter" if own else "model.name"
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model.revision, trust_remote_code=model.trust_remote_code
+            name,
+            revision=None if own else model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
     except (OSError, ValueError, KeyError) as error:
         raise FinetuneError(
@@ -93,8 +97,14 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.batch.packing:
         check_packing(model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe, *_grown(model, recipe))
-    if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
+    given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    tokenizer = load_tokenizer(recipe) if recipe.model.add_tokens or by_rows else None
+    grown = range(0) if tokenizer is None else vocabulary.give_rows(model, recipe, tokenizer)
+    trained = as_trained(model, recipe, tokenizer, grown, given)
+    if given is not None:
+        continued.load_adapter(trained, recipe)
+    elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
@@ -102,30 +112,19 @@ def build(engine: Engine, seed: int) -> nn.Module:
     return trained
 
 
-def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
-    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
-    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
-    if not recipe.model.add_tokens and not by_rows:
-        return None, range(0)
-    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
-    if recipe.model.add_tokens:
-        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
-    grown = range(old, loading.token_rows(model) or 0)
-    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
-    return tokenizer, grown
-
-
 def as_trained(
     model: PreTrainedModel,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None = None,
     grown: range = range(0),
+    given: LoraConfig | None = None,
 ) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
 
     Args:
         tokenizer: where tokens are named whose rows are trained.
         grown: rows that the model's tables did not have when it was loaded.
+        given: PEFT's configuration of an adapter that is trained further.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -137,8 +136,8 @@ def as_trained(
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    config = lora_config(recipe.adapter)
-    if tokenizer is not None:
+    config = given or lora_config(recipe.adapter)
+    if tokenizer is not None and given is None:
         config.trainable_token_indices = vocabulary.token_indices(
             model, recipe.adapter, tokenizer, grown
         )
@@ -249,7 +248,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
     # A decomposition of the base weights must see them whole, and so must the mean of a table.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter) or bool(model.add_tokens)
+    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    whole = whole or bool(model.add_tokens) or model.adapter is not None
     loaded: Any = None
     try:
         with engine.whole_weights() if whole else contextlib.nullcontext():

@@ -48,6 +48,8 @@ class Model:
     """Recompute activations: all (true), all but those of `attention`, or from the host's copy."""
     chat_template: Text | None = None
     """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
+    adapter: Text | None = None
+    """LoRA to train further: a run, an export, a folder in PEFT's format, or a hub id."""
     add_tokens: tuple[Token, ...] = ()
     """Tokens to add to the tokenizer; new rows of the model's tables start as their mean."""
     trust_remote_code: bool = False

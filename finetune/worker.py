@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, loading, model, optim, vocabulary
+from finetune import checkpoint, loading, model, optim, starting_adapter, vocabulary
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, claim, finished, locked, refuse_other_data
@@ -244,8 +244,8 @@ class Training:
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
-            *self.plan.notes(), *vocabulary_notes, *self._check_context(network),
-            *model.kernel_notes(network, self.plan), *compiled,
+            *self.plan.notes(), *self._origin(), *vocabulary_notes,
+            *self._check_context(network), *model.kernel_notes(network, self.plan), *compiled,
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
@@ -264,6 +264,13 @@ class Training:
         progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows)
         self.on_one(lambda: restore_best(self.run, progress))
         return progress
+
+    def _origin(self) -> list[str]:
+        """Record the adapter that training goes on from; a note of it."""
+        if self.recipe.model.adapter is None:
+            return []
+        is_new = self.resumed is None
+        return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
 
     def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
         """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""

@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "vocabulary",
+        "vocabulary", "starting_adapter", "continued",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -38,6 +38,8 @@ INNER_ORDER = {
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
     ("model", "loading"), ("model", "vocabulary"), ("vocabulary", "loading"),
+    ("model", "continued"), ("model", "starting_adapter"), ("continued", "checkpoint"),
+    ("continued", "starting_adapter"), ("continued", "vocabulary"),
     ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
@@ -48,7 +50,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
-    "last_words", "start",
+    "last_words", "start", "starting_adapter",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}
