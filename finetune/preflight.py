@@ -14,6 +14,7 @@ from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, plan
+from finetune.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 
 
@@ -112,15 +113,38 @@ def check_here(
     """
     launched = backends.launched()
     if launched is not None:
-        return check(recipe, launched, launched.processes, precision)
-    machine = backends.load(backend or "single")
-    if machine.engine != "single":
+        return check(recipe, _as_named(launched, backend), launched.processes, precision)
+    machine = backends.load(backend or recipe.backend)
+    several = machine.engine != "single"
+    count = backends.started(named=several and backend is not None)
+    if count is not None:
+        return check(recipe, machine if several else backends.load("ddp"), count, precision)
+    if backend is not None and several:
         raise FinetuneError(
             f"--backend {machine.name}: `finetune train` alone is one process; start it with "
-            f"`finetune launch --backend {machine.name}` or `accelerate launch --config_file "
-            f"{machine.path} -m finetune train`"
+            f"`finetune launch --backend {machine.name}`, `torchrun --nproc-per-node 2 -m finetune "
+            f"train`, or `accelerate launch --config_file {machine.path} -m finetune train`"
         )
-    return check(recipe, machine, 1, precision)
+    forget_launch()
+    return check(recipe, backends.load(backend or "single"), 1, precision)
+
+
+def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
+    """The backend of a process of `accelerate launch`, which may name it again but not another.
+
+    Raises:
+        FinetuneError: it names another.
+    """
+    if name is None:
+        return launched
+    asked = backends.load(name)
+    differing = [each for each in asked.same_as(launched) if not each.startswith("precision")]
+    if differing:
+        raise FinetuneError(
+            f"--backend {name}: accelerate launch started another one ({'; '.join(differing)}); "
+            f"give it --config_file {asked.path}, or leave --backend out"
+        )
+    return launched
 
 
 def _not_a_model(folder: Path) -> list[str]:
