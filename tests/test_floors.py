@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "targets", "serving", "pretrained", "experts", "vocabulary", "gradients", "meta",
-        "soundness",
+        "soundness", "starting_adapter", "continued",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -46,8 +46,9 @@ INNER_ORDER = {
     ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
     ("model", "vocabulary"), ("vocabulary", "loading"), ("model", "gradients"),
     ("model", "soundness"), ("soundness", "gradients"), ("soundness", "data"),
-    ("soundness", "meta"),
-    ("soundness", "heartbeat"), ("gradients", "meta"),
+    ("soundness", "meta"), ("soundness", "heartbeat"), ("gradients", "meta"),
+    ("model", "continued"), ("model", "starting_adapter"), ("continued", "checkpoint"),
+    ("continued", "starting_adapter"), ("continued", "vocabulary"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),
@@ -59,7 +60,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
-    "last_words", "start", "options",
+    "last_words", "start", "options", "starting_adapter",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}
