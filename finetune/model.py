@@ -14,9 +14,11 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -35,6 +37,7 @@ from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import LoRA, Recipe
+from finetune.recurrence import keep_apart
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -123,6 +126,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     for lever, (fuse, _, _) in FUSED.items():
         if chosen[lever] == "fused":
             fuse(model)
+    keep_apart(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
@@ -196,6 +200,14 @@ def weight_dtype(plan: Plan) -> torch.dtype:
     return compute_dtype(plan) if frozen or plan.backend.engine == "deepspeed" else torch.float32
 
 
+def causal(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config that the causal language model of a config will have: for some, its text's alone."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.sub_configs.get("text_config")
+    alone = text is not None and kind is not None and kind.config_class == text
+    return config.get_text_config() if alone else config
+
+
 def _from_scratch(engine: Engine) -> PreTrainedModel:
     fields = dict(engine.plan.recipe.model.config or {})
     kind = fields.pop("model_type", None)
@@ -206,7 +218,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         with engine.whole_weights():
             return AutoModelForCausalLM.from_config(
                 config,
-                attn_implementation=implementation(engine.plan.recipe, config),
+                attn_implementation=implementation(engine.plan.recipe, causal(config)),
                 dtype=torch.float32,
             )
     except (ValueError, TypeError, ImportError) as error:
@@ -230,7 +242,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe, config),
+                attn_implementation=implementation(plan.recipe, causal(config)),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,

@@ -17,6 +17,7 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
+        "recurrence",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -36,7 +37,7 @@ INNER_ORDER = {
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "loading"), ("model", "recurrence"), ("attention", "kernels"), ("memory", "kernels"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
 }  # fmt: skip

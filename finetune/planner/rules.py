@@ -10,7 +10,7 @@ from finetune.recipe import Batch, Data, LoRA, Recipe
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 
-WITHOUT_SDPA = ("gemma2",)
+WITHOUT_SDPA = ("gemma2", "gpt_oss", "vaultgemma", "mamba", "mamba2", "falcon_mamba")
 """Types that transformers 5.23 builds with no SDPA; rows side by side have an attention of ours."""
 
 
