@@ -201,7 +201,7 @@ def weight_dtype(plan: Plan) -> torch.dtype:
 
 
 def causal(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config that the causal language model of a config will have: for some, its text's alone."""
+    """The config that the causal language model of a config will have: of some only the text's."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text = config.sub_configs.get("text_config")
     alone = text is not None and kind is not None and kind.config_class == text

@@ -10,6 +10,7 @@ import torch
 
 from finetune import catalog, model
 from finetune.checkpoint import Progress
+from finetune.data.filling import filling_notes
 from finetune.data.prepare import Prepared
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
@@ -79,6 +80,7 @@ class Recorder:
         """
         engine, recipe = self.engine, self.plan.recipe
         self.parameters = parameters
+        notes = [*notes, *filling_notes(self.data.train, recipe, padding, self.steps)]
         self.display = Display(self.run, speaks=engine.speaks, notes=notes)
         listeners = [self.display.show]
         if recipe.trackers:

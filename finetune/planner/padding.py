@@ -65,6 +65,8 @@ class Padding:
     """Rows are side by side, and nothing is padded."""
     reason: str = ""
     """Why rows are padded; empty where they are not."""
+    instead: str = ""
+    """A setting that lays them side by side; empty where none does."""
     known: bool = True
     """Whether the model's config was there to decide by."""
 
@@ -116,10 +118,14 @@ def padding(recipe: Recipe, fields: Mapping[str, Any]) -> Padding:
     batch = recipe.batch
     if batch.packing:
         return Padding(True)
-    if batch.padding_free is False:
-        return Padding(False, "batch.padding_free=false")
     found = against(recipe, fields)
-    return Padding(not found, "; ".join(found), known=bool(fields))
+    if batch.padding_free is False:
+        instead = "" if found else "batch.padding_free=auto"
+        return Padding(False, "batch.padding_free=false", instead)
+    if not found:
+        return Padding(True, known=bool(fields))
+    leaking = fields and leaks(fields, batch.max_length)
+    return Padding(False, "; ".join(found), "" if leaking else "model.attention=sdpa")
 
 
 def against(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
