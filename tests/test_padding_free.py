@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architectures import FIELDS, SIZES
 from conftest import Tiny
 from documents import documents_of
 from test_backends import FP32, largest, losses
@@ -98,6 +99,25 @@ def test_a_model_whose_documents_may_see_each_other_is_padded_and_says_why(
     (step,) = run.read_metrics("train")
     assert step["slots"] > step["real_tokens"]
     assert "padded to the longest row" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss"])
+def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    """The state runs once per document, also where activations are recomputed beside an adapter."""
+    config = SIZES | FIELDS[kind] | {"model_type": kind, "vocab_size": 320}
+    told: list[list[float]] = []
+    for padding_free in (False, "auto"):
+        attention = "eager" if kind == "gpt_oss" and padding_free is False else "sdpa"
+        model = {
+            "name": None, "config": config, "tokenizer": str(tiny.model), "attention": attention,
+            "activation_checkpointing": kind == "qwen3_5_text",
+        }  # fmt: skip
+        batch = {"micro_rows": 4, "padding_free": padding_free}
+        run = train(tiny, tmp_path / str(padding_free), model=model, batch=batch, max_steps=3)
+        told.append([*losses(run), *losses(run, "eval")])
+    assert largest(*told) < FP32
 
 
 FALCON = AutoConfig.for_model("falcon").to_dict()
