@@ -21,7 +21,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels import tiled_attention
 from finetune.kernels.attention import attention_of_documents, longest_served
 from finetune.kernels.chains import Chain
-from finetune.planner.kernels import against_one_call
+from finetune.planner.kernels import SINKS, against_one_call
 from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
 
@@ -53,7 +53,8 @@ def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
     """
     fields = config.to_dict()
     if recipe.batch.packing:
-        problems = [f"batch.packing: {reason}; set batch.packing=false" for reason in leaks(fields)]
+        found = leaks(fields, recipe.batch.max_length)
+        problems = [f"batch.packing: {reason}; set batch.packing=false" for reason in found]
     elif recipe.batch.padding_free is True:
         problems = [
             f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there"
@@ -76,7 +77,8 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dropped = bool(getattr(config, "attention_dropout", 0))
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    found = against_one_call(device, precision, dropped, capped)
+    sinks = config.model_type in SINKS
+    found = against_one_call(device, precision, dropped, capped, sinks)
     instead = ""
     if device == "cuda":
         if torch.cuda.get_device_capability() < VARLEN_FROM:
@@ -90,8 +92,9 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
         return []
     notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []
     window = _window(config)
-    if capped:
-        notes.append("model.attention: each document's scores written out, because they are capped")
+    if capped or sinks:
+        why = "they are capped" if capped else "each row has a sink beside them"
+        notes.append(f"model.attention: each document's scores written out, because {why}")
     elif window is not None and window < longest:
         notes.append(
             f"model.attention: each document of more than {window} tokens behind a mask, because "
@@ -116,6 +119,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **_: object,  # transformers hands on every argument of the model's forward pass
@@ -132,6 +136,8 @@ def attend(
         scaling: Factor of the scores; by default 1 / sqrt(head size).
         sliding_window: A token sees itself and so many less one before it; None for all.
         softcap: Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+        s_aux: (heads,) score of a sink beside each row's, which takes weight and has no value
+            (gpt-oss).
         cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
         max_length_q: Tokens of the longest document.
 
@@ -148,11 +154,15 @@ def attend(
         )
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None
-    if softcap is None and not dropout and _has_varlen(query):
+    # A sink, or values of another size than keys, are left to what PyTorch computes.
+    known = s_aux is None and query.shape[-1] == value.shape[-1]
+    if softcap is None and not dropout and known and _has_varlen(query):
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    longest = 0 if dropout else longest_served(query, max_length_q, window, softcap)
+    longest = 0
+    if known and not dropout:
+        longest = longest_served(query, max_length_q, window, softcap)
     runs = _runs(cu_seq_lens_q.tolist(), longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
@@ -162,10 +172,10 @@ def attend(
         if run[1] - run[0] <= longest:
             ends = [end - run[0] for end in run]
             part = attention_of_documents(q, k, v, ends, scale, window, softcap)
-        elif softcap is None:
+        elif softcap is None and s_aux is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:
-            part = _capped(q, k, v, dropout, scale, window, softcap)
+            part = _written_out(q, k, v, dropout, scale, window, softcap, s_aux)
         parts.append(part.transpose(1, 2))
     return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
 
@@ -204,22 +214,28 @@ def _causal(
     )
 
 
-def _capped(
+def _written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     dropout: float,
     scale: float,
     window: int | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One document with capped scores, written out: no kernel of PyTorch caps them on CPU."""
+    """One document with its scores in memory: no kernel of PyTorch caps them or adds a sink."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scores = (query @ key.transpose(2, 3)) * scale  # (1, heads, length, length)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     unseen = ~_band(query.shape[2], window, query.device)
-    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : query.shape[2]]
     return F.dropout(weights.to(query.dtype), p=dropout) @ value
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,6 +43,7 @@ from finetune.planner.kernels import PARTS, choices
 from finetune.pretrained import forget_stored_form, save_as_published
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
+from finetune.recurrence import keep_apart
 from finetune.soundness import (
     DECODER_ONLY,
     blame,
@@ -206,6 +208,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     for lever, (fuse, _, _) in FUSED.items():
         if chosen[lever] == "fused":
             fuse(model)
+    keep_apart(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
@@ -279,6 +282,14 @@ def weight_dtype(plan: Plan) -> torch.dtype:
     return compute_dtype(plan) if frozen or plan.backend.engine == "deepspeed" else torch.float32
 
 
+def causal(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config that the causal language model of a config will have: of some only the text's."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.sub_configs.get("text_config")
+    alone = text is not None and kind is not None and kind.config_class == text
+    return config.get_text_config() if alone else config
+
+
 def _from_scratch(engine: Engine) -> PreTrainedModel:
     fields = dict(engine.plan.recipe.model.config or {})
     kind = fields.pop("model_type", None)
@@ -289,7 +300,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         with engine.whole_weights():
             model = AutoModelForCausalLM.from_config(
                 config,
-                attn_implementation=implementation(engine.plan.recipe, config),
+                attn_implementation=implementation(engine.plan.recipe, causal(config)),
                 dtype=torch.float32,
             )
             save_as_published(model)
@@ -324,7 +335,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe, config),
+                attn_implementation=implementation(plan.recipe, causal(config)),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,

@@ -12,6 +12,7 @@ import torch
 
 from finetune import catalog, model
 from finetune.checkpoint import Progress
+from finetune.data.filling import filling_notes
 from finetune.data.order import cut, rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.rows import Rows
@@ -88,6 +89,7 @@ class Recorder:
         """
         engine, recipe = self.engine, self.plan.recipe
         self.parameters = parameters
+        notes = [*notes, *filling_notes(self.data.train, recipe, padding, self.steps)]
         self.display = Display(self.run, speaks=engine.speaks, notes=notes)
         listeners = [self.display.show]
         if recipe.trackers:

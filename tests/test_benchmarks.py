@@ -14,7 +14,7 @@ from benchmarks import scaling
 from benchmarks.job import SMALL
 from benchmarks.kernels import Case, distance, tabulate, timed
 from benchmarks.peers import command, report, workload
-from benchmarks.peers.ours import packs
+from benchmarks.peers.ours import packs, singles
 from benchmarks.peers.race import race
 from benchmarks.peers.turns import digest, documents
 from benchmarks.startup import COMMANDS
@@ -228,6 +228,7 @@ def answer(seconds: float, loss: float | None, given: list[workload.Row]) -> dic
     named = sorted(digest(*row) for row in given)
     return {
         "seconds": seconds, "cpu_seconds": 2 * seconds, "cpu_seconds_since_start": 10 * seconds,
+        "seconds_since_start": 5 * seconds,
         "peak_bytes": round(seconds * 2**20), "loss": loss, "documents": named,
     }  # fmt: skip
 
@@ -260,8 +261,8 @@ def test_a_race_compares_the_same_rows_step_by_step() -> None:
         ],
     }  # fmt: skip
     last = {row[0]: row[1:] for row in found.table}
-    assert last["**finetune**, packed"][1:4] == ["3.00x", "", "0.50"]
-    assert last["**finetune**, packed"][-3:] == ["90.0", "10.0100", "yes"]
+    assert last["**finetune**, packed"][1:5] == ["3.00x", "", "", "0.50"]
+    assert last["**finetune**, packed"][-4:] == ["45.0", "90.0", "10.0100", "yes"]
     assert last["TRL SFTTrainer, defaults"][-1] == "no"
     assert found.remarks[0] == "LLaMA-Factory was not there"
 
@@ -280,6 +281,58 @@ def test_steps_of_which_some_have_long_rows_are_compared_together() -> None:
     assert ours["of_trainer"] == 13 / 4  # the median of the steps is 3.5
     assert ours["tokens_per_second"] == sum(len(ids) for ids, _ in taken[2] + taken[3]) / 8
     assert "rates are of 2 steps together after 2 others" in found.how
+
+
+def test_steps_of_other_rows_are_compared_by_the_tokens_of_a_whole_epoch() -> None:
+    job = workload.Job(rows=2, steps=4)
+    rows = workload.make_rows(job)
+    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+    by_length = sorted(rows, key=lambda row: -len(row[0]))
+    grouped = [by_length[start : start + 2] for start in range(0, 8, 2)]
+    race = {
+        "trainer_grouped": [answer(s, 9.0, g) for s, g in zip((9, 9, 6, 2), grouped, strict=True)],
+        "ours_shipped": [answer(s, 10.0, t) for s, t in zip((9, 9, 1, 3), taken, strict=True)],
+    }
+    found = report.result([race], rows, job, threads=1, remarks=[])
+    assert found.values["differences"] == {"trainer_grouped": [], "ours_shipped": []}
+    counts = [sum(len(ids) for ids, _ in each[2] + each[3]) for each in (grouped, taken)]
+    rates = counts[0] / 16, counts[1] / 8
+    contenders = found.values["contenders"]
+    assert contenders["trainer_grouped"]["tokens_per_second"] == rates[0]
+    assert contenders["trainer_grouped"]["shipped_of_it"] == rates[1] / rates[0]
+    race["trainer_grouped"][3]["documents"] = race["trainer_grouped"][2]["documents"]
+    found = report.result([race], rows, job, threads=1, remarks=[])
+    told = ["2 documents missing, 2 too many"]
+    assert found.values["differences"]["trainer_grouped"] == told
+
+
+def test_ours_as_shipped_takes_the_rows_of_each_step() -> None:
+    rows = workload.make_rows(workload.Job(3, 4))
+    made = singles(rows, seed=0)
+    for step in range(4):
+        taken = [made.row(int(index))[0] for index in rows_of_step(step, 12, 3, seed=0)]
+        assert [ids.tolist() for ids in taken] == [ids for ids, _ in rows[3 * step :][:3]]
+
+
+def test_rows_of_a_file_are_raced(tmp_path: Path) -> None:
+    job = workload.Job(2, 2)
+    path = tmp_path / "mine.jsonl"
+    lines: list[dict[str, Any]] = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
+    lines += [{"input_ids": [8, 9]}] * 4
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = ([8, 9], [8, 9])
+    assert workload.rows_of(path, job) == [([5, 6, 7], [-100, 6, 7]), whole, whole, whole]
+    with pytest.raises(ValueError, match="5 rows, expected 6 for 2 steps of 3"):
+        workload.rows_of(path, workload.Job(3, 2))
+    for broken, told in (
+        ('{"text": "hello"}', "line 1: no row of `input_ids`"),
+        ('{"input_ids": [5, 6], "labels": [5]}', "line 1: 1 labels of 2 ids"),
+        ('{"input_ids": [5, 49152]}', "line 1: id 49152, expected 3 to 49151"),
+        ('{"input_ids": [5]}', "line 1: 1 tokens, expected at least 2"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=told):
+            workload.rows_of(path, job)
 
 
 def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> None:
@@ -305,12 +358,13 @@ def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--peers", "axolotl"], "no peer is called axolotl; known: trl, trl_packing, llamaf"),
-        (["--gpu", "--peers", "ours_malloc"], "no peer is called ours_malloc; known: trl, "),
+        (["--peers", "axolotl"], "no peer is called axolotl; known: ours_shipped, "),
+        (["--gpu", "--peers", "ours_malloc"], "no peer is called ours_malloc; known: ours_sh"),
         (["--workload", "short,tiny"], "no workload is called tiny; known: short, tail, long, "),
         (["--workload", "all", "--rows", "3"], "--rows: micro-batches of tail do not divide them"),
         (["--steps", "0"], "rows, steps and threads are at least 1"),
         (["--seed", "-1"], "--seed is at least 0"),
+        (["--rows-file", "nothing.jsonl"], "--rows-file: "),
     ],
 )
 def test_a_race_that_cannot_be_is_refused(
@@ -323,11 +377,14 @@ def test_a_race_that_cannot_be_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+LATER = ("unsloth", "ours_lora", "ours_malloc", "ours_eager", "ours_shipped", "trainer_grouped")
+
+
 def test_the_committed_race_was_on_the_same_rows_and_the_readme_shows_it() -> None:
     record = json.loads((RESULTS / "peers.json").read_text())
     found = record["results"]
     raced = found["contenders"].keys()
-    assert raced >= set(report.TITLES) - {"unsloth", "ours_lora", "ours_malloc", "ours_eager"}
+    assert raced >= set(report.TITLES) - set(LATER)
     assert set(map(tuple, found["differences"].values())) == {()}
     readme = (ROOT / "README.md").read_text()
     assert record["command"] in readme

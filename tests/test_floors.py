@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "targets", "serving", "pretrained", "experts", "vocabulary", "gradients", "meta",
-        "soundness", "starting_adapter", "continued",
+        "soundness", "starting_adapter", "continued", "recurrence",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -48,7 +48,7 @@ INNER_ORDER = {
     ("model", "soundness"), ("soundness", "gradients"), ("soundness", "data"),
     ("soundness", "meta"), ("soundness", "heartbeat"), ("gradients", "meta"),
     ("model", "continued"), ("model", "starting_adapter"), ("continued", "checkpoint"),
-    ("continued", "starting_adapter"), ("continued", "vocabulary"),
+    ("continued", "starting_adapter"), ("continued", "vocabulary"), ("model", "recurrence"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),

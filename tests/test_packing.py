@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import FIELDS, SIZES
 from documents import documents_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,12 @@ from finetune.kernels.attention import BLOCK, DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
-from finetune.planner.padding import SHOWN_EXACT, Padding
+from finetune.model import causal, recompute
+from finetune.planner.kernels import LOGITS
+from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
+from finetune.planner.rules import WITHOUT_SDPA
+from finetune.recipe import Model
+from finetune.recurrence import keep_apart
 
 # Which documents share a slot.
 
@@ -74,33 +80,6 @@ def test_short_rows_fill_their_slots(capacity: int):
 
 # What they are trained to say.
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "head_dim": 8,
-    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-    "attention_dropout": 0.0,
-}  # fmt: skip
-SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "query_pre_attn_scalar": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "gemma3_text": {
-        "query_pre_attn_scalar": 8, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "cohere2": {
-        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "mistral": {"sliding_window": 6},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-}  # fmt: skip
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
@@ -110,11 +89,14 @@ NEAR = 2**-7
 """Two roundings to bf16, which keeps 8 bits."""
 
 
-def tiny(kind: str, attention: str) -> PreTrainedModel:
+def tiny(kind: str, attention: str, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(5)
-    config = AutoConfig.for_model(kind, **SIZES | SPECIAL.get(kind, {}))
+    config = AutoConfig.for_model(kind, **SIZES | FIELDS.get(kind, {}) | fields)
+    config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    give_loss(model, chunked=True)
+    give_loss(model, chunked=kind in LOGITS)
+    if attention == DOCUMENTS:
+        keep_apart(model)
     return model
 
 
@@ -142,23 +124,30 @@ def gradient(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[float, 
     """Mean loss over the trained tokens of all batches, and its gradient, end to end."""
     model.zero_grad()
     terms = sum(batch.trained_tokens for batch in batches)
-    losses = [token_loss_sum(model, batch) / terms for batch in batches]
-    torch.stack(losses).sum().backward()
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return sum(loss.item() for loss in losses), torch.cat(grads)
+    total = 0.0
+    for batch in batches:
+        loss = token_loss_sum(model, batch) / terms
+        loss.backward()
+        total += loss.item()
+    # A sink has no gradient where transformers does not use it.
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return total, torch.cat([grad.flatten() for grad in grads])
 
 
 @pytest.mark.parametrize("kind", SHOWN_EXACT)
-def test_packed_documents_have_the_loss_and_the_gradient_of_padded_ones(kind: str):
+def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind: str):
     rows = documents()
-    # Gemma 2 caps its scores, which the `sdpa` of transformers refuses.
-    plain = tiny(kind, "eager" if kind == "gemma2" else "sdpa")
-    loss, grads = gradient(plain, [batch_of(rows)])
+    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa")
+    alone = [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
+    loss, grads = gradient(plain, alone)
+    padded, below = gradient(plain, [batch_of(rows)])
     packed = packs(rows)
     one, whole = gradient(tiny(kind, DOCUMENTS), [batch_of(packed)])
     several = [collate(packed, np.array([index]), 0, "cpu") for index in range(len(packed))]
     accumulated, parts = gradient(tiny(kind, DOCUMENTS), several)
     largest = grads.abs().max().item()
+    assert abs(padded - loss) < TOLERANCE * abs(loss)
+    assert (below - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
     assert abs(one - loss) < TOLERANCE * abs(loss)
     assert abs(accumulated - loss) < TOLERANCE * abs(loss)
     assert (whole - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
@@ -174,7 +163,7 @@ def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind
     assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", [k for k in SHOWN_EXACT if k not in EXPERTS])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt2", "lfm2", "mamba2"])
 def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
     rows = packs(documents())
     other = packs(documents())
@@ -336,6 +325,70 @@ def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
     assert kept == [4 * 32 * 8 * 2] * 3 + [4 * 32 * 4]
 
 
+# Layers that carry a state.
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "nemotron_h", "mamba"])
+def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind: str):
+    """Plain transformers, whose positions count from 0 in each document, runs on."""
+    rows = documents()
+    batch = batch_of(packs(rows))
+    assert batch.boundaries is not None
+    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").eval()
+    apart = tiny(kind, DOCUMENTS).eval()
+    with torch.no_grad():
+        alone = [
+            plain(**collate(rows, np.array([index]), 0, "cpu").inputs()).logits[0]
+            for index in range(len(rows))
+        ]
+        wanted = torch.cat(alone)
+        together = plain(input_ids=batch.ids, position_ids=batch.boundaries.positions).logits[0]
+        kept = apart(**batch.inputs()).logits[0]
+    size = wanted.abs().max().item()
+    assert (together - wanted).abs().max().item() > 0.1 * size
+    assert (kept - wanted).abs().max().item() < 2 * TOLERANCE * size
+
+
+def test_recomputed_states_are_those_of_their_own_micro_batch():
+    packed = packs(documents())
+    batches = [collate(packed, np.array([index]), 0, "cpu") for index in range(len(packed))]
+    kept = tiny("qwen3_5_text", DOCUMENTS)
+    again = tiny("qwen3_5_text", DOCUMENTS)
+    recompute(again, True)
+    loss, grads = gradient(kept, batches)
+    other, others = gradient(again, batches)
+    assert abs(loss - other) < TOLERANCE * abs(loss)
+    assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+
+
+def test_padded_rows_of_a_recurrent_model_are_left_to_transformers():
+    rows = documents()
+    loss, grads = gradient(tiny("lfm2", "sdpa"), [batch_of(rows)])
+    model = tiny("lfm2", "sdpa")
+    keep_apart(model)
+    other, others = gradient(model, [batch_of(rows)])
+    assert loss == other
+    assert torch.equal(grads, others)
+
+
+def test_longrope_takes_the_factors_of_each_document():
+    """Documents of more than 16 tokens have other frequencies than shorter ones."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0,
+    }  # fmt: skip
+    rows = documents()
+    fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    plain = tiny("phi3", "sdpa", **fields)
+    alone = [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
+    loss, grads = gradient(plain, alone)
+    padded, _ = gradient(plain, [batch_of(rows)])
+    assert abs(padded - loss) > 1e-3  # the longest row of a batch decides for all
+    one, whole = gradient(tiny("phi3", DOCUMENTS, **fields), [batch_of(packs(rows))])
+    assert abs(one - loss) < TOLERANCE * abs(loss)
+    assert (whole - grads).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+
+
 # What is refused.
 
 
@@ -354,6 +407,11 @@ def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused()
     ]
     check_layout(SFT(), bloom)
     assert layout(SFT(), bloom) == Padding(False, told)
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    beyond = AutoConfig.for_model("llama", **SIZES, rope_parameters=scaled)
+    with pytest.raises(FinetuneError, match="'dynamic' positions depend on the longest document"):
+        check_layout(packed.with_batch(max_length=129), beyond)
+    check_layout(packed.with_batch(max_length=128), beyond)
     hybrid = AutoConfig.for_model("qwen3", **SIZES)
     hybrid.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(FinetuneError, match="layers of linear_attention may see other documents"):
@@ -382,6 +440,18 @@ def test_rows_side_by_side_with_sdpa_are_attended_to_by_document():
         assert free.free or free.reason == (
             f"model.attention={attention} computes scores of every two tokens of a micro-batch"
         )
+
+
+def test_the_text_of_a_model_with_images_decides_where_that_alone_is_loaded():
+    whole = AutoConfig.for_model("qwen3_5", text_config=SIZES | FIELDS["qwen3_5_text"])
+    assert causal(whole).model_type == "qwen3_5_text"
+    assert implementation(SFT(), causal(whole)) == DOCUMENTS
+    scratch = Model(config=whole.to_dict(), tokenizer="models/small")
+    assert known_fields(SFT(scratch))["model_type"] == "qwen3_5_text"
+    assert padding(SFT(scratch), known_fields(SFT(scratch))) == Padding(True)
+    images = AutoConfig.for_model("gemma3")
+    assert causal(images) is images
+    assert implementation(SFT(), images) == "sdpa"
 
 
 def test_a_saved_model_does_not_name_this_attention(tmp_path: Path):

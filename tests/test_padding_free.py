@@ -1,15 +1,25 @@
 """A micro-batch side by side is the step that it is padded, without the padding."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from architectures import FIELDS, SIZES
 from conftest import Tiny
+from documents import documents_of
 from test_backends import FP32, largest, losses
+from transformers import AutoConfig
 
 import finetune as ft
 from finetune import catalog
+from finetune.data.filling import filling_notes, real_share
+from finetune.data.rows import single_rows
+from finetune.methods import SFT
+from finetune.planner.padding import padding as layout_of
+from finetune.recipe import Model
 from finetune.run import Run
 
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3}}
@@ -89,6 +99,64 @@ def test_a_model_whose_documents_may_see_each_other_is_padded_and_says_why(
     (step,) = run.read_metrics("train")
     assert step["slots"] > step["real_tokens"]
     assert "padded to the longest row" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss"])
+def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    """The state runs once per document, also where activations are recomputed beside an adapter."""
+    config = SIZES | FIELDS[kind] | {"model_type": kind, "vocab_size": 320}
+    told: list[list[float]] = []
+    for padding_free in (False, "auto"):
+        attention = "eager" if kind == "gpt_oss" and padding_free is False else "sdpa"
+        model = {
+            "name": None, "config": config, "tokenizer": str(tiny.model), "attention": attention,
+            "activation_checkpointing": kind == "qwen3_5_text",
+        }  # fmt: skip
+        batch = {"micro_rows": 4, "padding_free": padding_free}
+        run = train(tiny, tmp_path / str(padding_free), model=model, batch=batch, max_steps=3)
+        told.append([*losses(run), *losses(run, "eval")])
+    assert largest(*told) < FP32
+
+
+FALCON = AutoConfig.for_model("falcon").to_dict()
+
+
+def test_padded_rows_say_what_would_fill_their_slots() -> None:
+    """Micro-batches of 2 of the rows of 8, 4, 2 and 1 tokens: 15 of 2 x 8 + 2 x 2 slots."""
+    rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in (8, 4, 2, 1)))
+    recipe = SFT().with_batch(rows=4, micro_rows=2, max_length=8)
+    assert real_share(rows, recipe, 1) == 15 / 20
+    assert real_share(rows, recipe.with_batch(micro_rows=1), 1) == 1
+
+    def told(recipe: SFT, fields: Mapping[str, Any] = FALCON) -> list[str]:
+        return filling_notes(rows, recipe, layout_of(recipe, fields), 1)
+
+    start = "batch: 75% of the token slots are real, the others are padding; "
+    # By 8 tokens they are 8, 2 x 4 and 1 slots, which is 88 %.
+    assert told(recipe) == [f"{start}batch.micro_rows=1 fills them, one row in each forward pass"]
+    llama = {"model_type": "llama"}
+    assert told(recipe, llama) == []
+    side_by_side = " lays rows side by side, without padding"
+    assert told(recipe.with_batch(padding_free=False), llama) == [
+        f"{start}batch.padding_free=auto{side_by_side}"
+    ]
+    eager = recipe.with_model(Model(attention="eager"))
+    assert told(eager, llama) == [f"{start}model.attention=sdpa{side_by_side}"]
+    assert told(recipe.with_batch(micro_rows=1)) == []
+
+
+def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
+    """By four rows 4 x 16 and 4 x 4 slots; by 16 tokens 16, 4 x 4 and 3 x 4."""
+    sizes = (16, 4, 4, 4, 4, 4, 4, 4)
+    rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in sizes))
+    recipe = SFT().with_batch(rows=8, micro_rows=4, max_length=16)
+    assert real_share(rows, recipe, 1) == 44 / 80
+    assert filling_notes(rows, recipe, layout_of(recipe, FALCON), 1) == [
+        "batch: 55% of the token slots are real, the others are padding; batch.micro_tokens=16 "
+        "makes 100% of them real"
+    ]
 
 
 def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny: Tiny) -> None:

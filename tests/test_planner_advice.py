@@ -19,6 +19,7 @@ from finetune.planner import (
     arguments,
     changes,
     command,
+    filled,
     hardware,
     memory,
     page,
@@ -542,3 +543,35 @@ def test_the_whole_command_takes_seconds_of_processor_time(
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(spent) < limit, spent
+
+
+def test_a_plan_proposes_wider_micro_batches_where_memory_holds_them() -> None:
+    recipe = (
+        ft.SFT(ft.Model("meta-llama/Llama-3.1-8B"))
+        .with_data(ft.Data("rows.jsonl", "text"))
+        .with_lora(r=16)
+        .with_batch(rows=16, micro_rows=1, max_length=1024)
+    )
+    a100 = hardware.machine("A100-80")
+    found = predict(plan(recipe, "single"), a100)
+    wider = filled.micro_tokens(found.plan, found.workload, a100)
+    assert wider is not None
+    rows = wider // 1024
+    fits = [
+        predict(plan(recipe.with_batch(micro_tokens=count * 1024), "single"), a100).status
+        for count in (rows, rows + 1)
+    ]
+    assert fits[0] == "safe"
+    assert rows == 16 or fits[1] != "safe"
+    assert f"  wider    batch.micro_tokens={wider} fits too" in page.verdict(found)
+    for other in (
+        recipe.with_batch(micro_tokens=2048),
+        recipe.with_batch(rows=1),
+        recipe.with_batch(micro_rows=16),
+    ):
+        settled = predict(plan(other, "single"), a100)
+        assert filled.micro_tokens(settled.plan, settled.workload, a100) is None
+        assert "wider" not in page.verdict(settled)
+    full = predict(plan(recipe.with_full_weights(), "single"), a100)
+    assert full.status == "no"
+    assert "wider" not in page.verdict(full)

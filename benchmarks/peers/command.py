@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import shlex
 import sys
@@ -16,6 +17,7 @@ from benchmarks.record import ROOT, Circumstances, write
 from finetune.run import write_json
 
 PEERS = {
+    "ours_shipped": None, "trainer_grouped": None,
     "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_malloc": None,
     "ours_eager": None, "ours_lora": None,
 }  # fmt: skip
@@ -45,6 +47,12 @@ def main(words: Sequence[str], results: Path) -> int:
     for name in chosen:
         if (arguments.rows or 0) % (workload.WORKLOADS[name].micro_rows or 1):
             parser.error(f"--rows: micro-batches of {name} do not divide them")
+    if arguments.rows_file is not None:
+        try:
+            for name in chosen:
+                workload.rows_of(arguments.rows_file, _job(name, arguments))
+        except (OSError, ValueError) as error:
+            parser.error(f"--rows-file: {error}")
     circumstances = Circumstances.now(
         shlex.join(["python", "-m", "benchmarks", "peers", *words]), arguments.note
     )
@@ -59,6 +67,9 @@ def build_parser(results: Path) -> argparse.ArgumentParser:
         help=f"of {', '.join(workload.WORKLOADS)}, with commas, or all: rows, what is trained",
     )  # fmt: skip
     parser.add_argument("--rows", type=int, help="of an optimizer step; else the workload's")
+    parser.add_argument(
+        "--rows-file", type=Path, help="JSONL of your own rows: input_ids, and labels or none"
+    )
     parser.add_argument("--steps", type=int, default=8, help="timed ones, of each contender")
     parser.add_argument("--seed", type=int, default=0, help="of the rows")
     parser.add_argument("--threads", type=int, default=1, help="more than one: seconds, not CPU's")
@@ -82,8 +93,7 @@ def measure(
     special = workload.WORKLOADS[name]
     usual = [*special.peers, *["unsloth"] * arguments.gpu]
     usual = [peer for peer in usual if peer in known]
-    steps = report.WARMUP + arguments.steps
-    job = Job(arguments.rows or special.rows, steps, arguments.gpu, name, arguments.seed)
+    job = _job(name, arguments)
     place = arguments.work / "job"
     workload.write(place, job)
     peers = usual if asked is None else asked
@@ -94,11 +104,25 @@ def measure(
     return any(found.values["differences"].values())
 
 
+def _job(name: str, arguments: argparse.Namespace) -> Job:
+    file = arguments.rows_file
+    return Job(
+        arguments.rows or workload.WORKLOADS[name].rows,
+        report.WARMUP + arguments.steps,
+        arguments.gpu,
+        name,
+        arguments.seed,
+        None if file is None else str(file.resolve()),
+    )
+
+
 def page_name(job: Job, threads: int) -> str:
     """`peers`, and whatever is not as usual."""
     parts = ["peers"]
     if job.name != "short":
         parts.append(job.name)
+    if job.rows_file is not None:
+        parts.append(Path(job.rows_file).stem)
     if job.seed:
         parts.append(f"seed_{job.seed}")
     if job.gpu:
@@ -130,7 +154,14 @@ def run(
     for peer in chosen or [None]:
         commands = dict(base)
         place = None if peer is None else known[peer]
-        if peer is not None and place is None:
+        if peer == report.GROUPED:  # of other rows a step: raced with the product as shipped alone
+            trainer, product, _ = base.values()
+            commands = {
+                report.GROUPED: [*trainer[:-2], report.GROUPED, str(work / "job")],
+                report.SHIPPED: [*product[:-2], report.SHIPPED, str(work / "job")],
+                report.FLOOR: base[report.FLOOR],
+            }
+        elif peer is not None and place is None:
             commands[peer] = [*base[report.OURS][:-2], peer, str(work / "job")]
         elif place is not None:
             try:
@@ -159,13 +190,16 @@ def kept(
     """A race, or what a file has of the same one."""
     threads: int = arguments.threads
     key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit}
+    if job.rows_file is not None:
+        key["rows"] = hashlib.sha256(Path(job.rows_file).read_bytes()).hexdigest()
     if path.exists():
         found = json.loads(path.read_text())
         changed = str(key["commit"]).endswith("-dirty")  # two such commits may be two programs
         if found["key"] == key and not found["lost"] and not changed:
             print(f"kept: {path}", flush=True)
             return found["answers"], {}
-    rounds = range(report.WARMUP + 1, job.steps)
+    whole = report.GROUPED in commands  # an epoch of it is compared
+    rounds = range(job.steps if whole else report.WARMUP + 1, job.steps)
     answers, lost = race(commands, path.parent, threads, job.gpu, rounds, arguments.minutes)
     write_json(path, {"key": key, "answers": answers, "lost": lost})
     return answers, lost

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import sys
@@ -18,6 +19,7 @@ import torch
 from benchmarks.peers.turns import Turns
 from benchmarks.peers.workload import CONFIG, UNTRAINED, Job, Row, of_step, read_job, read_rows
 from finetune import SFT, Data, Model, model, optim
+from finetune.attention import layout
 from finetune.data.order import permutation
 from finetune.data.rows import Documents, Rows
 from finetune.engine import Engine
@@ -39,6 +41,26 @@ def packs(rows: list[Row], size: int, seed: int) -> Rows:
     step_of = np.argsort(permutation(count, seed, 0))  # pack -> the step that takes it
     members = np.concatenate([step * size + np.arange(size) for step in step_of])
     return Rows(documents, members, np.arange(count + 1) * size, packed=True)
+
+
+def singles(rows: list[Row], seed: int) -> Rows:
+    """The rows as they are, where the order of the toolkit's own shuffle puts step after step."""
+    made = packs(rows, 1, seed)
+    return Rows(made.documents, made.members, made.bounds, packed=False)
+
+
+def ours_shipped(job: Job, place: Path, turns: Turns) -> None:
+    """The toolkit as a recipe that names the rows of a step trains: with every other default."""
+    with nothing_compiled():
+        compile_code(job)
+        rows = read_rows(place)
+        recipe = recipe_of(job, place, job.workload.method).with_batch(
+            rows=job.rows, micro_rows=job.micro_rows, max_length=max(len(ids) for ids, _ in rows)
+        )
+        network, engine = built(recipe, place)
+        free = layout(recipe, network.config).free
+        laid = dataclasses.replace(singles(rows, recipe.seed), padding_free=free)
+        steps(engine, laid, job, turns)
 
 
 def ours(job: Job, place: Path, turns: Turns) -> None:
@@ -83,20 +105,36 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def train(job: Job, place: Path, turns: Turns, method: str) -> None:
+    """A pack for each step."""
+    recipe = recipe_of(job, place, method).with_batch(
+        rows=1, micro_rows=1, max_length=16384, packing=True
+    )
+    _, engine = built(recipe, place)
+    steps(engine, packs(read_rows(place), job.rows, recipe.seed), job, turns)
+
+
+def recipe_of(job: Job, place: Path, method: str) -> SFT:
     recipe = (
         SFT(Model(str(place / "model")), data=(Data(str(place / "rows.json"), "text"),))
-        .with_batch(rows=1, micro_rows=1, max_length=16384, packing=True)
         .with_optim(lr=job.lr, schedule="constant", warmup=0)
         .with_steps(job.steps)
     )
-    if method != "full":
-        adapted = recipe.with_lora if method == "lora" else recipe.with_qlora
-        recipe = adapted(r=job.r, alpha=job.alpha)
+    if method == "full":
+        return recipe
+    adapted = recipe.with_lora if method == "lora" else recipe.with_qlora
+    return adapted(r=job.r, alpha=job.alpha)
+
+
+def built(recipe: SFT, place: Path) -> tuple[torch.nn.Module, Engine]:
+    """The network of a recipe, and an engine that holds it."""
     settled = plan(recipe, "single", 1, "bf16")
     engine = Engine(settled, place / "offload", datetime.timedelta(minutes=5))
     network = model.build(engine, recipe.seed)
     engine.prepare(network, optim.build(network, recipe.optim, settled.lr, engine.device))
-    rows = packs(read_rows(place), job.rows, recipe.seed)
+    return network, engine
+
+
+def steps(engine: Engine, rows: Rows, job: Job, turns: Turns) -> None:
     turns.watch(engine.model, read)
     turns.ready()
     for step in range(job.steps):
@@ -209,6 +247,7 @@ class Floor:
 
 CONTENDERS: dict[str, Callable[[Job, Path, Turns], None]] = {
     "ours": ours,
+    "ours_shipped": ours_shipped,
     "ours_malloc": ours_malloc,
     "ours_eager": ours_eager,
     "ours_lora": ours_lora,

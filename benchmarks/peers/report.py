@@ -1,6 +1,8 @@
 """From the answers of a race to a table: the same rows or not, rates, ratios."""
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +16,18 @@ WARMUP = 2
 LOSS_TOLERANCE = 2e-3
 """Relative difference of first losses: bf16 keeps 8 bits, and the mean is over 800 tokens."""
 REFERENCE, OURS, FLOOR = "trainer", "ours", "products"
+SHIPPED, GROUPED = "ours_shipped", "trainer_grouped"
 OTHER_BASE = "ours_lora"
 """Its base is in bf16 where that of the others is in NF4, so that its losses are others."""
 TITLES = {
     REFERENCE: "transformers Trainer + PEFT, padded",
+    GROUPED: "transformers Trainer + PEFT, group_by_length",
     "trl": "TRL SFTTrainer, defaults",
     "trl_packing": "TRL SFTTrainer, packing",
     "llamafactory": "LLaMA-Factory",
     "unsloth": "Unsloth",
     "ours_lora": "**finetune**, LoRA in bf16",
+    SHIPPED: "**finetune** as shipped",
     OURS: "**finetune**, packed",
     "ours_malloc": "**finetune**, packed, memory from malloc",
     "ours_eager": "**finetune**, packed, nothing compiled",
@@ -43,6 +48,20 @@ def differences(answers: Sequence[Answer], rows: list[Row], job: Job) -> list[st
             missing = len(set(expected) - set(answer["documents"]))
             found.append(f"step {step + 1}: {missing} documents missing, {extra} others instead")
     return found
+
+
+def repeated(answers: Sequence[Answer], rows: list[Row]) -> list[str]:
+    """What a contender that chooses its steps' rows was given besides each row once."""
+    known = Counter(digest(ids, labels) for ids, labels in rows)
+    given = Counter(name for answer in answers for name in answer["documents"])
+    more, missing = (given - known).total(), (known - given).total()
+    return [f"{missing} documents missing, {more} too many"] if more or missing else []
+
+
+def own_tokens(answers: Sequence[Answer], rows: list[Row]) -> list[int]:
+    """Real tokens of each step of a contender that chooses its rows."""
+    lengths = {digest(ids, labels): len(ids) for ids, labels in rows}
+    return [sum(lengths.get(name, 0) for name in answer["documents"]) for answer in answers]
 
 
 def first_loss_differs(loss: float, reference: float) -> bool:
@@ -76,6 +95,7 @@ def ratio(race: Race, name: str, other: str, clock: str) -> Parts:
 
 def summarise(
     races: Sequence[Race],
+    rows: list[Row],
     tokens: Sequence[int],
     clock: str,
     settled: Callable[[Parts], float] = medians,
@@ -85,18 +105,44 @@ def summarise(
     summary: dict[str, Any] = {}
     for name in names:
         ran = [race for race in races if name in race]
+
+        def rate(race: Race, name: str) -> float:
+            if name != GROUPED:
+                return settled(speed(race, name, tokens, clock))
+            return totals(speed(race, name, own_tokens(race[name], rows), clock))
+
+        def faster(race: Race, name: str, other: str) -> float:
+            """How many times the speed of another, step by step where steps are the same."""
+            if GROUPED not in (name, other):
+                return settled(ratio(race, name, other, clock))
+            mine, theirs = (
+                totals(
+                    speed(
+                        race, each, own_tokens(race[each], rows) if each == GROUPED else tokens,
+                        clock,
+                    )
+                )
+                for each in (name, other)
+            )  # fmt: skip
+            return mine / theirs
+
         found: dict[str, Any] = {
-            "tokens_per_second": _median(settled(speed(race, name, tokens, clock)) for race in ran),
+            "tokens_per_second": _median(rate(race, name) for race in ran),
             "peak_bytes": max(race[name][-1]["peak_bytes"] for race in ran),
             "cpu_seconds_to_first_step": _median(
                 race[name][0]["cpu_seconds_since_start"] for race in ran
             ),
+            "seconds_to_first_step": _median(
+                race[name][0].get("seconds_since_start", math.nan) for race in ran
+            ),
             "first_loss": ran[0][name][0]["loss"],
         }
         for other, key in ((REFERENCE, "of_trainer"), (FLOOR, "of_products")):
-            each = [settled(ratio(race, name, other, clock)) for race in ran if other in race]
+            each = [faster(race, name, other) for race in ran if other in race]
             found[key] = _median(each) if each else None
-        each = [settled(ratio(race, OURS, name, clock)) for race in ran if OURS in race]
+        shipped = [faster(race, SHIPPED, name) for race in ran if SHIPPED in race]
+        found["shipped_of_it"] = _median(shipped) if shipped else None
+        each = [faster(race, OURS, name) for race in ran if OURS in race]
         found["ours_of_it"] = _median(each) if each else None
         found["ours_of_it_by_race"] = each
         summary[name] = found
@@ -113,6 +159,9 @@ def gate(races: Sequence[Race], rows: list[Row], job: Job) -> dict[str, list[str
     for race in races:
         for name in (name for name in race if name != FLOOR):
             problems = found.setdefault(name, [])
+            if name == GROUPED:
+                problems += repeated(race[name], rows)
+                continue
             problems += differences(race[name], rows, job)
             known = next(each for each in (REFERENCE, OURS, name) if each in race)
             loss, reference = race[name][0]["loss"], race[known][0]["loss"]
@@ -126,8 +175,9 @@ def tabulate(
 ) -> list[list[str]]:
     per = "CPU-second" if clock == "cpu_seconds" else "second"
     head = [
-        "", f"real tokens per {per}", "/ Trainer + PEFT", "**finetune** is", "of the products",
-        "peak GPU memory" if gpu else "peak memory", "CPU s to the first step", "first loss",
+        "", f"real tokens per {per}", "/ Trainer + PEFT", "as shipped is", "packed is",
+        "of the products", "peak GPU memory" if gpu else "peak memory", "s to the first step",
+        "CPU s to the first step", "first loss",
         "same rows and labels",
     ]  # fmt: skip
     table = [head]
@@ -139,9 +189,11 @@ def tabulate(
                 TITLES[name],
                 f"{found['tokens_per_second']:,.1f}",
                 times(found["of_trainer"]),
+                "" if name == SHIPPED else times(found["shipped_of_it"]),
                 "" if name == OURS else times(found["ours_of_it"]),
                 times(found["of_products"], ""),
                 f"{found['peak_bytes'] / 2**20:,.0f} MiB{share}",
+                "" if name == FLOOR else f"{found['seconds_to_first_step']:.1f}",
                 "" if name == FLOOR else f"{found['cpu_seconds_to_first_step']:.1f}",
                 "" if found["first_loss"] is None else f"{found['first_loss']:.4f}",
                 "" if name == FLOOR else "no" if failed[name] else "yes",
@@ -163,7 +215,7 @@ def result(
     ]
     clock = "cpu_seconds" if threads == 1 and not job.gpu else "seconds"
     settled = totals if job.workload.uneven else medians
-    summary, failed = summarise(races, counts, clock, settled), gate(races, rows, job)
+    summary, failed = summarise(races, rows, counts, clock, settled), gate(races, rows, job)
     told = [f"{TITLES[name]}: {'; '.join(each)}" for name, each in failed.items() if each]
     timed = sorted({len(answers) - WARMUP for race in races for answers in race.values()})
     said = " to ".join(str(number) for number in dict.fromkeys((timed or [0])[:1] + timed[-1:]))
@@ -183,8 +235,9 @@ def result(
     without = " (other toolkits without Trainer + PEFT, for want of memory)" * (
         job.workload.large and not job.gpu
     )
+    about = job.workload.about if job.rows_file is None else "of a file"
     how = (
-        f"{what}, {job.rows} rows a step {job.workload.about}: {sum(counts) / len(rows):.0f} "
+        f"{what}, {job.rows} rows a step {about}: {sum(counts) / len(rows):.0f} "
         f"tokens in the mean, {labelled / sum(counts):.0%} labelled; seed: {job.seed}; threads: "
         f"{threads}. Each contender is a process of its own and takes one optimizer step in turn "
         f"with Trainer + PEFT, **finetune** and the products alone{without}; {rates}. CPU time "
@@ -201,6 +254,7 @@ def result(
             "gpu": job.gpu,
             "workload": job.name,
             "seed": job.seed,
+            "rows_file": job.rows_file,
         },
         "timed_steps": timed,
         "tokens_of_steps": counts,

@@ -74,9 +74,18 @@ def dataset(rows: list[Row]) -> Dataset:
 
 def trainer_peft(job: Job, place: Path, turn: InTurn) -> None:
     """The Trainer of transformers and an adapter of PEFT, rows padded to the longest beside."""
+    _trainer(job, place, turn, "sequential")
+
+
+def trainer_grouped(job: Job, place: Path, turn: InTurn) -> None:
+    """The same with rows of like length in a step: other rows a step, the same in an epoch."""
+    _trainer(job, place, turn, "group_by_length")
+
+
+def _trainer(job: Job, place: Path, turn: InTurn, sampling: str) -> None:
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-    arguments = TrainingArguments(train_sampling_strategy="sequential", **common(job, place))
+    arguments = TrainingArguments(train_sampling_strategy=sampling, **common(job, place))
     Trainer(
         network(job, place),
         arguments,
@@ -187,6 +196,7 @@ def unsloth(job: Job, place: Path, turn: InTurn) -> None:
 
 CONTENDERS: dict[str, Callable[[Job, Path, InTurn], None]] = {
     "trainer": trainer_peft,
+    "trainer_grouped": trainer_grouped,
     "trl": trl,
     "trl_packing": trl_packing,
     "llamafactory": llamafactory,

@@ -54,6 +54,7 @@ class Turns:
                 "seconds": seconds,
                 "cpu_seconds": total - self.spent,
                 "cpu_seconds_since_start": total,
+                "seconds_since_start": time.time() - psutil.Process().create_time(),
                 "peak_bytes": peak_bytes(),
                 "loss": loss,
                 "documents": sorted(digest(ids, labels) for ids, labels in found),

@@ -70,7 +70,10 @@ class Workload:
     """Steps differ so much that their rates are taken together."""
     large: bool = False
     """Other toolkits are raced without Trainer + PEFT: this machine's memory holds one of them."""
-    peers: tuple[str, ...] = ("trl", "trl_packing", "llamafactory", "ours_eager", "ours_malloc")
+    peers: tuple[str, ...] = (
+        "ours_shipped", "trainer_grouped", "trl", "trl_packing", "llamafactory", "ours_eager",
+        "ours_malloc",
+    )  # fmt: skip
     """Who takes part beside Trainer + PEFT, where nobody is named."""
 
 
@@ -103,6 +106,8 @@ class Job:
     """Of the workload."""
     seed: int = 0
     """Of the rows: their ids, and which of them share a step."""
+    rows_file: str | None = None
+    """Rows to race instead of the workload's: see `rows_of`."""
     lr: float = 2e-4
     r: int = 16
     alpha: int = 32
@@ -142,6 +147,46 @@ def make_rows(job: Job) -> list[Row]:
     return made
 
 
+def rows_of(path: Path, job: Job) -> list[Row]:
+    """The first rows of a JSONL file of `input_ids` and, where not all are trained, `labels`.
+
+    Raises:
+        ValueError: a line is not such a row, or there are too few.
+    """
+    made: list[Row] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(made) == job.rows * job.steps:
+                break
+            try:
+                row = json.loads(line)
+                ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+                told = "" if len(ids) == len(labels) else f"{len(labels)} labels of {len(ids)} ids"
+                outside = [each for each in ids if not RESERVED <= each < CONFIG["vocab_size"]]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                told, outside, ids, labels = f"no row of `input_ids` ({error!r})", [], [], []
+            if not told and outside:
+                told = f"id {outside[0]}, expected {RESERVED} to {CONFIG['vocab_size'] - 1}"
+            if not told and len(ids) < 2:
+                told = f"{len(ids)} tokens, expected at least 2"
+            if told:
+                raise ValueError(f"{path} line {number}: {told}")
+            made.append((ids, labels))
+    if len(made) < job.rows * job.steps:
+        raise ValueError(
+            f"{path}: {len(made)} rows, expected {job.rows * job.steps} for {job.steps} steps of "
+            f"{job.rows}; use fewer --steps or --rows"
+        )
+    if job.workload.micro_rows is None:
+        return made
+    starts = range(0, len(made), job.rows)
+    return [row for at in starts for row in sorted(made[at : at + job.rows], key=_length)]
+
+
+def _length(row: Row) -> int:
+    return len(row[0])
+
+
 def _draws(seed: int, stream: int, count: int) -> np.ndarray:
     """Raw draws of Philox, whose stream NumPy keeps (NEP 19).  # (count,) uint64"""
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
@@ -151,7 +196,8 @@ def write(place: Path, job: Job) -> None:
     """Write the folder; needs torch and transformers, which a reader of it may have others of."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
-    (place / "rows.json").write_text(json.dumps(make_rows(job)))
+    rows = make_rows(job) if job.rows_file is None else rows_of(Path(job.rows_file), job)
+    (place / "rows.json").write_text(json.dumps(rows))
     if not (place / "model" / "config.json").exists():
         _write_model(place / "model")
 

@@ -51,6 +51,9 @@ to be fast."""
 TILE_ENTRIES = 2**21
 """Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
 
+SINKS = ("gpt_oss",)
+"""Types whose attention has a sink beside the scores of each row."""
+
 COMPILE_FROM = {"cpu": 10_000, "cuda": 3_000_000}
 """Tokens of a run from which `kernels.pointwise=auto` compiles: an estimate, that compiling is
 paid back by then: two seconds of one core for a CPU, about 20 by TorchInductor in torch 2.13. It
@@ -111,7 +114,11 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
 def attention_rule(recipe: Recipe, backend: Backend) -> str:
     """How documents side by side attend to themselves alone, where this toolkit computes it."""
     fields = model_fields(recipe)
-    traits = bool(fields.get("attention_dropout")), caps_scores(fields)
+    traits = (
+        bool(fields.get("attention_dropout")),
+        caps_scores(fields),
+        fields.get("model_type") in SINKS,
+    )
     told: list[str] = []
     for device, (where, call) in ONE_CALL.items():
         reasons = against_one_call(device, backend.precision, *traits)
@@ -120,7 +127,9 @@ def attention_rule(recipe: Recipe, backend: Backend) -> str:
     return f"documents apart, {'; '.join(told)}"
 
 
-def against_one_call(device: str, precision: str, dropped: bool, capped: bool) -> list[str]:
+def against_one_call(
+    device: str, precision: str, dropped: bool, capped: bool, sinks: bool = False
+) -> list[str]:
     """Why documents side by side are not computed in one call on devices of a kind.
 
     Args:
@@ -128,11 +137,13 @@ def against_one_call(device: str, precision: str, dropped: bool, capped: bool) -
         precision: Of the run.
         dropped: Whether weights of attention are left out at random.
         capped: Whether its scores are capped.
+        sinks: Whether each row of scores has a sink beside it.
     """
     reasons = {
         "fp32 has none": precision == "fp32",
         "it does not drop weights": dropped,
         "it does not cap scores": capped and device == "cuda",
+        "it has no sinks": sinks,
     }
     return [reason for reason, holds in reasons.items() if holds]
 

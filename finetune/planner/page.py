@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from finetune.planner import filled
 from finetune.planner.advice import Option
 from finetune.planner.changes import Change
 from finetune.planner.hardware import Machine
@@ -62,6 +63,12 @@ def verdict(prediction: Prediction) -> str:
         f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
         f"by {times.bound}",
     ]
+    wider = filled.micro_tokens(prediction.plan, prediction.workload, prediction.machine)
+    if wider is not None:
+        lines.append(
+            f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "
+            "same steps"
+        )
     for note in machine_notes(prediction.machine, prediction.workload.compute == 2):
         lines.append(f"  note     {note}")
     if prediction.arithmetic_only:

@@ -1,0 +1,141 @@
+"""Run recurrences, short convolutions and LongRoPE once per document.
+
+A recurrent layer carries a state from token to token, and plain transformers carries it on into the
+next document where documents are side by side. Here the layer is given documents as the rows of a
+batch instead: it is causal, so that what pads a shorter row on the right reaches no token.
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.planner.padding import FORGETFUL, RECURRENT, rope_types
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments of a forward pass that say where documents end, by their names in transformers."""
+
+
+@dataclasses.dataclass
+class Held:
+    """Boundaries of the documents of the last forward pass of a model, for all of its layers."""
+
+    given: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """What flash attention takes, by the names of transformers; empty for padded rows."""
+    ends: list[int] | None = None
+    """0 and the end of each document; None where rows are not side by side."""
+
+
+def keep_apart(model: PreTrainedModel) -> None:
+    """Let each recurrent layer of a model run once per document.
+
+    Classes are replaced by subclasses of the same name, as `kernels.head.give_loss` does. That goes
+    first: boundaries are noted where the whole model is called.
+    """
+    kind = model.config.get_text_config().model_type
+    held = Held()
+    wanted: dict[str, type] = dict.fromkeys(RECURRENT.get(kind, ()), PerDocument)
+    wanted |= dict.fromkeys(FORGETFUL.get(kind, ()), Reminded)
+    if "longrope" in rope_types(model.config.get_text_config().to_dict()):
+        rotary = {type(each).__name__ for each in model.modules()}
+        wanted |= dict.fromkeys(
+            (name for name in rotary if name.endswith("RotaryEmbedding")), PositionsPerDocument
+        )
+    for module in model.modules():
+        if type(module).__name__ in wanted:
+            _become(module, wanted[type(module).__name__], held)
+    if wanted:
+        _become(model, NotesDocuments, held)
+
+
+def _become(module: nn.Module, mixed_in: type, held: Held) -> None:
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixed_in, kind), {"held": held})
+
+
+class NotesDocuments:
+    """Mixed into a causal language model: its layers know where documents end."""
+
+    held: Held
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        self.held.given = {name: inputs[name] for name in BOUNDARIES if name in inputs}
+        ends = self.held.given.get("cu_seq_lens_q")
+        self.held.ends = None if ends is None else ends.tolist()
+        return super().forward(*args, **inputs)
+
+
+class Reminded:
+    """Mixed into an attention layer whose block does not hand on where documents end."""
+
+    held: Held
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return super().forward(*args, **inputs | self.held.given)
+
+
+class PerDocument:
+    """Mixed into a recurrent layer: each document starts with an empty state."""
+
+    held: Held
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
+        """`hidden_states` (1, tokens, hidden); returns as it."""
+        if self.held.ends is None:
+            return super().forward(hidden_states, *args, **inputs)
+        given = {name: value for name, value in inputs.items() if name not in BOUNDARIES}
+        assert self.held.ends[-1] == hidden_states.shape[1]
+        results: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        for group in _alike(self.held.ends):
+            index, is_real = _rows(group, hidden_states.device)
+            rows = super().forward(hidden_states[0][index], *args, **given)
+            results.append(rows[is_real])
+            places.append(index[is_real])
+        back = torch.cat(places).argsort()
+        return torch.cat(results)[back][None]
+
+
+class PositionsPerDocument:
+    """Mixed into LongRoPE (arXiv:2402.13753), whose factors depend on the longest position."""
+
+    held: Held
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """`position_ids` (1, tokens); returns cosines and sines (1, tokens, rotated)."""
+        if self.held.ends is None:
+            return super().forward(x, position_ids, *args, **inputs)
+        parts = [
+            super(PositionsPerDocument, self).forward(
+                x, position_ids[:, start:end], *args, **inputs
+            )
+            for start, end in itertools.pairwise(self.held.ends)
+        ]
+        return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+
+
+def _alike(ends: list[int]) -> list[list[tuple[int, int]]]:
+    """Documents (start, end) in groups, the longest of each less than twice the shortest."""
+    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for start, end in itertools.pairwise(ends):
+        groups[(end - start).bit_length()].append((start, end))
+    return list(groups.values())
+
+
+def _rows(
+    documents: list[tuple[int, int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the tokens of documents as rows, the last repeated, and which are no repetition.
+
+    Both (documents, longest).
+    """
+    starts, ends = torch.tensor(documents, device=device).T[:, :, None]
+    steps = torch.arange(max(end - start for start, end in documents), device=device)
+    places = starts + steps
+    return torch.minimum(places, ends - 1), places < ends
