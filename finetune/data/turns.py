@@ -20,7 +20,6 @@ from finetune.data.formats import Conversation
 from finetune.data.marks import Marked, MarkedTemplate, Span
 from finetune.data.messages import Message
 from finetune.data.parts import has_thought, lost, lost_of_tool
-from finetune.data.tools import written_arguments
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
