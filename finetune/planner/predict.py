@@ -161,8 +161,18 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         excluded=given.exclude_modules,
         only_layers=given.layers_to_transform,
         rank_pattern=given.rank_pattern,
-        saved_whole=whole,
+        saved_whole=whole + _rows(given.trainable_token_indices, shape),
     )
+
+
+Tokens = tuple[int | str, ...]
+
+
+def _rows(tokens: Tokens | dict[str, Tokens], shape: Architecture) -> int:
+    """Parameters of the rows that `adapter.trainable_token_indices` trains."""
+    if isinstance(tokens, dict):
+        return shape.hidden * sum(len(each) for each in tokens.values())
+    return shape.hidden * len(tokens) * (1 if shape.tied else 2)
 
 
 @dataclasses.dataclass(frozen=True)
