@@ -8,8 +8,9 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune.checkpoint import adapter_keys, assign, whole_shape
+from finetune.checkpoint import assign, whole_shape
 from finetune.errors import FinetuneError
+from finetune.pretrained import adapter_keys
 from finetune.recipe import Recipe
 from finetune.starting_adapter import WEIGHTS, find
 from finetune.vocabulary import grow, rows_of_adapter
