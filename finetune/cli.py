@@ -249,9 +249,8 @@ def inspect_recipe(arguments: argparse.Namespace) -> int:
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     check_files(recipe)
     from finetune.record import inspection
-    from finetune.worker import inspect
 
-    found = inspect(recipe, arguments.rows)
+    found = inspection.inspect(recipe, arguments.rows)
     if arguments.json:
         print(json.dumps(inspection.to_json(found), indent=2, ensure_ascii=False))
     elif arguments.html is not None:

@@ -109,3 +109,8 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     if state is not None:
         return state.shape
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -3,15 +3,11 @@
 import contextlib
 import functools
 import pickle
-import re
-import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -25,10 +21,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune import continued, targets, vocabulary
+from finetune import adapters, continued, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError
 from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
@@ -37,7 +33,7 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import other_shapes, unfilled, unread
+from finetune.loading import first_line, other_shapes, unfilled, unread
 from finetune.planner import Plan, limits, prequantised
 from finetune.planner.kernels import PARTS, choices
 from finetune.pretrained import forget_stored_form, save_as_published
@@ -85,7 +81,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError) as error:
         raise FinetuneError(
-            f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
+            f"{field}: no tokenizer can be loaded from '{name}' ({first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
     vocabulary.add_tokens(tokenizer, model.add_tokens)
@@ -120,7 +116,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     grown = range(0) if tokenizer is None else vocabulary.give_rows(model, recipe, tokenizer)
 
     def attach(base: Any, adapter: LoRA) -> nn.Module:
-        return _attached(base, adapter, tokenizer, grown, given)
+        return adapters.attach(base, adapter, tokenizer, grown, given)
 
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
         adapted = as_trained(model, recipe, tokenizer, grown, given)
@@ -129,9 +125,9 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if given is not None:
         continued.load_adapter(trained, recipe)
     elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
-        draw_adapter(trained, recipe.adapter, seed)
+        adapters.draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
-        _narrow(trained, compute_dtype(plan))
+        adapters.narrow(trained, compute_dtype(plan))
     else:
         hold_in_fp32(trained)
     install_kernels(model, plan)
@@ -148,7 +144,7 @@ def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
     if problem is not None:
         kind = model.config.model_type
         raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
-    if reads_base(recipe.adapter) and (names := not_finite(model)):
+    if adapters.reads_base(recipe.adapter) and (names := not_finite(model)):
         raise FinetuneError(blame(names, recipe.model.name or "model.config"))
 
 
@@ -176,25 +172,7 @@ def as_trained(
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _attached(model, recipe.adapter, tokenizer, grown, given)
-
-
-def _attached(
-    model: PreTrainedModel,
-    adapter: LoRA,
-    tokenizer: PreTrainedTokenizerBase | None,
-    grown: range,
-    given: LoraConfig | None,
-) -> PeftModel:
-    """A frozen base with an adapter, and the rows of its tables that are trained."""
-    if given is not None:
-        return _with_adapter(model, adapter, given, settled=True)
-    config = lora_config(adapter)
-    if tokenizer is not None:
-        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
-        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
-        config.ensure_weight_tying = bool(grown) and tied
-    return _with_adapter(model, adapter, config)
+    return adapters.attach(model, recipe.adapter, tokenizer, grown, given)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
@@ -306,7 +284,7 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
             save_as_published(model)
             return model
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
+        raise FinetuneError(f"model.config: {first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
@@ -317,7 +295,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     # A decomposition of the base weights must see them whole, and so must the mean of a table.
     whole = (
         not plan.backend.zero_init
-        or reads_base(plan.recipe.adapter)
+        or adapters.reads_base(plan.recipe.adapter)
         or bool(model.add_tokens)
         or model.adapter is not None
         or dequantising
@@ -349,7 +327,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
         raise FinetuneError(
-            f"model.name: '{model.name}' cannot be loaded: {_first_line(error)}{advice(error)}"
+            f"model.name: '{model.name}' cannot be loaded: {first_line(error)}{advice(error)}"
         ) from None
     except RuntimeError as error:
         problems = other_shapes(error)
@@ -408,120 +386,6 @@ def advice(error: Exception) -> str:
     return ""
 
 
-def reads_base(adapter: LoRA | None) -> bool:
-    """Whether the adapter's initial values are a decomposition of the base weights."""
-    plain = (None, "gaussian", "orthogonal")
-    init = adapter.init_lora_weights if adapter is not None else None
-    return isinstance(init, str) and init not in plain
-
-
-def lora_config(adapter: LoRA) -> LoraConfig:
-    """The adapter in PEFT's own words."""
-    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
-    excluded = adapter.exclude_modules
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=adapter.r,
-        lora_alpha=adapter.scale_alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=wanted,
-        target_parameters=list(adapter.target_parameters) or None,
-        modules_to_save=list(adapter.modules_to_save) or None,
-        use_dora=adapter.use_dora,
-        use_rslora=adapter.use_rslora,
-        init_lora_weights=adapter.init_lora_weights,
-        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
-        layers_to_transform=list(adapter.layers_to_transform) or None,
-        rank_pattern=dict(adapter.rank_pattern),
-        alpha_pattern=dict(adapter.alpha_pattern),
-    )
-
-
-def _with_adapter(
-    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, settled: bool = False
-) -> PeftModel:
-    """The base with an adapter; names of a `settled` configuration are taken as PEFT takes them."""
-    try:
-        strays = list(_strays(model, adapter))
-        if strays:
-            raise FinetuneError(*strays)
-        chosen = config if settled else targets.settle(model, config, adapter)
-        with warnings.catch_warnings():
-            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            return get_peft_model(model, chosen)
-    except ValueError as error:
-        raise FinetuneError(
-            f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
-        ) from None
-
-
-def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
-    """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
-    modules = [name for name, _ in model.named_modules() if name]
-    older = targets.rewritten_names(model)
-    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
-    last = {name.rsplit(".", 1)[-1] for name in modules}
-    for field in ("targets", "modules_to_save", "exclude_modules"):
-        given = getattr(adapter, field)
-        for word in () if isinstance(given, str) else given:
-            if field == "targets" and word.rsplit(".", 1)[-1] in older:
-                continue  # experts were modules of this name in transformers 4
-            end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
-            if not any(name == word or name.endswith(end) for name in modules):
-                told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
-                here = _linear_modules(model) + targets.expert_words(model)
-                yield told + (here if field == "targets" else "")
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(adapter, field):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
-                told = f"adapter.{field}: no module matches '{pattern}'"
-                yield f"{told}{did_you_mean(pattern, last)}"
-
-
-def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put an adapter into the type that DeepSpeed computes with; its fp32 masters are another copy.
-
-    DeepSpeed 0.19 does so by itself, but not under ZeRO-3 where the base was partitioned while it
-    was loaded: each adapter would then keep its input in fp32.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
-            parameter.data = parameter.data.to(dtype)
-
-
-def _linear_modules(model: nn.Module) -> str:
-    linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return f"; linear modules here: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
-
-
-def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
-    """Draw every LoRA A anew as PEFT does, from a generator of its own.
-
-    That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
-    (`gaussian`). PEFT draws in the order of construction, which differs between engines.
-    """
-    ranks = {
-        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
-        for path, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
-        for rank in layer.r.values()
-        for part in ("lora_A", "lora_embedding_B")
-    }
-    for name, parameter in model.named_parameters():
-        if (found := re.search(r"(.*\.lora_(A|embedding_B))\.", name)) is not None:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-            drawn = torch.empty(parameter.shape, dtype=torch.float32)
-            if "lora_A" not in name:
-                nn.init.normal_(drawn, generator=generator)
-            elif adapter.init_lora_weights == "gaussian":
-                nn.init.normal_(drawn, std=1 / ranks[found[1]], generator=generator)
-            else:
-                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-            with torch.no_grad():
-                parameter.copy_(drawn)
-
-
 def counts(model: nn.Module) -> tuple[int, int]:
     """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
     trained = total = 0
@@ -555,7 +419,3 @@ def _elements(parameter: nn.Parameter) -> int:
     if state is not None:
         return state.shape.numel()
     return _stored_elements(parameter)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

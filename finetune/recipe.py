@@ -5,9 +5,10 @@ from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, 
 """
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ STRICT = ConfigDict(
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """`q_proj` as the name that is meant: PEFT takes a text for an expression of whole paths."""
+    return (names,) if isinstance(names, str) and re.fullmatch(r"\w+", names) else names
+
+
+Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
+"""Names of modules, or a regular expression; a word alone is a name."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -83,7 +93,7 @@ class LoRA:
     """Scale: the update is multiplied by alpha / r. By default 2r."""
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: Names = "all-linear"
     """Modules that get an adapter: names, a regular expression, or `all-linear`."""
     target_parameters: tuple[str, ...] = ()
     """Parameters that get one although no module is theirs: expert tensors, by name or its end."""
@@ -97,7 +107,7 @@ class LoRA:
     """Scale by alpha / sqrt(r) (arXiv:2312.03732)."""
     init_lora_weights: bool | str = True
     """Initial A and B by PEFT's name: true, `gaussian`, `pissa`, `olora`, `orthogonal`, ..."""
-    exclude_modules: str | tuple[str, ...] = ()
+    exclude_modules: Names = ()
     """Modules that get no adapter although `targets` matches them."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the only layers that get an adapter; empty for all."""

@@ -15,8 +15,8 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
-from finetune import backend as backends
 from finetune import (
+    adapters,
     checkpoint,
     experts,
     loading,
@@ -26,6 +26,7 @@ from finetune import (
     starting_adapter,
     vocabulary,
 )
+from finetune import backend as backends
 from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
@@ -45,9 +46,7 @@ from finetune.preflight import check_here
 from finetune.profile import STEP, Profile
 from finetune.readiness import make_sure, refuse_weights_not_finite
 from finetune.recipe import Recipe
-from finetune.record import inspection
 from finetune.record.card import write_card
-from finetune.record.inspection import Inspection
 from finetune.recorder import Reason, Recorder, tokens_of_run
 from finetune.result.publish import publish
 from finetune.run import Run
@@ -267,7 +266,7 @@ class Training:
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
-        if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
+        if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
             network.save_pretrained(self.run.initial_adapter)
             serving.follow_umask(self.run.initial_adapter)
@@ -445,14 +444,3 @@ class Training:
         if not (due or better):
             return
         self.saver.save(self.progress, better)
-
-
-def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
-    """Rows of a recipe's data as its model sees them, and the counts of all.
-
-    Raises:
-        FinetuneError: the data cannot be prepared.
-    """
-    tokenizer = model.load_tokenizer(recipe)
-    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
-    return inspection.inspect(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)

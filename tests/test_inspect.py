@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from finetune import catalog
 from finetune.data.prepare import prepare
 from finetune.data.render import load_chat
-from finetune.record.inspection import inspect, pieces, show, to_json, visible, write_page
+from finetune.record.inspection import inspect_rows, pieces, show, to_json, visible, write_page
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_what_is_not_read_or_dropped_or_held_out_twice_is_shown_by_inspect_and_a
     loaded = catalog.load(recipe)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     prepared = prepare(loaded, load_chat(tokenizer, None), tmp_path / "cache")
-    inspection = inspect(loaded, prepared, tokenizer, rows=1)
+    inspection = inspect_rows(loaded, prepared, tokenizer, rows=1)
     written = io.StringIO()
     show(inspection, Console(file=written, width=80))
     write_page(inspection, "rows", tmp_path / "page.html")

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
 from finetune import targets
+from finetune.adapters import draw_adapter
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
-from finetune.model import as_trained, draw_adapter
+from finetune.model import as_trained
 from finetune.planner import plan
 from finetune.planner.families import read
 from finetune.planner.predict import workload_of

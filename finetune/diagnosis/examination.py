@@ -100,11 +100,12 @@ class Examination:
         with twins.ours(recipe, self.folder / "offload") as engine:
             found = twins.outcome(engine, recipe, self.rows, self.pad_id)
             self.values = twins.values(engine.module)
+            self.config = getattr(engine.module, "peft_config", {}).get("default")
         return found
 
     def _loss(self) -> tuple[bool, str]:
         self.ours = self._outcome(self.recipe)
-        self.plain = twins.plain_outcome(self.recipe, self.rows, self.values)
+        self.plain = twins.plain_outcome(self.recipe, self.rows, self.values, self.config)
         loss, self.gradient_apart = self.ours.apart(self.plain)
         return loss <= LOSS, (
             f"{self.ours.loss:.6f}, in transformers{self._and_peft} {self.plain.loss:.6f} "

@@ -1,6 +1,7 @@
 """The same rows through this project's model and through plain transformers + PEFT."""
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -90,13 +91,16 @@ def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
     return Outcome(loss.item(), _gradients(engine.module))
 
 
-def plain_outcome(recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor]) -> Outcome:
+def plain_outcome(
+    recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor], config: LoraConfig | None
+) -> Outcome:
     """The same from transformers and PEFT alone, a row at a time and without padding.
 
     Args:
         trained: values of the adapter by parameter name, which the plain one takes over.
+        config: PEFT's, as training saves it with the adapter.
     """
-    network = _plain(recipe, trained)
+    network = _plain(recipe, trained, config)
     network.train()
     picked = [rows.row(index) for index in range(min(ROWS, len(rows)))]
     terms = sum(int(said[1:].sum()) for _, said in picked)
@@ -111,7 +115,7 @@ def plain_outcome(recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor]) 
     return Outcome(total, _gradients(network))
 
 
-def _plain(recipe: Recipe, trained: dict[str, torch.Tensor]) -> Any:
+def _plain(recipe: Recipe, trained: dict[str, torch.Tensor], config: LoraConfig | None) -> Any:
     stored = quantization_config(recipe.model.quantization, torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = AutoModelForCausalLM.from_pretrained(
@@ -122,9 +126,9 @@ def _plain(recipe: Recipe, trained: dict[str, torch.Tensor]) -> Any:
         device_map={"": device},
     )
     keep_unpacked(base)
-    if recipe.adapter is None:
+    if config is None:
         return base
-    network = get_peft_model(base, models.lora_config(recipe.adapter))
+    network = get_peft_model(base, copy.deepcopy(config))
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name in trained:

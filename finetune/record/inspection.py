@@ -12,10 +12,13 @@ from rich.markup import escape
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
 from finetune.data.order import permutation
-from finetune.data.prepare import Prepared
+from finetune.data.prepare import Prepared, prepare
+from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
+from finetune.model import load_tokenizer
 from finetune.recipe import Recipe
 
 BROKEN = "\ufffd"
@@ -59,7 +62,18 @@ class Inspection:
     """Rows in the order of the training, each with its documents; one where nothing is packed."""
 
 
-def inspect(
+def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
+    """Rows of a recipe's data as its model sees them, and the counts of all.
+
+    Raises:
+        FinetuneError: the data cannot be prepared.
+    """
+    tokenizer = load_tokenizer(recipe)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    return inspect_rows(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)
+
+
+def inspect_rows(
     recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> Inspection:
     """The first rows that a recipe trains on, and the counts of its data."""
