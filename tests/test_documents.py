@@ -144,6 +144,7 @@ def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
 
 CHECKS: dict[str, Any] = {
     "finetune list": as_it_is,
+    "finetune doctor": as_it_is,
     "finetune show": as_it_is,
     "finetune inspect": as_it_is,
     "finetune plan": as_it_is,

@@ -17,8 +17,8 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "targets", "adapters", "serving", "pretrained", "experts", "vocabulary", "gradients", "meta",
-        "soundness", "starting_adapter", "continued", "recurrence",
+        "targets", "adapters", "serving", "pretrained", "experts", "vocabulary", "gradients",
+        "meta", "soundness", "starting_adapter", "continued", "recurrence",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",

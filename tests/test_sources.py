@@ -61,6 +61,7 @@ TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
         ("a.tsv", ("question\tanswer\n" + TABLE).encode()),
         ("a.CSV.gz", gzip.compress(("question,answer\n" + TABLE.replace("\t", ",")).encode())),
     ],
+    ids=["ndjson", "JSONL", "Json.gz", "tsv", "CSV.gz"],  # gzip writes the time into its bytes
 )
 def test_other_endings_are_read(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)

@@ -6,17 +6,25 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from peft import PeftModel
+
+from finetune import soundness, targets
+from finetune.attention import layout
 from finetune.data.render import load_chat
 from finetune.diagnosis import twins
 from finetune.diagnosis.finding import Finding
 from finetune.diagnosis.subject import ROWS, described, small
+from finetune.engine import Engine
 from finetune.errors import FinetuneError
+from finetune.loading import token_rows
 from finetune.model import load_tokenizer
 from finetune.planner import plan
 from finetune.prover.delivery import Delivery, check_deliveries
 from finetune.prover.pairs import FP32
 from finetune.prover.subject import Subject
+from finetune.quantization import quantised_notes
 from finetune.recipe import Data, Recipe
 from finetune.run import Run
 
@@ -52,6 +60,10 @@ class Examination:
         for name, question, needs in (
             ("loss", self._loss, None),
             ("gradients", self._gradients, "loss"),
+            ("causal", self._causal, "loss"),
+            ("adapted", self._adapted, "loss"),
+            ("quantised", self._quantised, "loss"),
+            ("experts", self._experts, "loss"),
             ("documents side by side", self._side_by_side, "loss"),
             ("activation checkpointing", self._checkpointing, "loss"),
             ("two steps", self._train, None),
@@ -96,15 +108,41 @@ class Examination:
         self.rows = self.subject.data.train
         return True, self.about
 
-    def _outcome(self, recipe: Recipe) -> twins.Outcome:
+    def _outcome(
+        self, recipe: Recipe, look: Callable[[Engine], None] | None = None
+    ) -> twins.Outcome:
         with twins.ours(recipe, self.folder / "offload") as engine:
-            found = twins.outcome(engine, recipe, self.rows, self.pad_id)
-            self.values = twins.values(engine.module)
-            self.config = getattr(engine.module, "peft_config", {}).get("default")
+            free = layout(recipe, engine.module.config).free
+            rows = dataclasses.replace(self.rows, padding_free=free)
+            found = twins.outcome(engine, recipe, rows, self.pad_id)
+            if look is not None:
+                look(engine)
         return found
 
+    def _look(self, engine: Engine) -> None:
+        """Keep of the model what later questions are about."""
+        network: Any = engine.module
+        is_adapted = isinstance(network, PeftModel)
+        base: Any = network.get_base_model() if is_adapted else network
+        kind = self.recipe.model.quantization
+        self.values = twins.values(network)
+        self.config = network.peft_config["default"] if is_adapted else None
+        self.layout = layout(self.recipe, base.config)
+        self.has_experts = targets.has_experts(base)
+        self.balance = base.balance
+        self.reach = targets.reach(network, base).line() if is_adapted else None
+        self.packed = quantised_notes(base, kind)
+        self.left_out = [note for note in engine.notes if note.startswith("left out")]
+        rows = token_rows(network) or 0
+        self.causality = soundness.causality(
+            engine.model, rows, engine.device, side_by_side=self.layout.free
+        )
+
     def _loss(self) -> tuple[bool, str]:
-        self.ours = self._outcome(self.recipe)
+        # Plain transformers balances experts over a whole forward pass, not by document.
+        model = dataclasses.replace(self.recipe.model, router_aux_loss="none")
+        alone = dataclasses.replace(self.recipe, model=model)
+        self.ours = self._outcome(alone, self._look)
         self.plain = twins.plain_outcome(self.recipe, self.rows, self.values, self.config)
         loss, self.gradient_apart = self.ours.apart(self.plain)
         return loss <= LOSS, (
@@ -124,15 +162,41 @@ class Examination:
             f"transformers{self._and_peft}{told}"
         )
 
+    def _causal(self) -> tuple[bool, str]:
+        if self.causality.leak:
+            return False, soundness.described(self.causality.leak)
+        return True, "later tokens do not move the logits of earlier ones"
+
+    def _adapted(self) -> tuple[bool | None, str]:
+        if self.reach is None:
+            return None, "all weights are trained"
+        return True, "; ".join([self.reach, *self.left_out])
+
+    def _quantised(self) -> tuple[bool | None, str]:
+        return (True, self.packed[0]) if self.packed else (None, "the base is not quantised")
+
+    def _experts(self) -> tuple[bool | None, str]:
+        if not self.has_experts:
+            return None, "the model is no mixture of experts"
+        if self.balance is None:
+            return True, "no load-balancing loss is added"
+        return True, f"the load-balancing loss is added times {self.balance.coefficient:g}"
+
     def _compared(self, changed: Recipe) -> tuple[bool, str]:
         """The same rows under a change that must change nothing."""
-        loss, gradient = self._outcome(changed).apart(self.ours)
+        model = dataclasses.replace(changed.model, router_aux_loss="none")
+        alone = dataclasses.replace(changed, model=model)
+        loss, gradient = self._outcome(alone).apart(self.ours)
         return loss <= LOSS and gradient <= GRADIENT, (
             f"loss {loss:.1e} and gradient {gradient:.1e} from rows by themselves"
         )
 
     def _side_by_side(self) -> tuple[bool | None, str]:
-        return self._compared(self.recipe)
+        if not self.layout.free:
+            return (False if self.recipe.batch.packing else None), self.layout.line()
+        batch = dataclasses.replace(self.recipe.batch, packing=False, padding_free=False)
+        passed, why = self._compared(dataclasses.replace(self.recipe, batch=batch))
+        return passed, why.replace("rows by themselves", "padded rows")
 
     def _checkpointing(self) -> tuple[bool | None, str]:
         model = dataclasses.replace(self.recipe.model, activation_checkpointing=True)
