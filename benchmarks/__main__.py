@@ -21,6 +21,12 @@ def main(words: Sequence[str]) -> int:
         from benchmarks import kills  # imports torch, which the other parts do in their own time
 
         return kills.main(words[1:])
+    if words and words[0] == "models":
+        from benchmarks import models
+
+        with tempfile.TemporaryDirectory(prefix="finetune-models-") as folder:
+            models.write(models.measure(Path(folder)))
+        return 0
     if words and words[0] == "peers":
         from benchmarks.peers import command
 

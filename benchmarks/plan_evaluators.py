@@ -341,7 +341,7 @@ def decision(inputs: Inputs) -> dict[str, Any]:
     )  # fmt: skip
     pretraining = mode == "pretrain"
     refused = _refused(inputs, shape, hardware)
-    if advice.grid_for(workload, hardware, pretraining) is not None:
+    if any(advice.grids(workload, hardware, pretraining)):
         return {"choice": ["3d"], "refused": refused}
     recompute: list[Any] = ["none", "full"]
     if "ckpt" in inputs:

@@ -25,6 +25,7 @@ HOMES = {
     "train": "finetune.worker",
     "export": "finetune.result.exporter",
     "prove": "finetune.prover.command",
+    "doctor": "finetune.diagnosis.command",
     "report": "finetune.record.reporter",
     "plot_loss": "finetune.record.plot",
     "load": "finetune.result.inference",

@@ -141,6 +141,34 @@ def _fsdp_plugin(plan: Plan, cpu: bool) -> FullyShardedDataParallelPlugin:
     )
 
 
+def name_units(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let FSDP2 wrap the classes of blocks that the model has.
+
+    Accelerate 1.15 ends with an error where transformers names one that it does not have: Gemma 3
+    has the vision half of SigLIP, whose text half is named too.
+    """
+    there = {type(module).__name__ for module in model.modules()}
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    if named & there and named - there:
+        plugin = accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = sorted(named & there)
+
+
+def gather_frozen_units(model: nn.Module) -> None:
+    """Gather once each unit of FSDP2 in which nothing is trained, on every rank together.
+
+    A unit that no forward pass enters (the vision tower of a model that reads text) otherwise
+    lacks what torch 2.13 looks at after a backward pass that accumulates.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            params = [] if group is None else group.fsdp_params
+            if params and not any(each.sharded_param.requires_grad for each in params):
+                module.unshard()
+                module.reshard()
+
+
 def keep_compute_type_between_units(model: nn.Module) -> None:
     """Let FSDP2's units hand on what they computed; only the model as a whole returns fp32.
 

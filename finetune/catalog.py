@@ -1,6 +1,7 @@
 """Recipes by name or file, with overrides: defaults, then the file, then key=value."""
 
 import ast
+import contextlib
 import dataclasses
 import json
 import re
@@ -10,10 +11,10 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from finetune.errors import FinetuneError, did_you_mean
@@ -176,7 +177,7 @@ def override(recipe: Recipe, pairs: list[str] | tuple[str, ...]) -> Recipe:
         FinetuneError: a pair is not of that form, or the result is not a recipe.
     """
     fields = to_fields(recipe)
-    problems = [problem for pair in pairs if (problem := _apply(fields, pair))]
+    problems = [problem for pair in pairs if (problem := _apply(fields, type(recipe), pair))]
     try:
         changed = from_fields(fields, "override")
     except FinetuneError as error:
@@ -186,42 +187,130 @@ def override(recipe: Recipe, pairs: list[str] | tuple[str, ...]) -> Recipe:
     return changed
 
 
-def _apply(fields: dict[str, Any], pair: str) -> str | None:
+def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
     """Set one value in place; returns the problem, if there is one."""
     path, equals, text = pair.partition("=")
     if not equals or not path:
         return f"'{pair}': expected key=value"
-    *parents, leaf = path.split(".")
+    parts, hint = path.split("."), kind
     place: Any = fields
-    for parent in parents:
+    for number, part in enumerate(parts):
+        if isinstance(place, dict) and isinstance(scalar := _value_of_dict(hint), tuple):
+            parts, part, hint = parts[: number + 1], ".".join(parts[number:]), scalar[0]
+        else:
+            hint = _hint_within(hint, part)
+        last = number == len(parts) - 1
         if isinstance(place, list):
-            place = place[int(parent)] if parent.isdigit() and int(parent) < len(place) else None
+            if not part.isdigit() or int(part) >= len(place):
+                break
+            if last:
+                place[int(part)] = _value(text, hint)
+                return None
+            place = place[int(part)]
         elif isinstance(place, dict):
-            if place.get(parent) is None:
-                place[parent] = {}
-            place = place[parent]
-    if isinstance(place, list) and leaf.isdigit() and int(leaf) < len(place):
-        place[int(leaf)] = _value(text)
-    elif isinstance(place, dict):
-        place[leaf] = _value(text)
-    else:
-        return f"{path}: there is no such place in the recipe"
+            if last:
+                place[part] = _value(text, hint)
+                return None
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        else:
+            break
+    return f"{path}: there is no such place in the recipe"
+
+
+def _hint_within(hint: Any, part: str) -> Any:
+    """The type of a field, an element or a value of a type; Any where none is known."""
+    if hint is Any:
+        return Any
+    for kind in _alternatives(hint):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            if part not in {field.name for field in dataclasses.fields(kind)}:
+                return Any
+            return typing.get_type_hints(kind, include_extras=True)[part]
+        arguments = typing.get_args(kind)
+        if typing.get_origin(kind) is tuple and part.isdigit():
+            return (
+                arguments[0]
+                if arguments[1:] == (...,)
+                else (dict(enumerate(arguments)).get(int(part), Any))
+            )
+        if typing.get_origin(kind) is dict:
+            return arguments[1]
+    return Any
+
+
+def _value_of_dict(hint: Any) -> tuple[Any] | None:
+    """The type of the values of a dictionary whose values have no keys of their own.
+
+    Its keys are names of modules, which have dots.
+    """
+    for kind in _alternatives(hint):
+        if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
+            return (typing.get_args(kind)[1],)
     return None
 
 
-def _value(text: str) -> Any:
-    """A value from the command line: JSON or a Python number where it is one, else text."""
+def _alternatives(hint: Any) -> list[Any]:
+    """The members of a union, without annotations."""
+    if typing.get_origin(hint) is Annotated:
+        return _alternatives(typing.get_args(hint)[0])
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [kind for member in typing.get_args(hint) for kind in _alternatives(member)]
+    return [hint]
+
+
+def _value(text: str, hint: Any) -> Any:
+    """A value from the command line: its first reading that the field accepts.
+
+    Where the field accepts none, the first reading stays, for the error message.
+    """
+    readings = list(_readings(text, hint))
+    adapter = TypeAdapter(hint, config=None if _is_section(hint) else _LENIENT)
+    for reading in readings:
+        with contextlib.suppress(ValidationError):
+            adapter.validate_python(reading)
+            return reading
+    return readings[0]
+
+
+_LENIENT = ConfigDict(allow_inf_nan=False)
+
+
+def _is_section(hint: Any) -> bool:
+    kinds = _alternatives(hint)
+    return any(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in kinds)
+
+
+def _readings(text: str, hint: Any) -> Iterator[Any]:
+    """What a text can mean, most specific first.
+
+    A word that the field lists, as it is listed; true, false, null or none; JSON; a number;
+    `[a, b]` without quotes; `(a, b)` of Python; the text itself; and, for a list, values that
+    commas separate.
+    """
     words = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    listed = [kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal]
+    if any(text in typing.get_args(kind) for kind in listed):
+        yield text
+    is_word = text.lower() in words
+    if is_word:
+        yield words[text.lower()]
+    with contextlib.suppress(ValueError, RecursionError):
+        yield json.loads(text)
+    with contextlib.suppress(ValueError):
+        yield float(text)
+    for loader in (ExactNumbers, yaml.BaseLoader) if text[:1] in ("[", "{") else ():
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            yield yaml.load(text, loader)
+    if text.startswith("("):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            yield list(ast.literal_eval(text))
+    yield text
+    if text and not is_word:
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.loads(f"[{text}]")
+        yield [part.strip() for part in text.split(",")]
 
 
 def _problems(error: ValidationError, kind: type | None, where: str) -> list[str]:

@@ -5,7 +5,10 @@
       model/       transformers format, in the precision of the run  (recipes without)
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
-                   as the fragments that each rank held (`finetune.fragments`)
+                   as the fragments that each rank held (`finetune.fragments`), and what the model
+                   saves besides: persistent buffers and, without an adapter, frozen weights
+
+`adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
       manifest.json   step, progress, the size and SHA-256 of every file and of itself; written last
 
 Files are written into a scratch folder that is renamed when it is complete. What is drawn at random
@@ -19,19 +22,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.fragments import Fragment, local, restore
+from finetune.fragments import KEPT, Fragment, Reader, local, restore
 from finetune.integrity import FORMAT, read_manifest, sealed, sha256
+from finetune.pretrained import (
+    kept_tensors,
+    persistent_buffers,
+    to_host,
+    write_adapter,
+    write_model,
+)
 from finetune.run import Run, write_json
-
-SHARD_BYTES = 4 * 1024**3
+from finetune.serving import follow_umask
 
 Group = torch.distributed.ProcessGroup
 
@@ -80,10 +88,12 @@ def take(engine: Engine) -> State:
     for fragment in local(engine):
         for key, values in fragment.values.items():
             if values.numel():
-                tensors[f"{fragment.name}|{key}|{fragment.start}"] = _to_host(values)
+                tensors[f"{fragment.name}|{key}|{fragment.start}"] = to_host(values)
         for key, values in fragment.whole.items():
-            tensors[f"{fragment.name}|{key}|whole"] = _to_host(values)
+            tensors[f"{fragment.name}|{key}|whole"] = to_host(values)
         scalars[fragment.name] = fragment.scalars
+    for name, values in kept_tensors(engine):
+        tensors[f"{name}|{KEPT}|whole"] = values
     shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
     return State(tensors, scalars, shapes)
 
@@ -169,10 +179,6 @@ def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tens
     _flush(path)
 
 
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to("cpu", copy=True).contiguous()
-
-
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -195,9 +201,10 @@ def _complete(
     tokenizer.save_pretrained(scratch / "tokenizer")
     with Reader(scratch) as reader:
         if engine.plan.recipe.adapter is not None:
-            _write_adapter(engine.module, scratch / "adapter", reader, shapes)
+            write_adapter(engine, scratch / "adapter", reader, shapes)
         else:
-            _write_model(engine, scratch / "model", reader, shapes)
+            write_model(engine, scratch / "model", reader, shapes)
+    follow_umask(scratch)
     files = {
         str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(scratch.rglob("*"))
@@ -221,118 +228,8 @@ def _complete(
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _write_adapter(
-    module: nn.Module, folder: Path, reader: "Reader", shapes: dict[str, tuple[int, ...]]
-) -> None:
-    folder.mkdir()
-    tensors = {
-        key: reader.whole(name, "weight").reshape(shapes[name])
-        for name, key in adapter_keys(module, list(shapes)).items()
-    }
-    empty = [key for key, tensor in tensors.items() if not tensor.numel()]
-    if empty or not tensors:
-        raise TrainingFailure(f"{folder}: refused to write an empty adapter ({empty[:3]})")
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    module.peft_config["default"].save_pretrained(folder)
-
-
-def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """Trained parameter -> its key in PEFT's file, by letting PEFT rename numbered tags."""
-    tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
-    renamed = get_peft_model_state_dict(module, state_dict=dict(tags), save_embedding_layers=False)
-    return {names[int(tag.item())]: key for key, tag in renamed.items()}
-
-
-def _write_model(
-    engine: Engine, folder: Path, reader: "Reader", shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """The whole model in transformers' sharded format, a part at a time."""
-    folder.mkdir()
-    dtype = torch.bfloat16 if engine.plan.backend.precision == "bf16" else torch.float32
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        bytes_of = torch.Size(shape).numel() * dtype.itemsize
-        if parts[-1] and size + bytes_of > SHARD_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += bytes_of
-    index: dict[str, str] = {}
-    for number, names in enumerate(parts, start=1):
-        one = len(parts) == 1
-        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        tensors = {n: reader.whole(n, "weight").reshape(shapes[n]).to(dtype) for n in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-    if len(parts) > 1:
-        total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-        metadata = {"metadata": {"total_size": total}, "weight_map": index}
-        write_json(folder / "model.safetensors.index.json", metadata)
-    module = engine.module
-    module.config.save_pretrained(folder)
-    if module.generation_config is not None:
-        module.generation_config.save_pretrained(folder)
-
-
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
-
-
-class Reader:
-    """Reads ranges of parameters from the fragments of a checkpoint, whoever wrote them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files = [
-            safe_open(path, framework="pt")
-            for path in sorted((folder / "state").glob("*.safetensors"))
-        ]
-        self.places: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = {}
-        self.uncut: dict[str, dict[str, torch.Tensor]] = {}
-        for file in self.files:
-            for label in file.keys():  # noqa: SIM118 (not a dict)
-                name, key, start = label.rsplit("|", 2)
-                if start == "whole":
-                    self.uncut.setdefault(name, {})[key] = file.get_tensor(label)
-                    continue
-                numel = file.get_slice(label).get_shape()[0]
-                self.places.setdefault((name, key), []).append((int(start), numel, file, label))
-        for places in self.places.values():
-            places.sort(key=lambda place: place[0])
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.clear()
-        self.places.clear()
-
-    def keys(self, name: str) -> list[str]:
-        return [key for known, key in self.places if known == name]
-
-    def range(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Flat elements [start, start + numel) of a parameter's value.
-
-        Raises:
-            FinetuneError: the checkpoint does not hold all of them.
-        """
-        pieces: list[torch.Tensor] = []
-        reached = start
-        for first, size, file, label in self.places.get((name, key), []):
-            begin, end = max(reached, first), min(start + numel, first + size)
-            if begin == reached and begin < end:
-                pieces.append(file.get_slice(label)[begin - first : end - first])
-                reached = end
-        if reached != start + numel:
-            raise FinetuneError(
-                f"the checkpoint holds no elements {reached} to {start + numel} of {name} ({key}): "
-                "it is of another model or adapter, or a rank's file is missing"
-            )
-        return torch.cat(pieces) if pieces else torch.zeros(0)
-
-    def whole(self, name: str, key: str) -> torch.Tensor:
-        last = self.places.get((name, key), [(0, 0, None, "")])[-1]
-        return self.range(name, key, 0, last[0] + last[1])
 
 
 def progress_of(folder: Path) -> Progress:
@@ -363,6 +260,10 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 _assign(parameter, reader.whole(name, "weight").reshape(shapes[name]))
+        kept = reader.kept()
+        for name, buffer in persistent_buffers(module):
+            if name in kept:
+                buffer.copy_(kept[name])
 
 
 def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -395,7 +296,7 @@ def compare(engine: Engine, folder: Path) -> list[str]:
         for fragment in local(engine):
             same = (
                 torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
-                            _to_host(values))
+                            to_host(values))
                 for key, values in fragment.values.items()
             )  # fmt: skip
             if not all(same):

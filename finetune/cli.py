@@ -6,7 +6,6 @@ Verbs that need torch import it inside, so that `list`, `show` and `plan` answer
 import argparse
 import atexit
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from finetune import options
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.quiet import quiet
 
@@ -109,33 +109,36 @@ def build_parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="print JSON")
 
     show = verb("show", show_recipe, "a recipe with every field")
-    _recipe_words(show)
+    options.recipe_words(show)
     show.add_argument("--json", action="store_true", help="print JSON")
 
     planning = verb("plan", plan_recipe, "what a recipe means on a backend, or why it cannot run")
-    _recipe_words(planning)
-    _backend_words(planning)
+    options.recipe_words(planning)
+    options.backend_words(planning)
     planning.add_argument("--json", action="store_true", help="print JSON")
     add_arguments(planning)
 
     inspecting = verb("inspect", inspect_recipe, "rows as the model sees them, and what is trained")
-    _recipe_words(inspecting)
-    inspecting.add_argument("--rows", type=_count, default=3, help="rows to show")
+    options.recipe_words(inspecting)
+    inspecting.add_argument("--rows", type=options.count, default=3, help="rows to show")
     inspecting.add_argument("--html", type=Path, help="page to write, instead of printing rows")
     inspecting.add_argument("--json", action="store_true", help="print JSON")
 
     training = verb("train", train_recipe, "train in this process (or under `accelerate launch`)")
-    _recipe_words(training)
+    options.recipe_words(training)
     training.add_argument("--backend", help="backend of a run that Accelerate did not launch")
     training.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
-    _run_words(training)
+    options.run_words(training)
 
     launching = verb("launch", launch_recipe, "train through `accelerate launch`")
-    _recipe_words(launching)
-    _backend_words(launching)
-    _run_words(launching)
+    options.recipe_words(launching)
+    options.backend_words(launching)
+    options.run_words(launching)
     launching.add_argument(
-        "--max-restarts", type=_count, default=0, help="start anew after a failure so many times"
+        "--max-restarts",
+        type=options.count,
+        default=0,
+        help="start anew after a failure so many times",
     )
     launching.epilog = "Other --flags are passed to `accelerate launch`."
 
@@ -144,25 +147,34 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.add_argument("--to", required=True, type=Path, help="folder to write")
     exporting.add_argument("--merge", action="store_true", help="merge the adapter into the base")
     exporting.add_argument(
-        "--step", type=_count, help="checkpoint, instead of the best or last one"
+        "--step", type=options.count, help="checkpoint, instead of the best or last one"
     )
 
     chatting = verb("chat", chat_with_run, "talk to a run's model")
     chatting.add_argument("run", help="run directory, or a folder with a model")
     chatting.add_argument("--prompt", help="answer this once, instead of a conversation")
-    chatting.add_argument("--max-new-tokens", type=_count, default=512)
+    chatting.add_argument("--max-new-tokens", type=options.count, default=512)
 
-    evaluating = verb("eval", evaluate_run, "exact match of a run's greedy answers on a data file")
-    evaluating.add_argument("run", help="run directory")
-    evaluating.add_argument("--data", help="data file, instead of the recipe's eval_data")
+    evaluating = verb("eval", evaluate_model, "exact match of a model's greedy answers")
+    evaluating.add_argument("model", help="run directory, folder with a model, or hub name")
+    evaluating.add_argument("--rows-of", help="run whose held-out rows are asked")
+    evaluating.add_argument("--data", help="data file, instead of held-out rows of a run")
     evaluating.add_argument("--format", default="messages", help="format of --data")
-    evaluating.add_argument("--limit", type=_count, default=200, help="rows")
-    evaluating.add_argument("--max-new-tokens", type=_count, default=256)
+    evaluating.add_argument("--limit", type=options.count, default=200, help="rows, evenly spaced")
+    evaluating.add_argument("--max-new-tokens", type=options.count, default=256)
+    evaluating.add_argument("--samples", type=Path, help="JSONL file to write with every answer")
     evaluating.add_argument("--json", action="store_true", help="print JSON")
 
     proving = verb("prove", prove_recipe, "show that backends change nothing of a recipe")
-    _recipe_words(proving)
-    _proof_words(proving)
+    options.recipe_words(proving)
+    options.proof_words(proving)
+
+    examining = verb("doctor", run_doctor, "check a model or a recipe in seconds, before a GPU")
+    examining.add_argument("subject", nargs="?", help="model folder or hub id, or a recipe")
+    examining.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as adapter.r=8"
+    )
+    examining.add_argument("--json", action="store_true", help="print JSON")
 
     reporting = verb("report", report_run, "write a run's report as one HTML page")
     reporting.add_argument("run", help="run directory")
@@ -171,66 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
     quickstart = verb("quickstart", run_quickstart, "the main job, offline, in minutes on a CPU")
     quickstart.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number of at least 1")
-    return int(text)
-
-
-def _minutes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < 1e6:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
-
-
-def _recipe_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="name or file of a recipe")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=1e-4"
-    )
-
-
-def _backend_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", help="name or YAML; by default the recipe's")
-    parser.add_argument("--processes", type=_count, help="by default the backend's")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
-
-
-def _run_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="run directory; by default runs/RECIPE")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="yes",
-        choices=("yes", "auto"),
-        metavar="auto",
-        help="continue from the newest checkpoint; `--resume auto` starts where there is none",
-    )
-    parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
-    parser.add_argument(
-        "--timeout", type=_minutes, default=30.0, help="minutes a rank waits for others"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="trace the third step, and say where it went"
-    )
-    parser.add_argument("--no-plot", action="store_true", help="draw no loss.png at the end")
-
-
-def _proof_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", help="names with commas, or all; by default the recipe's")
-    parser.add_argument("--processes", type=_count, default=2, help="of each sharded run")
-    parser.add_argument("--steps", type=_count, default=10, help="optimizer steps compared")
-    parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")
-    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
-    parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
-    parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
-    parser.add_argument("--pairs", action="store_true", help="resume between every two backends")
-    parser.add_argument("--jobs", type=_count, default=1, help="launches at a time")
-    parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _output(arguments: argparse.Namespace) -> Path:
@@ -272,8 +224,9 @@ def show_recipe(arguments: argparse.Namespace) -> int:
 
 def plan_recipe(arguments: argparse.Namespace) -> int:
     from finetune import backend
+    from finetune.launcher import rate_of_products, verify
     from finetune.planner import command, hybrid
-    from finetune.preflight import check, missing_files, read_words
+    from finetune.preflight import below_a_plan, check, read_words
 
     copied = arguments.backend in hybrid.SHARDS  # copies of shards, which no backend here runs
     named = None if copied else arguments.backend
@@ -281,13 +234,11 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     if not (arguments.gpu or arguments.gpus or copied):
         machine = backend.load(arguments.backend or recipe.backend)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
-    verify = None
-    if arguments.verify:
-        from finetune.launcher import verify
-    status = command.run(arguments, recipe, verify)
+    asked = verify if arguments.verify else None
+    status = command.run(arguments, recipe, asked, verify, rate_of_products)
     if not arguments.json:
-        for problem in missing_files(recipe):
-            print(f"not here     {problem}")
+        for line in below_a_plan(recipe):
+            print(line)
     return status
 
 
@@ -417,29 +368,26 @@ def prove_recipe(arguments: argparse.Namespace) -> int:
     return command.run(arguments, recipe, arguments.recipe)
 
 
-def evaluate_run(arguments: argparse.Namespace) -> int:
-    from finetune import catalog
-    from finetune.recipe import Data
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from finetune.diagnosis import command
+
+    return command.run(arguments.subject, arguments.overrides, arguments.json)
+
+
+def evaluate_model(arguments: argparse.Namespace) -> int:
     from finetune.run import open_run
 
-    run = open_run(arguments.run)
-    held_out = catalog.load(run.recipe).eval_data
-    if arguments.data is None and not held_out:
-        raise FinetuneError(f"{run.root}: its recipe has no eval_data; give --data and --format")
-    data = Data(arguments.data, arguments.format) if arguments.data else held_out[0]
-    from finetune.result.evaluate import exact_match, references
-    from finetune.result.inference import open_model
+    if arguments.rows_of is not None:
+        open_run(arguments.rows_of)
+    elif arguments.data is None and not (Path(arguments.model) / "recipe.json").is_file():
+        raise FinetuneError(
+            f"{arguments.model}: not a run directory (it has no recipe.json); for another model "
+            "give --rows-of RUN, or --data FILE and --format"
+        )
+    from finetune.result import evaluation
 
     _without_bars()
-    score = exact_match(
-        open_model(run.root), references(data), arguments.limit, arguments.max_new_tokens
-    )
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(score) | {"share": score.share}, indent=2))
-    else:
-        print(
-            f"exact match {score.share:.1%}: {score.matched} of {score.rows} rows of {data.source}"
-        )
+    evaluation.run(arguments)
     return 0
 
 

@@ -101,14 +101,24 @@ class Engine:
         """Hand model and optimizers to Accelerate, which shards them in place."""
         if self.deepspeed:
             self._fit_buckets(model)
+        named = model.named_buffers() if self.deepspeed else ()
+        buffers = {name: buffer.detach().clone() for name, buffer in named}
+        if self.plan.backend.engine == "fsdp":
+            accelerator.name_units(self.accelerator, model)
         with accelerator.without_values():
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        if self.deepspeed:
+            _restore_buffers(self.module, buffers)
         accelerator.keep_compute_type_between_units(self.model)
         accelerator.refuse_other_engine(self.plan, self.model)
         if self.plan.backend.engine == "fsdp" and self.device.type == "cpu" and self.world > 1:
             reason = share_memory(self.model)
             if reason is not None:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
+
+    def gather_frozen_units(self) -> None:
+        """After a first forward pass: see `finetune.accelerator.gather_frozen_units`."""
+        accelerator.gather_frozen_units(self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:
         """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
@@ -237,6 +247,16 @@ class Engine:
             return whole
         stage = self.model.zero_optimization_stage()
         return whole + _zero_gradient_elements(self.model.optimizer, stage)
+
+
+def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Undo the rounding of buffers: DeepSpeed 0.19 puts them into the type that it computes with.
+
+    Among them are the biases that choose experts, which transformers keeps in fp32.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.dtype != before[name].dtype:
+            buffer.data = before[name].to(buffer.device)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -249,6 +249,16 @@ def worker_alone(pid: int) -> psutil.Process | None:
     return None
 
 
+def rate_of_products(precision: str) -> float:
+    """FLOP/s that this machine's CPU multiplies matrices with, all cores together."""
+    import torch  # seconds, which the rest of a plan does not take
+
+    from finetune.rate import matmul_flops
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return matmul_flops(torch.device("cpu"), dtype)
+
+
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     """Trace a step of the real model with fake tensors, and hold the formulas against it.
 

@@ -1,7 +1,9 @@
 """What was loaded: whether all of its weights were there, and what it can read."""
 
+import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -20,6 +22,44 @@ def unfilled(info: dict[str, Any]) -> list[str]:
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         problems.append(f"the tensor {key} is {list(stored)} instead of {list(wanted)}")
     return _first(problems)
+
+
+PACKED = re.compile(
+    r"(weight_scale|_scale_inv|input_scale|weight_packed|weight_zero_point|qweight|qzeros|g_idx"
+    r"|\.scales|\.SCB|absmax|quant_map|quant_state|_blocks|_scales|weight_format)"
+)
+"""Names of tensors that belong to quantised weights: codes without them are no numbers."""
+
+
+def unread(info: dict[str, Any], model: nn.Module) -> tuple[list[str], list[str]]:
+    """Tensors of the files that no module takes: (problems, notes).
+
+    A problem is one without which the result is another model: part of a quantised weight, of a
+    module that the model has, or of a layer beyond those in config.json. Others, such as a vision
+    tower or a head for several tokens, are noted.
+    """
+    config: Any = model.config
+    fields = config.get_text_config().to_dict()
+    further = {  # layers that predict tokens further ahead, which transformers does not build
+        str(fields.get("num_hidden_layers", 0) + ahead)
+        for ahead in range(fields.get("num_nextn_predict_layers") or 0)
+    }
+    modules = {name for name, _ in model.named_modules()}
+    lists = {name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    wrong: list[str] = []
+    left: dict[str, int] = {}
+    for key in sorted(info["unexpected_keys"]):
+        owner = key.rpartition(".")[0]
+        layer = re.match(r"(.*?)\.(\d+)\.", key)
+        if PACKED.search(key):
+            wrong.append(f"no module takes the tensor {key}: the weights are quantised")
+        elif owner in modules or (layer and layer[1] in lists and layer[2] not in further):
+            wrong.append(f"no module takes the tensor {key}")
+        else:
+            first = ".".join(key.split(".")[:2])
+            left[first] = left.get(first, 0) + 1
+    notes = [f"model.name: {count} tensors of {name} are not used" for name, count in left.items()]
+    return _first(wrong), _first(notes)
 
 
 def other_shapes(error: RuntimeError) -> list[str]:
@@ -61,3 +101,11 @@ def has_learned_positions(model: nn.Module, context: int) -> bool:
 def _token_tables(model: nn.Module) -> list[nn.Embedding]:
     table: nn.Module = model.get_input_embeddings()
     return [each for each in table.modules() if isinstance(each, nn.Embedding)]
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """As it was before ZeRO-3 partitioned it or bitsandbytes packed it in four bits."""
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return state.shape
+    return getattr(parameter, "ds_shape", parameter.shape)

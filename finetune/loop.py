@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.rows import Rows
 from finetune.engine import Engine
 from finetune.guard import poison, suspects
+from finetune.kernels.balance import parts
 from finetune.optim import learning_rate
 
 
@@ -20,7 +22,9 @@ class StepResult:
     """What one optimizer step of the whole job was."""
 
     loss: float
-    """Mean over the loss terms of the global batch."""
+    """Mean over the loss terms of the global batch, the load-balancing loss included."""
+    balance: float
+    """Of that: the load-balancing loss times its coefficient; nan where there is none."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
@@ -32,6 +36,8 @@ class StepResult:
     """Rows of this rank's last micro-batch, and slots of each: the mean of rows side by side."""
     padded: bool
     """Whether some of them are padding."""
+    labelled: int
+    """Tokens of that micro-batch that have a label."""
     seconds: float
     data_seconds: float
     """Of those, waited for rows."""
@@ -79,6 +85,7 @@ def train_step(
     terms, real_tokens, slots = (int(value) for value in engine.sum(counted))
     scale = engine.world * plan.accumulation / max(1, terms)
     losses: list[torch.Tensor] = []
+    balances: list[torch.Tensor] = []
     engine.model.train()
     measured = contextlib.ExitStack()
     for index, (number, batch) in enumerate(batches):
@@ -88,19 +95,24 @@ def train_step(
         # Dropout depends on the seed, the step and the place in the global batch alone.
         torch.manual_seed(_dropout_seed(recipe.seed, step, number))
         with engine.unsynchronised(last):
-            loss = recipe.loss(engine.model, batch)
+            loss, balance = parts(recipe.loss(engine.model, batch), real_tokens / max(1, terms))
             engine.backward(poison(loss) * scale, last)
         losses.append(loss.detach().double())
+        balances.append(balance.detach().double())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm, taken = engine.step(lr)
     measured.close()
     sums = torch.stack(losses)  # (accumulation,)
-    mean = engine.sum([sums.sum().item()])[0] / max(1, terms)
+    mean, balance = (
+        total / max(1, terms)
+        for total in engine.sum([sums.sum().item(), torch.stack(balances).sum().item()])
+    )
     blamed = None if taken else suspects(engine, sums, [rows for _, rows in mine], chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1][1]
     return StepResult(
         loss=mean,
+        balance=balance if balance else math.nan,
         grad_norm=norm,
         lr=lr,
         trained_tokens=terms,
@@ -108,6 +120,7 @@ def train_step(
         slots=slots,
         shape=final.shape,
         padded=final.attention_mask is not None,
+        labelled=final.trained_tokens,
         seconds=seconds,
         data_seconds=waited,
         suspects=blamed,

@@ -8,10 +8,18 @@ from finetune.data.batch import UNTRAINED, MicroBatch
 def token_loss_sum(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch, a scalar in fp32.
 
+    In training with a load-balancing loss it is (2,), as `finetune.kernels.balance.parts` reads it.
+
     `model` is one that `finetune.kernels.head.give_loss` was applied to, however it is wrapped.
     """
     places, targets = labelled(batch)
-    return model(**batch.inputs(), use_cache=False, places=places, targets=targets)
+    return model(
+        **batch.inputs(),
+        use_cache=False,
+        places=places,
+        targets=targets,
+        real_tokens=batch.real_tokens,
+    )
 
 
 def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from finetune.kernels import pool
 
 MAPS = Path("/proc/self/maps")
+CORE = Path(torch.__file__).parent / "lib" / "libc10.so"
+SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
+"""A variable of libc10 (torch 2.13): while it is true, PyTorch keeps the size of each block that it
+has on a CPU, so that a block from before a profile is known when it is freed."""
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -29,66 +32,65 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Meter:
-    """The peak of what training allocates, counted over a forward and backward pass and the update.
+    """The peak of what tensors take, counted over a forward and backward pass and the update.
 
-    On CUDA it is PyTorch's own count. A CPU has none, and resident memory would not do: libraries
-    outweigh a small model, and glibc keeps freed blocks. There it is what `malloc` and the pool of
-    large tensors had handed out when the measurement began, less what they had before the model was
-    loaded, plus weights that are still mapped from their file, plus the highest sum of PyTorch's
-    allocations since. Made before the model is loaded.
+    On CUDA it is PyTorch's own count. On a CPU it is what PyTorch has allocated, in its pool and
+    elsewhere, less what it had before the model was loaded, plus weights that are still mapped from
+    their file. Libraries, and code that oneDNN writes for each shape, are not tensors; resident
+    memory would count them, and blocks that glibc keeps. Made before the model is loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()  # what an earlier training of this process left, which would be freed later
-        self.before = handed_out() or 0
+        self.counts = device.type == "cpu" and _keep_sizes()
+        self.before = allocated() if self.counts else 0
         self.peak: int | None = None
-        """Bytes; None until it was measured, and where it cannot be (a CPU without glibc)."""
+        """Bytes; None until it was measured, and where PyTorch does not count (`SWITCH`)."""
 
     @contextlib.contextmanager
     def measuring(self, model: nn.Module) -> Iterator[None]:
         """Inside, memory is counted."""
         if isinstance(model, DistributedDataParallel):
-            # Its second forward pass would do so (torch 2.13), and free blocks that the profiler
-            # knows nothing of.
+            # Its second forward pass would do so (torch 2.13), between two counts.
             model.reducer._rebuild_buckets()
-        begun = handed_out()
         if self.device.type == "cuda":
             yield
             self.peak = torch.cuda.max_memory_allocated(self.device)
-        elif begun is None:
+        elif not self.counts:
             yield
         else:
-            held = begun - self.before + mapped(model)
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            held = allocated() - self.before + mapped(model)
+            with _profile() as profiled:
                 yield
             self.peak = held + _highest_sum(profiled)
 
 
-class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd",
-            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
+def _keep_sizes() -> bool:
+    """Let PyTorch keep the sizes of its blocks from now on; whether it can."""
+    try:
+        ctypes.c_bool.in_dll(ctypes.CDLL(str(CORE)), SWITCH).value = True
+    except (OSError, ValueError):  # another build of PyTorch
+        return False
+    return True
 
 
-def handed_out() -> int | None:
-    """Bytes that `malloc` and the pool of large tensors have handed out and not got back.
+def _profile() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
-    None without glibc 2.33 or later.
-    """
-    name, version = platform.libc_ver()
-    if name != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 33):
-        return None
-    read = ctypes.CDLL(None).mallinfo2
-    read.restype = _Mallinfo
-    found = read()
-    return found.uordblks + found.hblkhd + pool.handed_out()
+
+def allocated() -> int:
+    """Bytes that tensors on the CPU have, of those that were made since sizes are kept."""
+    with _profile() as profiled:
+        probe = torch.empty(1)
+    nodes = _results(profiled).experimental_event_tree()
+    while nodes:
+        found = nodes.pop()
+        about = found.extra_fields
+        if type(about).__name__ == "_ExtraFields_Allocation" and about.alloc_size > 0:
+            return about.total_allocated - probe.nbytes + pool.handed_out()
+        nodes += found.children
+    raise AssertionError("a tensor was made while memory was profiled")
 
 
 def mapped(model: nn.Module) -> int:
@@ -104,15 +106,16 @@ def mapped(model: nn.Module) -> int:
     )
 
 
-def _highest_sum(profiled: profile) -> int:
-    """The largest sum of allocations less releases.
-
-    torch 2.13 does not report on a CPU that a block of `malloc` from before the profile is freed.
-    """
+def _results(profiled: profile) -> torch.autograd._ProfilerResult:
     inner = profiled.profiler
     assert inner is not None
     assert inner.kineto_results is not None
-    events = [e for e in inner.kineto_results.events() if e.name() == MEMORY_EVENT_NAME]
+    return inner.kineto_results
+
+
+def _highest_sum(profiled: profile) -> int:
+    """The largest sum of allocations less releases."""
+    events = [e for e in _results(profiled).events() if e.name() == MEMORY_EVENT_NAME]
     total = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         total += event.nbytes()

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -23,21 +25,33 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from finetune import loading, targets, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
+from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import other_shapes, unfilled
-from finetune.planner import Plan
+from finetune.loading import other_shapes, unfilled, unread
+from finetune.planner import Plan, limits, prequantised
 from finetune.planner.kernels import PARTS, choices
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.pretrained import forget_stored_form, save_as_published
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import LoRA, Recipe
 from finetune.recurrence import keep_apart
+from finetune.soundness import (
+    DECODER_ONLY,
+    blame,
+    cross_attention,
+    explained,
+    hold_in_fp32,
+    not_finite,
+)
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -53,7 +67,7 @@ ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "do
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe.
+    """The tokenizer of a recipe, with the tokens that the recipe adds.
 
     Raises:
         FinetuneError: there is none where the recipe says.
@@ -62,7 +76,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -70,6 +84,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             f"{field}: no tokenizer can be loaded from '{name}' ({_first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"
         ) from None
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
@@ -88,20 +104,69 @@ def build(engine: Engine, seed: int) -> nn.Module:
             "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
         )
     torch.manual_seed(seed)
-    model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+    field = "model.name" if recipe.model.config is None else "model.config"
+    with explained(field, "transformers cannot make a model of it", DECODER_ONLY):
+        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
     check_layout(recipe, model.config)
     keep_unpacked(model)
-    trained = as_trained(model, recipe)
+    _refuse_unfit(model, recipe)
+    tokenizer, grown = _grown(model, recipe)
+
+    def attach(base: Any, adapter: LoRA) -> nn.Module:
+        return _attached(base, adapter, tokenizer, grown)
+
+    with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
+        adapted = as_trained(model, recipe, tokenizer, grown)
+        trained, left_out = without_unreached(adapted, recipe, attach)
+    engine.notes += [left_out] if left_out is not None else []
     if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
+    else:
+        hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
 
 
-def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
+    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    if not recipe.model.add_tokens and not by_rows:
+        return None, range(0)
+    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
+    if recipe.model.add_tokens:
+        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
+    grown = range(old, loading.token_rows(model) or 0)
+    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
+    return tokenizer, grown
+
+
+def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+
+    Raises:
+        FinetuneError: with the reason.
+    """
+    problem = cross_attention(model)
+    if problem is not None:
+        kind = model.config.model_type
+        raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")
+    if reads_base(recipe.adapter) and (names := not_finite(model)):
+        raise FinetuneError(blame(names, recipe.model.name or "model.config"))
+
+
+def as_trained(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    grown: range = range(0),
+) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+
+    Args:
+        tokenizer: where tokens are named whose rows are trained.
+        grown: rows that the model's tables did not have when it was loaded.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -113,14 +178,27 @@ def as_trained(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _with_adapter(model, recipe.adapter)
+    return _attached(model, recipe.adapter, tokenizer, grown)
+
+
+def _attached(
+    model: PreTrainedModel, adapter: LoRA, tokenizer: PreTrainedTokenizerBase | None, grown: range
+) -> PeftModel:
+    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    config = lora_config(adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
+        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, adapter, config)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    give_loss(model, chunked=chosen["head"] == "chunked")
+    balance = balance_of(model, plan.recipe.model)
+    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for lever, (fuse, _, _) in FUSED.items():
@@ -216,21 +294,31 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(kind, **fields)
         with engine.whole_weights():
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=implementation(engine.plan.recipe, causal(config)),
                 dtype=torch.float32,
             )
+            save_as_published(model)
+            return model
     except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {_first_line(error)}") from None
+        raise FinetuneError(f"model.config: {_first_line(error)}{advice(error)}") from None
 
 
 def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
-    # An adapter that starts from a decomposition of the base weights must see them whole.
-    whole = not plan.backend.zero_init or reads_base(plan.recipe.adapter)
+    fields = _stored_fields(plan)
+    dequantising = prequantised.stored_kind(fields) in prequantised.DEQUANTISED
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = (
+        not plan.backend.zero_init
+        or reads_base(plan.recipe.adapter)
+        or bool(model.add_tokens)
+        or dequantising
+    )
     loaded: Any = None
+    notes: list[str] = []
     try:
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -246,8 +334,12 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
-                quantization_config=quantization_config(
-                    model.quantization, compute_dtype(plan), getattr(torch, plan.quant_storage)
+                **vocabulary.without_lost_pad(config),
+                **loading_arguments(
+                    fields,
+                    model.quantization,
+                    compute_dtype(plan),
+                    getattr(torch, plan.quant_storage),
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
@@ -260,7 +352,8 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
             raise
     else:
         loaded, info = loaded
-        problems = unfilled(info)
+        unused, notes = unread(info, loaded)
+        problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
         seen = [problems]
         torch.distributed.broadcast_object_list(seen, src=0)
@@ -268,13 +361,38 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "
-            f"{'; '.join(problems)}; mend config.json, or name a folder whose weights are whole"
+            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
         )
+    engine.notes += notes
+    if dequantising:
+        forget_stored_form(loaded, weight_dtype(plan))
+    compute_in(loaded, compute_dtype(plan))
     return loaded
+
+
+def _stored_fields(plan: Plan) -> dict[str, Any]:
+    """The `config.json` of a recipe's model.
+
+    Raises:
+        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
+    """
+    model = plan.recipe.model
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
+    except (OSError, ValueError):
+        return {}  # loading the model says what is wrong
+    name = model.name or ""
+    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
+    found += limits.problems(plan.recipe, fields)  # a plan knows no config that is on the hub only
+    if found:
+        raise FinetuneError(*found)
+    return fields
 
 
 def advice(error: Exception) -> str:
     """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):
@@ -294,14 +412,15 @@ def reads_base(adapter: LoRA | None) -> bool:
 
 def lora_config(adapter: LoRA) -> LoraConfig:
     """The adapter in PEFT's own words."""
-    targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     excluded = adapter.exclude_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.r,
         lora_alpha=adapter.scale_alpha,
         lora_dropout=adapter.dropout,
-        target_modules=targets,
+        target_modules=wanted,
+        target_parameters=list(adapter.target_parameters) or None,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
@@ -313,12 +432,16 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
+def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        return get_peft_model(model, lora_config(adapter))
+        settled = targets.settle(model, config, adapter)
+        with warnings.catch_warnings():
+            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return get_peft_model(model, settled)
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"
@@ -328,17 +451,22 @@ def _with_adapter(model: PreTrainedModel, adapter: LoRA) -> PeftModel:
 def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
     """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
     modules = [name for name, _ in model.named_modules() if name]
+    older = targets.rewritten_names(model)
+    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
     last = {name.rsplit(".", 1)[-1] for name in modules}
     for field in ("targets", "modules_to_save", "exclude_modules"):
         given = getattr(adapter, field)
         for word in () if isinstance(given, str) else given:
+            if field == "targets" and word.rsplit(".", 1)[-1] in older:
+                continue  # experts were modules of this name in transformers 4
             end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
             if not any(name == word or name.endswith(end) for name in modules):
                 told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
-                yield told + (_linear_modules(model) if field == "targets" else "")
+                here = _linear_modules(model) + targets.expert_words(model)
+                yield told + (here if field == "targets" else "")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, field):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
                 told = f"adapter.{field}: no module matches '{pattern}'"
                 yield f"{told}{did_you_mean(pattern, last)}"
 
@@ -365,14 +493,21 @@ def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
     That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
     (`gaussian`). PEFT draws in the order of construction, which differs between engines.
     """
+    ranks = {
+        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+        for rank in layer.r.values()
+        for part in ("lora_A", "lora_embedding_B")
+    }
     for name, parameter in model.named_parameters():
-        if re.search(r"\.lora_(A|embedding_B)\.", name):
+        if (found := re.search(r"(.*\.lora_(A|embedding_B))\.", name)) is not None:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
             if "lora_A" not in name:
                 nn.init.normal_(drawn, generator=generator)
             elif adapter.init_lora_weights == "gaussian":
-                nn.init.normal_(drawn, std=1 / parameter.shape[0], generator=generator)
+                nn.init.normal_(drawn, std=1 / ranks[found[1]], generator=generator)
             else:
                 nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
             with torch.no_grad():

@@ -4,7 +4,7 @@ No torch: a misspelt file is told at once, and not after the seconds that torch 
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from finetune import backend as backends
@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
-from finetune.planner import Plan, plan
+from finetune.planner import Plan, limits, plan
 from finetune.recipe import Model, Recipe
 
 
@@ -52,11 +52,23 @@ def check(
             problems += _problems_of(lambda name=data.format: find_format(name))
     try:
         settled = plan(recipe, machine, processes, precision)
-    except FinetuneError as error:
-        raise FinetuneError(*error.problems, *problems) from None
+    except FinetuneError as error:  # some problems are found by both
+        raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
     if problems:
         raise FinetuneError(*problems)
     return settled
+
+
+def below_a_plan(recipe: Recipe) -> Iterator[str]:
+    """Lines under a printed plan: what of a mixture of experts is adapted, and missing files."""
+    fields = limits.fields_of(recipe)
+    if recipe.adapter is not None and limits.expert_count(fields) > 1:
+        from finetune import experts  # torch, for the seconds of which other plans do not wait
+
+        for note in experts.planned(recipe, fields):
+            yield f"note         {note}"
+    for problem in missing_files(recipe):
+        yield f"not here     {problem}"
 
 
 def check_files(recipe: Recipe) -> None:

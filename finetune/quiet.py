@@ -1,4 +1,4 @@
-"""Keeps the libraries' routine warnings from between a person and what we have to say."""
+"""Sets what libraries read from the environment: how much they log, and threads of tokenizers."""
 
 import logging
 import os
@@ -22,6 +22,11 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")
+
+
+def tokenise_on_one_core() -> None:
+    """Let the tokenizers of this process start no threads: others encode beside it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What `train` makes sure of before the first step, told in five lines.
+"""What `train` makes sure of before the first step, told in six lines.
 
 Everything here could also fail hours later: a full disk, ranks that are not alike, a checkpoint
 that cannot be read back.
@@ -17,12 +17,14 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from finetune import catalog, checkpoint
+from finetune import catalog, checkpoint, soundness
 from finetune.checkpoint import Progress
 from finetune.data.prepare import Prepared
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.integrity import damage
+from finetune.loading import token_rows
+from finetune.model import compute_dtype
 from finetune.planner import Plan
 from finetune.planner.hardware import installed, machine
 from finetune.planner.predict import predict
@@ -49,7 +51,7 @@ class Job(Protocol):
 
 
 def make_sure(job: Job) -> str:
-    """Look at everything, on every rank together; returns the five lines.
+    """Look at everything, on every rank together; returns the six lines.
 
     Raises:
         FinetuneError: something stands in the way of the training.
@@ -61,6 +63,7 @@ def make_sure(job: Job) -> str:
         "ranks": ranks,
         "memory": memory_line(job.plan, engine.device),
         "disk": job.on_one(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
+        "model": check_model(job),
         "start": f"after step {job.resumed}, whose checkpoint is intact"
         if job.resumed is not None
         else "from the beginning",
@@ -182,6 +185,46 @@ def memory_line(plan: Plan, device: torch.device) -> str:
         return f"{units.size(free)} of {units.size(total)} free; no prediction for this model"
     told = f"{units.size(predicted)} predicted, {units.size(free)} of {units.size(total)} free"
     return told if predicted <= free else f"{told}: it may run out of memory"
+
+
+def check_model(job: Job) -> str:
+    """Look at a forward pass of a few tokens, on every rank together; returns the line.
+
+    Raises:
+        FinetuneError: it fails, the model is not causal, or its weights are not finite.
+    """
+    engine = job.engine
+    rows = token_rows(engine.module) or len(job.tokenizer)
+    with soundness.explained(
+        "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
+    ):
+        found = soundness.causality(
+            engine.model, rows, engine.device, compute_dtype(job.plan), job.data.train.side_by_side
+        )
+        engine.reshard()
+        engine.gather_frozen_units()
+    if not found.finite:
+        refuse_weights_not_finite(engine)
+        return "logits of a few tokens are not finite, although its weights are"
+    if found.leak:
+        raise FinetuneError(
+            f"model: '{engine.module.config.model_type}' cannot be trained here: "
+            f"{soundness.described(found.leak)}; {soundness.DECODER_ONLY}"
+        )
+    return "causal, logits finite; a gradient reaches all that is trained"
+
+
+def refuse_weights_not_finite(engine: Engine) -> None:
+    """Look at all weights, on every rank together.
+
+    Raises:
+        FinetuneError: some hold NaN or infinity.
+    """
+    of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
+    names = sorted({name for names in of_ranks for name in names})
+    if names:
+        model = engine.plan.recipe.model
+        raise FinetuneError(soundness.blame(names, model.name or "model.config"))
 
 
 def rehearse(job: Job) -> str:

@@ -7,7 +7,7 @@ from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
@@ -24,19 +24,21 @@ STRICT = ConfigDict(
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Model:
     """The network that is trained, and how it is held in memory."""
 
-    name: str | None = None
+    name: Text | None = None
     """Hub id or local folder of a pretrained model."""
     config: dict[str, Any] | None = None
     """Architecture to build from scratch instead: the fields of a `config.json`."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Hub id or folder of the tokenizer; by default that of `name`."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of `name` on the hub."""
     quantization: Literal["none", "nf4", "int8"] = "none"
     """How frozen base weights are stored: as is, NF4 with double quantisation, LLM.int8."""
@@ -44,10 +46,16 @@ class Model:
     """Attention implementation, by its name in transformers."""
     activation_checkpointing: bool | Literal["attention", "offload"] = False
     """Recompute activations: all (true), all but those of `attention`, or from the host's copy."""
-    chat_template: str | None = None
-    """A built-in template (`chatml`, `plain`) or a file, instead of the tokenizer's own."""
+    chat_template: Text | None = None
+    """A built-in template (`chatml`, `plain`), a file, or the name of one of the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values of the chat template's variables, such as `enable_thinking`."""
+    add_tokens: tuple[Token, ...] = ()
+    """Tokens to add to the tokenizer; new rows of the model's tables start as their mean."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships. Never turned on by anything but this field."""
+    router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
+    """Load-balancing loss of experts: as config.json asks (`model`), none, or with a factor."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) where there are no safetensors."""
 
@@ -75,8 +83,12 @@ class LoRA:
     """Dropout on the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter: names, a regular expression, or `all-linear`."""
+    target_parameters: tuple[str, ...] = ()
+    """Parameters that get one although no module is theirs: expert tensors, by name or its end."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, such as `embed_tokens`."""
+    trainable_token_indices: tuple[int | Token, ...] | dict[str, tuple[int | Token, ...]] = ()
+    """Tokens (or ids) whose rows of embedding and head are trained; a dict names other tables."""
     use_dora: bool = False
     """Weight-decomposed LoRA (arXiv:2402.09353)."""
     use_rslora: bool = False
@@ -102,13 +114,17 @@ class Data:
     """One source of rows. A mixture is a tuple of these."""
 
     source: str
-    """A file (JSONL, JSON, Parquet, Arrow, CSV, text), a folder or glob of them, or a hub name."""
+    """A file (JSONL, JSON, Parquet, Arrow, CSV, TSV, text), a folder or glob, or a hub name."""
     format: str
     """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
     subset: str | None = None
-    """Configuration name of a hub data set."""
+    """Configuration name of a hub data set, or of a folder whose README.md has `configs`."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, or of a folder by the hub's naming rules."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """Names of the source's columns in the format; null leaves a column out knowingly."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What happens to a row that cannot be read or rendered; `drop` counts it and lists it."""
     first: Positive | None = None
     """Use only the first so many rows."""
     stream: bool = False
@@ -309,5 +325,8 @@ class Recipe:
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        """Sum of the loss over the terms of a micro-batch: a scalar in fp32."""
+        """Sum of the loss over the terms of a micro-batch: a scalar in fp32.
+
+        In training with a load-balancing loss it is (2,), with that loss summed over tokens.
+        """
         raise NotImplementedError

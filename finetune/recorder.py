@@ -2,22 +2,27 @@
 
 import dataclasses
 import math
+import shutil
 import time
 from typing import Literal
 
+import numpy as np
 import psutil
 import torch
 
 from finetune import catalog, model
 from finetune.checkpoint import Progress
 from finetune.data.filling import filling_notes
+from finetune.data.order import cut, rows_of_step
 from finetune.data.prepare import Prepared
+from finetune.data.rows import Rows
 from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.guard import places, verdict
+from finetune.kernels import chains
 from finetune.loop import EvalResult, StepResult
-from finetune.planner import hardware
-from finetune.planner.forecast import Forecast, forecast
+from finetune.planner import Plan, hardware
+from finetune.planner.forecast import Facts, Forecast, forecast
 from finetune.planner.padding import Padding
 from finetune.planner.timing import step_flops
 from finetune.rate import matmul_flops
@@ -37,6 +42,8 @@ from finetune.record.metrics import (
 from finetune.record.trackers import open_trackers, track
 from finetune.run import Run, write_json
 
+COUNTED_STEPS = 8
+"""Steps whose rows are looked at for the slots of an average step."""
 Reason = Literal["finished", "early stop", "interrupted"]
 
 
@@ -62,6 +69,8 @@ class Recorder:
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
         write_json(self.run.environment, environment(accelerators()))
         write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
+        if self.data.bad_rows is not None:
+            shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
 
     def open(
         self,
@@ -126,6 +135,7 @@ class Recorder:
             Trained(
                 step=progress.step,
                 loss=result.loss,
+                router_aux_loss=result.balance,
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 trained_tokens=result.trained_tokens,
@@ -171,14 +181,16 @@ class Recorder:
         Args:
             counted: bytes on this rank; None where they could not be counted.
         """
-        rows, length = result.shape
-        mine = [counted or 0, rows, length, int(result.padded)]
-        peak, rows, length, padded = self.engine.largest(mine)
+        mine = [counted or 0, *result.shape, int(result.padded), result.labelled]
+        peak, rows, length, padded, labelled = self.engine.largest(mine)
         if not peak:
             return
         predicted = None
         if self.forecast is not None:
-            predicted = self.forecast.peak(rows, length, bool(padded))
+            predicted = self.forecast.peak(rows, length, bool(padded), labelled)
+        # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
+        each = max(rows, self.plan.recipe.batch.most_micro_rows)
+        length = -(-rows * length // each)
         self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
 
     def evaluated(self, step: int, result: EvalResult, best: bool) -> None:
@@ -241,16 +253,52 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     Args:
         flops: FLOP/s that one process reaches with matrix products alone.
     """
-    recipe, lengths = engine.plan.recipe, data.train.lengths
-    padded = recipe.batch.micro_rows > 1 and int(lengths.min()) < int(lengths.max())
-    padded = padded and not engine.plan.padding.free
-    cpu = engine.device.type == "cpu"
-    machine = None
+    cpu, machine = engine.device.type == "cpu", None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
     elif installed := _installed():
         machine = hardware.machine(installed[0], engine.world)
-    return forecast(engine.plan, steps, int(lengths.max()), padded, machine, cpu)
+    return forecast(engine.plan, steps, facts(engine, data, steps), machine)
+
+
+def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
+    """What the planner is told of a run's rows, and of how they will be computed."""
+    recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
+    batch, lengths = recipe.batch, rows.lengths
+    padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
+    most = np.sort(rows.labelled)[-batch.most_micro_rows :]
+    dtype = model.compute_dtype(plan)
+    tokens = tokens_of_run(plan, data, steps)
+    chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
+    return Facts(
+        length=int(lengths.max()),
+        padded=bool(padded),
+        labelled=int(most.sum()),
+        slots=_slots(plan, rows, steps),
+        document=float(rows.documents.lengths.mean()),
+        cpu=engine.device.type == "cpu",
+        chained=chained and engine.device.type == "cpu",
+    )
+
+
+def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
+    """Tokens of all steps together."""
+    share = plan.recipe.batch.rows * steps / len(data.train)
+    return data.counts["train"]["tokens"] * share
+
+
+def _slots(plan: Plan, rows: Rows, steps: int) -> float:
+    """Token slots of a step, counted over the first few."""
+    batch, seed = plan.recipe.batch, plan.recipe.seed
+    found: list[int] = []
+    for step in range(min(steps, COUNTED_STEPS)):
+        chosen = rows_of_step(step, len(rows), batch.rows, seed)
+        for each in cut(
+            chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side
+        ):
+            lengths = rows.lengths[each]
+            found.append(int(lengths.sum() if rows.side_by_side else lengths.max() * len(each)))
+    return sum(found) / min(steps, COUNTED_STEPS)
 
 
 def _installed() -> list[hardware.GPU]:

@@ -6,9 +6,11 @@ RUN/
   environment.json   library versions, devices, command
   realised.json      what Accelerate built: engine, precision, elements held per rank
   data.json          rows, tokens, trained tokens, dropped, truncated
+  bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
+  answers.jsonl      questions, answers and references of the last `finetune eval`
   checkpoints/step-00000010/   see `finetune.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
   run.lock           held by the process that trains
@@ -56,12 +58,20 @@ class Run:
         return self.root / "data.json"
 
     @property
+    def bad_rows(self) -> Path:
+        return self.root / "bad_rows.jsonl"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
         return self.root / "samples.json"
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "answers.jsonl"
 
     @property
     def proof(self) -> Path:

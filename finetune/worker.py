@@ -13,11 +13,10 @@ from typing import TypeVar
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, loading, model, optim
+from finetune import checkpoint, experts, loading, model, optim, serving, vocabulary
 from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
@@ -35,12 +34,12 @@ from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
 from finetune.profile import STEP, Profile
-from finetune.readiness import make_sure
+from finetune.readiness import make_sure, refuse_weights_not_finite
 from finetune.recipe import Recipe
 from finetune.record import inspection
 from finetune.record.card import write_card
 from finetune.record.inspection import Inspection
-from finetune.recorder import Reason, Recorder
+from finetune.recorder import Reason, Recorder, tokens_of_run
 from finetune.result.publish import publish
 from finetune.run import Run
 from finetune.saver import Saver, restore_best
@@ -153,11 +152,12 @@ class Training:
 
     def _prepare(self) -> None:
         self.resumed = self.on_one(self._claim)
-        self.tokenizer, self.pad_id = self._tokenizer()
+        self.tokenizer = model.load_tokenizer(self.recipe)
         self.data = self._data()
         if self.resumed is not None:
             refuse_other_data(self.run, self.resumed, identity(self.data.counts))
         self.steps = self.plan.steps(len(self.data.train))
+        self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.meter = Meter(self.engine.device)
         self.progress = self._build()
@@ -224,15 +224,12 @@ class Training:
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
 
-    def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, int]:
-        tokenizer = model.load_tokenizer(self.recipe)
-        # Padding is masked by position, never by its id: any id serves.
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        return tokenizer, pad
-
     def _data(self) -> Prepared:
-        chat = load_chat(self.tokenizer, self.recipe.model.chat_template)
-        self.tokenizer.chat_template = chat.template  # what is saved answers as it was trained
+        chosen = self.recipe.model
+        self.chat = chat = load_chat(
+            self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
+        )
+        self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
         folder = cache("data")
         counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
         prepared = prepare(self.recipe, chat, folder)
@@ -250,18 +247,21 @@ class Training:
         network = model.build(engine, self.recipe.seed)
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
-        self._refuse_another_vocabulary(network)
+        vocabulary_notes = self._fit_vocabulary(network)
+        self.tokenizer = serving.settle(network, self.chat, self.data.train)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
-            *self.plan.notes(), *self._check_context(network),
+            *self.plan.notes(), *vocabulary_notes, *self._check_context(network),
             *model.kernel_notes(network, self.plan), *compiled,
+            *experts.notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and model.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
             network.save_pretrained(self.run.initial_adapter)
+            serving.follow_umask(self.run.initial_adapter)
         if folder is not None:
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
@@ -275,16 +275,14 @@ class Training:
         self.on_one(lambda: restore_best(self.run, progress))
         return progress
 
-    def _refuse_another_vocabulary(self, network: torch.nn.Module) -> None:
-        """Refuse tokens that the model has no row for: its lookup would fail, or read elsewhere."""
+    def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
+        """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""
         rows = loading.token_rows(network)
         highest = int(self.data.train.documents.ids.max())
-        if rows is not None and highest >= rows:
-            named = self.recipe.model.tokenizer or self.recipe.model.name
-            raise FinetuneError(
-                f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}; "
-                "name the tokenizer that belongs to it"
-            )
+        vocabulary.refuse_tokens_without_rows(self.recipe, self.tokenizer, rows, highest)
+        note = vocabulary.replace_pad(self.tokenizer, rows)
+        self.pad_id = vocabulary.pad_id(self.tokenizer, rows)
+        return [] if note is None else [note]
 
     def _check_context(self, network: torch.nn.Module) -> list[str]:
         """Refuse rows longer than the model's context; notes of those that are to pass."""
@@ -302,10 +300,9 @@ class Training:
     def _settle_compiled(self) -> list[str]:
         """Decide what is compiled for this machine; returns what is to be said of it."""
         keep_compiled(chains.usual_folder)
-        rows, kernels = self.data.counts["train"], self.recipe.kernels
-        share = self.recipe.batch.rows * self.steps / len(self.data.train)
+        kernels = self.recipe.kernels
         dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
-        device, tokens = self.engine.device, rows["tokens"] * share
+        device, tokens = self.engine.device, tokens_of_run(self.plan, self.data, self.steps)
         chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
         chains.compile_chains(chained)
         pooled, of_pool = pool.settle(kernels.allocator, device, tokens)
@@ -369,6 +366,8 @@ class Training:
         if result.suspects is None:
             self.recorder.step(self.progress, result, self.peak)
             return
+        if not self.progress.skipped:
+            refuse_weights_not_finite(self.engine)
         self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
         self.recorder.skipped(self.progress, result, result.suspects)
 
@@ -439,5 +438,5 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
         FinetuneError: the data cannot be prepared.
     """
     tokenizer = model.load_tokenizer(recipe)
-    chat = load_chat(tokenizer, recipe.model.chat_template)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     return inspection.inspect(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)

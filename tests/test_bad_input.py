@@ -46,8 +46,7 @@ NESTED: dict[str, tuple[list[Any], list[str]]] = {
         ],
         [
             "row 2: messages[0] is null, expected an object with role and content",
-            "row 3: messages[0] has role 'None' "
-            "(known: system, developer, user, assistant, tool)",
+            "row 3: messages[0] has no 'role' (it has content)",
             "row 4: messages[1].content is null, expected text",
         ],
     ),
@@ -55,7 +54,7 @@ NESTED: dict[str, tuple[list[Any], list[str]]] = {
         [{"conversations": [None]}, {"conversations": [{"from": "human", "value": None}]}],
         [
             "row 1: conversations[0] needs 'from' and 'value', it has null",
-            "row 2: conversations[0].value is null, expected text",
+            "row 2: conversations[0] needs 'from' and 'value', it has from",
         ],
     ),
     "oasst": (
@@ -129,14 +128,14 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(
 def test_files_of_a_folder_that_are_not_read_are_named(folder: Path, tmp_path: Path):
     recipe = recipe_of(str(folder), "messages")
     assert len(describe(prepare(recipe, CHAT, tmp_path / "cache").counts["train"])) == 1
-    for name in ("b.jsonl.gz", "c.JSONL", "d.tsv", "e.md", ".hidden"):
+    for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz", "e.md", ".hidden"):
         (folder / name).write_text("x")
     for source in (folder, folder / "*"):
         recipe = recipe_of(str(source), "messages")
         counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
         assert describe(counts)[-1] == (
-            f"not read, of no known kind: {folder}/b.jsonl.gz, {folder}/c.JSONL, {folder}/d.tsv "
-            "and 1 more"
+            f"not read, of no known kind: {folder}/b.jsonl.rar, {folder}/c.JS, "
+            f"{folder}/d.parquet.gz and 1 more"
         )
 
 
@@ -275,5 +274,6 @@ def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
     assert describe(counts) == [
         f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",
         f"1 truncated (first: {source} row 4), 1 whose end is not trained, 3 duplicates",
+        "columns that the format does not read: messages (1 row)",
     ]
     assert json.dumps(counts["roles"]) == '{"assistant": 5, "user": 5}'

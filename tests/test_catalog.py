@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,17 @@ import yaml
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.methods import METHODS, SFT, Pretrain
-from finetune.recipe import LoRA, Optim, Recipe
+from finetune.recipe import (
+    Batch,
+    Data,
+    Evaluation,
+    Kernels,
+    LoRA,
+    Model,
+    Optim,
+    Recipe,
+    Saving,
+)
 
 SHIPPED = catalog.names()
 
@@ -116,7 +129,34 @@ def test_a_recipe_of_another_method_is_another_value() -> None:
         ("optim.max_grad_norm=None", "optim.max_grad_norm", None),
         ("model.activation_checkpointing=True", "model.activation_checkpointing", True),
         ("model.name=a=b", "model.name", "a=b"),
-        ("model.name=", "model.name", ""),
+        ("model.name=123", "model.name", "123"),
+        ("model.name=nan", "model.name", "nan"),
+        ("model.name=true", "model.name", "true"),
+        ("model.revision=1e5", "model.revision", "1e5"),
+        ("model.revision=007", "model.revision", "007"),
+        ("model.revision=null", "model.revision", None),
+        ("model.quantization=none", "model.quantization", "none"),
+        ('model.quantization="none"', "model.quantization", "none"),
+        ("optim.lr_scaling=none", "optim.lr_scaling", "none"),
+        ("model.activation_checkpointing=attention", "model.activation_checkpointing", "attention"),
+        ("optim.betas=0.8,0.9", "optim.betas", (0.8, 0.9)),
+        ("optim.betas=(0.8, 0.9)", "optim.betas", (0.8, 0.9)),
+        ("optim.max_grad_norm=none", "optim.max_grad_norm", None),
+        ("adapter.init_lora_weights=true", "adapter.init_lora_weights", True),
+        ("adapter.init_lora_weights=pissa", "adapter.init_lora_weights", "pissa"),
+        ("adapter.targets=[q_proj, v_proj]", "adapter.targets", ("q_proj", "v_proj")),
+        ("adapter.targets=[qv]_proj", "adapter.targets", "[qv]_proj"),
+        ("adapter.targets=(q|v)_proj", "adapter.targets", "(q|v)_proj"),
+        ("adapter.targets=('q_proj',)", "adapter.targets", ("q_proj",)),
+        ("adapter.modules_to_save=lm_head", "adapter.modules_to_save", ("lm_head",)),
+        ("adapter.modules_to_save=[1, a]", "adapter.modules_to_save", ("1", "a")),
+        ("adapter.layers_to_transform=3", "adapter.layers_to_transform", (3,)),
+        ("adapter.layers_to_transform=0,2", "adapter.layers_to_transform", (0, 2)),
+        ("adapter.rank_pattern.layers.0.q_proj=4", "adapter.rank_pattern", {"layers.0.q_proj": 4}),
+        ("data.0.source=1e5", "data.0.source", "1e5"),
+        ("data.0.subset=none", "data.0.subset", None),
+        ("trackers=tensorboard", "trackers", ("tensorboard",)),
+        ("backend=none", "backend", "none"),
         ('model.revision="123"', "model.revision", "123"),
         ("adapter.targets=all-linear", "adapter.targets", "all-linear"),
         ('adapter.targets=["q_proj"]', "adapter.targets", ("q_proj",)),
@@ -139,6 +179,94 @@ def test_an_override_sets_one_field_and_no_other(pair: str, path: str, value: ob
     for field in dataclasses.fields(before):
         if field.name != outer:
             assert getattr(after, field.name) == getattr(before, field.name)
+
+
+def listed_values(hint: Any) -> list[Any]:
+    """Values that a field lists in the reference: words, true and false, null."""
+    if hint is type(None):
+        return [None]
+    if hint is bool:
+        return [True, False]
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [value for kind in typing.get_args(hint) for value in listed_values(kind)]
+    if typing.get_origin(hint) is typing.Annotated:
+        return listed_values(typing.get_args(hint)[0])
+    return []
+
+
+def every_field() -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Path, type and definition of every field of a recipe with one source and an adapter."""
+    sections = {
+        "": SFT, "model.": Model, "data.0.": Data, "adapter.": LoRA, "batch.": Batch,
+        "optim.": Optim, "kernels.": Kernels, "evaluation.": Evaluation, "saving.": Saving,
+    }  # fmt: skip
+    for prefix, kind in sections.items():
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            yield f"{prefix}{field.name}", hints[field.name], field
+
+
+LISTED = [(path, value) for path, hint, _ in every_field() for value in listed_values(hint)]
+FULL = SFT(Model("m")).with_data(Data("d.jsonl", "messages")).with_lora()
+
+
+def read(recipe: Recipe, path: str) -> Any:
+    got: Any = recipe
+    for part in path.split("."):
+        got = got[int(part)] if part.isdigit() else getattr(got, part)
+    return got
+
+
+def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed() -> None:
+    assert len(LISTED) > 70
+    for path, value in LISTED:
+        words = {True: "true", False: "false", None: "null"}
+        text = words[value] if value is None or isinstance(value, bool) else str(value)
+        got = read(catalog.override(FULL, [f"{path}={text}"]), path)
+        assert (got, type(got)) == (value, type(value)), path
+
+
+def test_every_default_can_be_typed_as_it_is_shown() -> None:
+    shown = catalog.to_fields(FULL)
+    for path, _, field in every_field():
+        if dataclasses.is_dataclass(value := read(FULL, path)) or path in ("data", "eval_data"):
+            continue
+        place: Any = shown
+        for part in path.split("."):
+            place = place[int(part)] if part.isdigit() else place[part]
+        got = read(catalog.override(FULL, [f"{path}={json.dumps(place)}"]), path)
+        assert (got, type(got)) == (value, type(value)), field.name
+
+
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [
+        (
+            "model.quantization=null",
+            "override: model.quantization: got None, expected none or nf4 or int8; "
+            "did you mean 'none'?",
+        ),
+        ("model.name=", "override: model.name: String should have at least 1 character, got ''"),
+        (
+            "batch.rows=none",
+            "override: batch.rows: Input should be a valid integer, got None",
+        ),
+        (
+            "adapter.modules_to_save=none",
+            "override: adapter.modules_to_save: Input should be a valid tuple, got None",
+        ),
+        ("optim.lr=nan", "override: optim.lr: Input should be a finite number, got nan"),
+        ("data.1.source=a", "data.1.source: there is no such place in the recipe"),
+        ("optim.lr.x=1", "optim.lr.x: there is no such place in the recipe"),
+        ("optim", "'optim': expected key=value"),
+    ],
+)
+def test_an_override_that_cannot_be_is_refused(pair: str, problem: str) -> None:
+    with pytest.raises(FinetuneError) as error:
+        catalog.resolve("qwen3_0_6b_lora", [pair])
+    assert error.value.problems == (problem,)
 
 
 def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file() -> None:

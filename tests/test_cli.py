@@ -196,7 +196,10 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a run to evaluate that is not there": (
         ["eval", "runs/none"],
-        ["runs/none: not a run directory (it has no recipe.json)"],
+        [
+            "runs/none: not a run directory (it has no recipe.json); for another model give "
+            "--rows-of RUN, or --data FILE and --format"
+        ],
     ),
     "a model to talk to that is not there": (
         ["chat", "runs/none"],
@@ -512,7 +515,7 @@ def test_weights_that_do_not_fit_their_config_are_told(
     deeper = with_config(tiny, tmp_path / "deeper", num_hidden_layers=3)
     wider = with_config(tiny, tmp_path / "wider", intermediate_size=200)
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
-    advice = "; mend config.json, or name a folder whose weights are whole"
+    advice = "; fix config.json, or name a folder whose weights are complete"
 
     (told,) = errors(run_here("train", recipe, f"model.name={deeper}", "--output", tmp_path / "a"))
     assert told.startswith(

@@ -18,13 +18,15 @@ FLOORS: list[set[str]] = [
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "recurrence",
+        "targets", "serving", "pretrained", "experts", "vocabulary", "gradients", "meta",
+        "soundness",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
         "saver", "profile", "last_words",
     },
     {"worker", "quickstart"},
-    {"cli", "launcher", "prover", "__init__", "__main__"},
+    {"cli", "launcher", "prover", "diagnosis", "options", "__init__", "__main__"},
 ]  # fmt: skip
 """A module imports only from lower floors; one in a package also from its own package."""
 
@@ -32,14 +34,26 @@ INNER_ORDER = {
     ("planner", "backend"), ("planner", "recipe"),
     ("catalog", "methods"), ("methods", "losses"), ("losses", "data"),
     ("checkpoint", "engine"), ("checkpoint", "fragments"), ("fragments", "engine"),
+    ("serving", "data"), ("pretrained", "serving"), ("pretrained", "engine"),
+    ("pretrained", "fragments"), ("checkpoint", "pretrained"), ("checkpoint", "serving"),
     ("checkpoint", "integrity"), ("heartbeat", "engine"), ("guard", "engine"), ("guard", "data"),
+    ("result", "claim"), ("result", "record"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("model", "recurrence"), ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "loading"), ("model", "recurrence"), ("model", "targets"),
+    ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"), ("experts", "model"),
+    ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
+    ("model", "vocabulary"), ("vocabulary", "loading"), ("model", "gradients"),
+    ("model", "soundness"), ("soundness", "gradients"), ("soundness", "data"),
+    ("soundness", "meta"),
+    ("soundness", "heartbeat"), ("gradients", "meta"),
     ("quickstart", "worker"),
-    ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("__main__", "cli"),
+    ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
+    ("cli", "options"),
+    ("diagnosis", "prover"), ("__main__", "cli"),
 }  # fmt: skip
 """Pairs of one floor of which the first imports the second, and never the other way round."""
 
@@ -47,7 +61,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
-    "last_words", "start",
+    "last_words", "start", "options",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}

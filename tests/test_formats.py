@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
     Completion,
@@ -17,7 +18,6 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
 
 
@@ -202,6 +202,166 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         {"messages": [user("Hi"), assistant("Hello")], "label": True},
         Conversation((user("Hi"), assistant("Hello"))),
     ),
+    "kto of completions": (
+        "kto",
+        {"prompt": "2+2=", "completion": "4", "label": True},
+        Completion("2+2=", "4"),
+    ),
+    "kto of completions, unwanted": (
+        "kto",
+        {"prompt": "2+2=", "completion": "5", "label": False},
+        None,
+    ),
+    "kto of a column of text": (
+        "kto",
+        {"prompt": "2+2=", "completion": "5", "label": "False"},
+        None,
+    ),
+    "kto by its tag": (
+        "kto",
+        {"instruction": "Add", "input": "2 2", "output": "4", "kto_tag": True},
+        Conversation((user("Add\n\n2 2"), assistant("4"))),
+    ),
+    "messages of which some are context": (
+        "messages",
+        {
+            "messages": [
+                user("Hi") | {"weight": 0},
+                assistant("Go") | {"weight": 0, "train": False},
+                user("Hi"),
+                assistant("Hello") | {"weight": 1},
+                user("Bye"),
+                assistant("Bye") | {"loss": False},
+            ]
+        },
+        Conversation(
+            (
+                user("Hi"),
+                assistant("Go"),
+                user("Hi"),
+                assistant("Hello"),
+                user("Bye"),
+                assistant("Bye"),
+            ),
+            untrained=frozenset({1, 5}),
+        ),
+    ),
+    "sharegpt of which some are context, behind a system column": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Go", "weight": 0},
+            ],
+            "system": "Be brief",
+        },
+        Conversation(
+            ({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Go")),
+            untrained=frozenset({2}),
+        ),
+    ),
+    "a prompt of messages with a system column and an answer that is context": (
+        "prompt_completion",
+        {
+            "prompt": [user("Hi")],
+            "completion": [assistant("Go") | {"train": False}, user("Hi"), assistant("Hello")],
+            "system": "Be brief",
+        },
+        Conversation(
+            (
+                {"role": "system", "content": "Be brief"},
+                user("Hi"),
+                assistant("Go"),
+                user("Hi"),
+                assistant("Hello"),
+            ),
+            given=2,
+            untrained=frozenset({2}),
+        ),
+    ),
+    "the older calls of functions": (
+        "messages",
+        {
+            "messages": [
+                user("Oslo?"),
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                },
+                {"role": "function", "name": "weather", "content": "rain"},
+                assistant("Rain"),
+            ],
+            "functions": [SCHEMA],
+        },
+        Conversation(
+            (
+                user("Oslo?"),
+                assistant("") | {"tool_calls": [call("weather", "call00000", city="Oslo")]},
+                {
+                    "role": "tool",
+                    "name": "weather",
+                    "content": "rain",
+                    "tool_call_id": "call00000",
+                },
+                assistant("Rain"),
+            ),
+            (TOOL,),
+        ),
+    ),
+    "messages and calls as JSON text": (
+        "messages",
+        {
+            "messages": json.dumps(
+                [
+                    user("Oslo?"),
+                    assistant("")
+                    | {"tool_calls": json.dumps([{"name": "weather", "arguments": "{}"}])},
+                ]
+            ),
+            "tools": [json.dumps(TOOL)],
+        },
+        Conversation(
+            (user("Oslo?"), assistant("") | {"tool_calls": [call("weather", "call00000")]}),
+            (TOOL,),
+        ),
+    ),
+    "a system column that is a message too": (
+        "messages",
+        {"messages": [{"role": "system", "content": "A"}, user("Hi")], "system": "A"},
+        Conversation(({"role": "system", "content": "A"}, user("Hi"))),
+    ),
+    "variables of the template": (
+        "messages",
+        {"messages": [user("Hi")], "chat_template_kwargs": '{"enable_thinking": false}'},
+        Conversation((user("Hi"),), template_kwargs={"enable_thinking": False}),
+    ),
+    "alpaca with history": (
+        "alpaca",
+        {
+            "instruction": "And 3+3?",
+            "input": "",
+            "output": "6",
+            "system": "Add",
+            "history": [["2+2?", "4"]],
+            "tools": [SCHEMA],
+        },
+        Conversation(
+            (
+                {"role": "system", "content": "Add"},
+                user("2+2?"),
+                assistant("4"),
+                user("And 3+3?"),
+                assistant("6"),
+            ),
+            (TOOL,),
+        ),
+    ),
+    "question_answer with a system column": (
+        "question_answer",
+        {"question": "Hi", "answer": "Hello", "system": "Be brief"},
+        Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
+    ),
     "kto unwanted": ("kto", {"messages": [user("Hi"), assistant("Go")], "label": False}, None),
 }
 
@@ -305,8 +465,13 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "sharegpt with roles": (
         "sharegpt",
         {"conversations": [user("Hi")]},
-        "conversations[0] needs 'from' and 'value', it has role, content; rename the column to "
-        "'messages' and use format 'messages'",
+        "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
+        'with columns={"conversations": "messages"}',
+    ),
+    "a turn with two contents": (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}]},
+        "conversations[0] has 'value' and another 'content'; keep one of them",
     ),
     "sharegpt from a stranger": (
         "sharegpt",
@@ -323,6 +488,191 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "prompt_completion",
         {"prompt": "Hi", "completion": [assistant("Hello")]},
         "prompt is text and completion is a list, expected two texts or two lists of messages",
+    ),
+    "a message half trained": (
+        "messages",
+        {"messages": [assistant("Hi") | {"weight": 0.5}]},
+        "messages[0].weight is 0.5, expected 0 or false (context only), or 1 or true (trained)",
+    ),
+    "a user who is to be trained": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "Hi", "train": True}]},
+        "conversations[0] (user) has train True, but only turns of the assistant are trained; "
+        "leave the key out",
+    ),
+    "a message trained and not trained": (
+        "messages",
+        {"messages": [assistant("Hi") | {"weight": 1, "train": False}]},
+        "messages[0] has weight 1 and train False, which contradict each other; keep one of them",
+    ),
+    "stretches of a message": (
+        "messages",
+        {"messages": [assistant("Hi") | {"train_detail": [{"begin_offset": 0}]}]},
+        "messages[0] has 'train_detail', which is not read: a turn is trained as a whole or not "
+        "at all; use weight: 0 or 1",
+    ),
+    "an image with an empty text": (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image", "text": "", "url": "x"}]}]},
+        "messages[0] has a part that is not text: image",
+    ),
+    "a text with an image in it": (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"text": "a", "image": "x"}]}]},
+        "messages[0] has a part that is not text: image",
+    ),
+    "images of a message": (
+        "messages",
+        {"messages": [user("<image>") | {"images": ["a.png"]}]},
+        "messages[0] has 'images', which is not read: only text is trained",
+    ),
+    "a refusal": (
+        "messages",
+        {"messages": [assistant("No") | {"refusal": "I cannot"}]},
+        "messages[0] has 'refusal', which is not read: write what the assistant says into content",
+    ),
+    "two thoughts": (
+        "messages",
+        {"messages": [assistant("4") | {"reasoning": "a", "thinking": "b"}]},
+        "messages[0] has reasoning and thinking with different texts; keep one",
+    ),
+    "a thought of the user": (
+        "messages",
+        {"messages": [user("4") | {"reasoning": "a"}]},
+        "messages[0] has reasoning, which only an assistant has",
+    ),
+    "a thought in parts": (
+        "messages",
+        {"messages": [assistant("4") | {"reasoning_content": ["a"]}]},
+        "messages[0].reasoning_content is a list, expected text",
+    ),
+    "calls of both kinds": (
+        "messages",
+        {
+            "messages": [
+                assistant("") | {"tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}
+            ]
+        },
+        "messages[0] has both tool_calls and function_call; keep one of them",
+    ),
+    "a user who calls as one used to": (
+        "messages",
+        {"messages": [user("") | {"function_call": {"name": "f", "arguments": "{}"}}]},
+        "messages[0] has function_call, which only an assistant makes",
+    ),
+    "tools and functions": (
+        "messages",
+        {"messages": [user("Hi")], "tools": [SCHEMA], "functions": [SCHEMA]},
+        "the row has both 'tools' and 'functions'; keep one of them",
+    ),
+    "two system prompts": (
+        "sharegpt",
+        {"conversations": [{"from": "system", "value": "A"}], "system": "B"},
+        "the row has a column 'system' and a system message with another text; keep one of them, "
+        'or leave the column out: columns={"system": null}',
+    ),
+    "a system prompt by another name": (
+        "question_answer",
+        {"question": "Hi", "answer": "Hello", "system_prompt": "Be brief"},
+        "column 'system_prompt' is not read by format 'question_answer': use "
+        'columns={"system_prompt": "system"}; to leave it out: columns={"system_prompt": null}',
+    ),
+    "a system prompt of bare text": (
+        "prompt_completion",
+        {"prompt": "Hi", "completion": "Hello", "system": "Be brief"},
+        "column 'system' belongs to a conversation, but prompt and completion are bare text; "
+        "write it into the prompt, or give two lists of messages",
+    ),
+    "history that is no pairs": (
+        "alpaca",
+        {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello", "Bye"]]},
+        "history[0] is not a pair of texts: a question, an answer",
+    ),
+    "history of messages": (
+        "messages",
+        {"messages": [user("Hi")], "history": [["Hi", "Hello"]]},
+        "column 'history' is not read by format 'messages': earlier turns would be lost; to "
+        'leave it out: columns={"history": null}',
+    ),
+    "pictures": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "<image>"}], "images": ["a.png"]},
+        "column 'images' is not read by format 'sharegpt': only text is trained; to leave it "
+        'out: columns={"images": null}',
+    ),
+    "a label in words": (
+        "alpaca",
+        {"instruction": "Hi", "output": "Go", "label": "False"},
+        "column 'label' is not read by format 'alpaca': unwanted answers would be trained "
+        "too; format 'kto' reads it; to leave it out: columns={\"label\": null}",
+    ),
+    "preferences": (
+        "messages",
+        {"messages": [user("Hi")], "chosen": [assistant("Hello")], "rejected": None},
+        "column 'chosen' is not read by format 'messages': no method here learns from pairs of "
+        'a wanted and an unwanted one; to leave it out: columns={"chosen": null}',
+    ),
+    "a row that is not to be trained": (
+        "question_answer",
+        {"question": "Hi", "answer": "Hello", "weight": 0},
+        "column 'weight' is not read by format 'question_answer': every row has the same "
+        'weight; a source has `repeat` and `weight`; to leave it out: columns={"weight": null}',
+    ),
+    "columns by other names": (
+        "messages",
+        {"task_id": 1, "text": "Write a function", "code": "def f(): ..."},
+        "format 'messages' needs 'messages', the row has 'task_id', 'text', 'code'; format "
+        "'question_answer' would fit with columns="
+        '{"text": "question", "code": "answer"}',
+    ),
+    "turns by another name": (
+        "messages",
+        {"dialog": [user("Hi"), assistant("Hello")]},
+        "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
+        'with columns={"dialog": "messages"}',
+    ),
+    "unwanted turns alone": (
+        "messages",
+        {"rejected": [user("Hi"), assistant("Go")]},
+        "format 'messages' needs 'messages', the row has 'rejected'",
+    ),
+    "turns of ShareGPT by another name": (
+        "messages",
+        {"conversation": [{"from": "human", "value": "Hi"}]},
+        "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
+        'fit with columns={"conversation": "conversations"}',
+    ),
+    "a completion by another name": (
+        "prompt_completion",
+        {"prompt": "2+2=", "response": "4"},
+        "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
+        "'response'; format 'prompt_completion' would fit with columns="
+        '{"response": "completion"}',
+    ),
+    "columns that have the names of others": (
+        "messages",
+        {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
+        "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
+        "'question_answer' would fit with columns="
+        '{"problem": "question", "solution": "answer", "answer": null}',
+    ),
+    "columns by other names beside pictures": (
+        "messages",
+        {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
+        "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'",
+    ),
+    "a prompt that is to be trained": (
+        "prompt_completion",
+        {"prompt": [user("Hi"), assistant("Go") | {"weight": 1}], "completion": [assistant("a")]},
+        "prompt[1] is to be trained by its weight or train, but a prompt is context; leave the key "
+        "out, or use format 'messages'",
+    ),
+    "columns of three": (
+        "alpaca",
+        {"instruction": "Sum up", "context": "A, B", "response": "B"},
+        "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
+        "'response'; format 'alpaca' would fit with columns="
+        '{"response": "output", "context": "input"}',
     ),
     "a label of words": (
         "kto",
@@ -341,9 +691,18 @@ def test_a_row_that_does_not_fit_says_why(name: str):
 
 
 def test_the_most_specific_format_is_suggested_first():
-    assert fitting_formats(["messages", "label"]) == ["kto", "messages"]
-    assert fitting_formats(["message_tree_id", "prompt", "tree_state"]) == ["oasst"]
-    assert fitting_formats(["a"]) == []
+    tree = {"message_tree_id": "a", "prompt": {}, "tree_state": "ready"}
+    assert fitting_formats(tree) == ["oasst"]
+    assert fitting_formats({"instruction": "a", "output": "b", "text": "ab"}) == ["alpaca"]
+    assert fitting_formats({"a": 1}) == []
+
+
+def test_no_format_is_suggested_that_ignores_what_a_row_means():
+    assert fitting_formats({"messages": [], "label": True}) == ["kto"]
+    assert fitting_formats({"prompt": "a", "completion": "b", "label": False}) == ["kto"]
+    assert fitting_formats({"question": "a", "answer": "b", "images": ["c.png"]}) == []
+    assert fitting_formats({"text": "a", "code": "b"}) == []
+    assert fitting_formats({"text": "a", "label": 1}) == ["text"]
 
 
 def test_an_unknown_format_names_the_nearest():
@@ -364,7 +723,6 @@ REAL = [
     ("llamafactory_demo/identity.json", "alpaca", 91, 91, "hi"),
     ("llamafactory_demo/glaive_toolcall_en_demo.json", "sharegpt", 300, 300, "Hi, I have some"),
     ("llamafactory_demo/kto_en_demo.json", "kto", 300, 150, None),
-    ("llamafactory_demo/kto_en_demo.json", "messages", 300, 300, "The Federal Trade"),
     ("llamafactory_demo/c4_demo.jsonl", "text", 300, 300, "Don\u2019t think you need"),
     ("seed_tasks/seed_tasks.jsonl", "self_instruct", 175, 175, "Is there anything I can eat"),
     ("seed_tasks/user_oriented_instructions.jsonl", "self_instruct", 252, 252, "The sentence"),

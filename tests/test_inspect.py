@@ -1,15 +1,20 @@
 """`finetune inspect` shows what the model is trained to say, and training says what it counts."""
 
+import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from conftest import Finetune, Tiny, write_recipe
+from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
-from finetune.record.inspection import pieces, visible
+from finetune import catalog
+from finetune.data.prepare import prepare
+from finetune.data.render import load_chat
+from finetune.record.inspection import inspect, pieces, show, to_json, visible, write_page
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +154,41 @@ def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None
     found = list(pieces(tokenizer, ids, [True] * len(ids)))
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids)
     assert [token for piece in found for token in piece.ids] == ids
+
+
+def test_what_is_not_read_or_dropped_or_held_out_twice_is_shown_by_inspect_and_at_a_start(
+    finetune: Finetune, tiny: Tiny, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) | {"id": 1} for line in tiny.data.read_text().splitlines()]
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    section = {"source": str(data), "format": "messages", "on_bad_row": "drop"}
+    held_out = {"source": str(tiny.data), "format": "messages", "first": 1}
+    recipe = write_recipe(
+        tmp_path / "r.json", tiny.fields(data=[section], eval_data=[held_out], max_steps=1)
+    )
+    shown = [
+        "columns that the format does not read: id (48 rows)",
+        f"1 bad rows dropped (first: {data} row 49)",
+        f"1 also in the training (first: {tiny.data} row 1, as {data} row 1)",
+    ]
+    loaded = catalog.load(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    prepared = prepare(loaded, load_chat(tokenizer, None), tmp_path / "cache")
+    inspection = inspect(loaded, prepared, tokenizer, rows=1)
+    written = io.StringIO()
+    show(inspection, Console(file=written, width=80))
+    write_page(inspection, "rows", tmp_path / "page.html")
+    done = finetune("train", recipe, "--output", tmp_path / "run", "--no-plot")
+    assert done.status == 0, done.output
+    start = "".join(done.output.replace("│", " ").split())
+    for line in shown:
+        assert line in written.getvalue()
+        assert line in (tmp_path / "page.html").read_text()
+        assert line.replace(" ", "") in start
+    counts = to_json(inspection)["counts"]
+    assert counts["train"]["columns_unread"] == {"id": 48}
+    assert (counts["train"]["bad"], counts["eval"]["also_trained"]) == (1, 1)
+    assert f"the bad rows that were dropped are listed in {prepared.bad_rows}" in written.getvalue()
+    (bad,) = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    assert json.loads(bad)["row"] == 49

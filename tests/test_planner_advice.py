@@ -21,11 +21,13 @@ from finetune.planner import (
     command,
     filled,
     hardware,
+    memory,
     page,
     parallelism,
     published,
     states,
     timing,
+    totals,
 )
 from finetune.planner.architecture import Architecture
 from finetune.planner.families import read
@@ -105,8 +107,69 @@ def test_tensor_parallelism_is_refused_with_every_reason() -> None:
 
 def test_a_suggested_pipeline_has_no_more_stages_than_layers() -> None:
     large = Workload(shape("llama-3.1-405b"), 1, 2048)
-    grid = advice.grid_for(large, hardware.machine("RTX4090", 1024, 128), pretraining=True)
-    assert grid == parallelism.Grid(1, 64, 16)
+    found = list(advice.grids(large, hardware.machine("RTX4090", 1024, 128), pretraining=True))
+    assert found[-1] == parallelism.Grid(1, 64, 16)
+
+
+@pytest.mark.parametrize(("gpus", "suggested"), [(64, None), (512, "TP8 x PP4 x DP16")])
+def test_a_grid_is_suggested_where_its_own_table_says_that_it_fits(
+    capsys: pytest.CaptureFixture[str], gpus: int, suggested: str | None
+) -> None:
+    model = ft.Model("meta-llama/Llama-3.1-405B", activation_checkpointing=True)
+    recipe = dataclasses.replace(full_recipe(rows=512), model=model)
+    machine = ("--gpu", "H100-80", "--gpus", str(gpus), "--nodes", str(gpus // 8))
+    assert command.run(words(*machine, "--host-ram", "2000"), recipe) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "consider" in line]
+    assert len(told) == (suggested is not None)
+    for ways, stages in ((8, 1), (8, 2), (8, 4), (8, 8)):
+        grid = ("--tensor", str(ways), "--pipeline", str(stages), "--json")
+        assert command.run(words(*machine, *grid), recipe) == 0
+        fits = json.loads(capsys.readouterr().out)["fits"]
+        if fits:
+            break
+    if suggested is None:
+        assert not fits
+    else:
+        assert told[0].startswith(f"at this size consider {suggested} as well")
+        assert (fits, stages) == (True, 4)
+
+
+def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2", "--network", "25gbe")
+    assert command.run(words(*given, "--json"), full_recipe()) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    speed = {each["backend"]: each["tokens"] / each["step"] for each in reversed(options)}
+    first = options[0]["backend"]
+    quickest = max(options, key=lambda each: each["tokens"] / each["step"])
+    assert quickest["backend"].startswith("zero")
+    assert quickest["tokens"] / quickest["step"] > 1.05 * speed[first]
+    assert command.run(words(*given), full_recipe()) == 0
+    text = capsys.readouterr().out
+    said = f"{quickest['backend']} with {quickest['micro_rows']} rows would be faster"
+    assert said in text
+    assert f"{first} reduces them in fp32" in text
+    # On NVLink they are as fast.
+    assert command.run(words("--gpu", "H100-80", "--gpus", "8"), full_recipe()) == 0
+    assert "in 16 bits" not in capsys.readouterr().out
+
+
+def test_what_fits_is_not_said_to_need_more_than_the_card() -> None:
+    shapes = shape("llama-3.1-8b")
+    for name in ("T4", "RTX4090", "A100-80", "B200"):
+        for count in (1, 2, 8):
+            machine = hardware.machine(name, count)
+            layout = Layout("fsdp", "params", count) if count > 1 else Layout()
+            for rows in (1, 2, 4, 8, 16):
+                workload = Workload(
+                    shapes, rows, 512, adapter=lora(shapes, 16), layout=layout,
+                    scheme="fsdp" if count > 1 else "autocast",
+                )  # fmt: skip
+                found = totals.of(memory.timeline(workload), workload, machine)
+                status = advice.option(workload, machine).status
+                assert status == "no" or found.high <= machine.gpu.memory
+                assert status != "safe" or found.process < machine.gpu.memory
 
 
 def test_pipelines_wait_as_their_paper_says() -> None:

@@ -87,8 +87,9 @@ def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
     kind: str, fields: dict[str, object]
 ) -> None:
     import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from finetune.model import as_trained
 
     config = small(kind, **fields)
     named = {key: value for key, value in config.items() if key != "model_type"}
@@ -97,9 +98,7 @@ def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
         shape = read(config)
         assert shape.parameters == sum(p.numel() for p in model.parameters())
         assert shape.tensors == len(list(model.parameters()))
-        wrapped = get_peft_model(
-            model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+        wrapped = as_trained(model, ft.SFT(adapter=ft.LoRA(r=4)))
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     assert lora(shape, 4).parameters == trained
 

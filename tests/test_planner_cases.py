@@ -50,11 +50,11 @@ MIXTRAL = {"model": "mixtral-8x7b", "gpus": 8, "strategy": "fsdp_full"}
 @pytest.mark.parametrize(
     ("expected", "tolerance", "within", "error"),
     [
-        ("66G", {}, True, 0),
-        ("69G", {}, False, 3 / 69),
-        ("69G", {"rel": 0.05}, True, 3 / 69),
-        ("33G", {"rel": 0.05}, False, 1),
-        ("66", {"rel": 0.05}, False, 1),
+        ("62G", {}, True, 0),
+        ("65G", {}, False, 3 / 65),
+        ("65G", {"rel": 0.05}, True, 3 / 65),
+        ("31G", {"rel": 0.05}, False, 1),
+        ("62", {"rel": 0.05}, False, 1),
         ("OOM", {"rel": 0.05}, False, 1),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_size_is_a_number_of_gigabytes_and_held_to_its_tolerance(
 
 def test_nine_of_ten_measured_peaks_are_within_their_own_tolerance(tmp_path: Path) -> None:
     """Within 10 %, as all must be, and yet not within what the case allows."""
-    case = {"category": "measured_peak", "expected": {"accum1": "69G"}, "inputs": MIXTRAL}
+    case = {"category": "measured_peak", "expected": {"accum1": "65G"}, "inputs": MIXTRAL}
     path = tmp_path / "cases.json"
     for tolerance, status in (({"rel": 0.05}, 0), ({"rel": 0.01}, 1)):
         path.write_text(json.dumps([{"id": "one", "tolerance": tolerance} | case]))

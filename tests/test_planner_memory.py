@@ -155,6 +155,19 @@ def test_offload_moves_states_to_the_host() -> None:
     assert memory.timeline(workload).peak.parts["units"] > 0
 
 
+def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count() -> None:
+    paged = large(update="paged_adamw_8bit")
+    plain = large(update="adamw_8bit")
+    held, moments = resident.state(plain)["optimizer"], plain.moments * plain.trained
+    assert held == moments > 16e9
+    assert resident.state(paged)["optimizer"] == 0
+    assert resident.host(paged) - resident.host(plain) == moments
+    peaks = [memory.timeline(each).peak.total for each in (plain, paged)]
+    assert peaks[0] - peaks[1] == moments
+    # A CPU has one memory: the moments are in it.
+    assert resident.state(dataclasses.replace(paged, cpu=True))["optimizer"] == moments
+
+
 def test_a_loss_without_logits_leaves_the_layers_as_the_peak() -> None:
     whole = memory.timeline(large(adapter=lora(large().shape, 16), checkpointing="full"))
     assert whole.peak.name == "backward: loss and head"

@@ -2,26 +2,30 @@
 
 import dataclasses
 import gc
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import Finetune, environment, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.job import DEEP, write_adapter_job
 from benchmarks.memory import recipe_of, write_base
-from finetune import catalog
+from finetune import SFT, Batch, Data, Model, catalog
 from finetune.memory import Meter
+from finetune.quickstart.records import corpus
+from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.run import Run
-
-NO_CODE_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1", "LRU_CACHE_CAPACITY": "1"}
-"""PyTorch's products on CPUs keep code for every shape that they met, which no plan counts."""
+from finetune.worker import Options, train
 
 
-def test_the_measured_peak_of_a_run_is_within_a_tenth_of_its_plan(
+def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(
     tmp_path: Path, finetune: Finetune
 ) -> None:
     write_base(tmp_path)
@@ -35,25 +39,105 @@ def test_the_measured_peak_of_a_run_is_within_a_tenth_of_its_plan(
     predicted = json.loads(run.plan.read_text())["prediction"]
     (counted,) = run.read_metrics("memory")
     assert predicted["peak_memory"] == counted["predicted"]  # every row has the longest's length
-    assert counted["peak"] == pytest.approx(predicted["peak_memory"], rel=0.1)
+    assert counted["peak"] == pytest.approx(predicted["peak_memory"], rel=0.05)
     assert predicted["seconds"] == pytest.approx(3 * predicted["step_seconds"])
     assert "of tensors (measured" in done.stdout
     assert finetune("report", run.root).status == 0
     assert "measured / predicted" in run.report.read_text()
 
 
-def test_the_measured_peak_of_packs_is_within_a_tenth_of_their_plan(
+def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(
     tmp_path: Path, finetune: Finetune
 ) -> None:
     """The packs of a micro-batch lie in one row; the plan counts them as rows."""
     shape = dataclasses.replace(DEEP, layers=4, rows=4)
     path = write_adapter_job(tmp_path / "job", shape, steps=2)
     words = ["train", path, "--backend", "single", "--precision", "bf16"]
-    done = finetune(*words, "--output", tmp_path / "run", env=NO_CODE_KEPT)
+    done = finetune(*words, "--output", tmp_path / "run")
     assert done.status == 0, done.output
     (counted,) = Run(tmp_path / "run").read_metrics("memory")
     assert 0.9 * shape.length < counted["length"] <= shape.length
-    assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.1)
+    assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "intermediate_size": 256, "vocab_size": 4096,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": 2,
+}  # fmt: skip
+MIXTURE = LLAMA | {
+    "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 80,
+}  # fmt: skip
+GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 512}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, and conversations of which a small part is labelled."""
+    folder = tmp_path_factory.mktemp("rows")
+    documents = list(itertools.islice(corpus(seed=0, rows=700), 700))
+    train_tokenizer(documents[:200], 1_024, folder / "tokenizer")
+    turns = [
+        [
+            {"role": "user", "content": " ".join(documents[7 * i : 7 * i + 1 + i % 3])},
+            {"role": "assistant", "content": documents[7 * i + 6]},
+        ]
+        for i in range(100)
+    ]
+    lines = [json.dumps({"messages": each}) + "\n" for each in turns]
+    (folder / "rows.jsonl").write_text("".join(lines))
+    return folder
+
+
+def counted_and_predicted(
+    folder: Path, rows: Path, config: dict[str, Any], change: Callable[[SFT], SFT], **model: Any
+) -> tuple[int, int]:
+    """Bytes of the second step of a training in this process, and what was predicted."""
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    made.save_pretrained(folder / "base")
+    recipe = SFT(
+        Model(str(folder / "base"), tokenizer=str(rows / "tokenizer"), chat_template="chatml",
+              **model),
+        data=(Data(str(rows / "rows.jsonl"), "messages"),),
+        batch=Batch(8, 4, 256),
+        data_checks="report",
+        max_steps=2,
+    )  # fmt: skip
+    options = Options(folder / "run", plot=False)
+    run = train(change(recipe), "single", "bf16", options=options)
+    (counted,) = run.read_metrics("memory")
+    return counted["peak"], counted["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "model"),
+    [
+        (LLAMA, lambda r: r, {}),
+        (LLAMA, lambda r: r.with_batch(packing=True).with_lora(r=8), {}),
+        (LLAMA, lambda r: r.with_lora(r=8, use_dora=True, dropout=0.1), {}),
+        (LLAMA, lambda r: r.with_qlora(r=8, use_dora=True), {"activation_checkpointing": True}),
+        (MIXTURE, lambda r: r.with_lora(r=8, targets=ATTENTION), {}),
+        (MIXTURE, lambda r: r.with_lora(r=8), {"activation_checkpointing": True}),
+        (GEMMA, lambda r: r.with_kernels(pointwise="compiled").with_lora(r=8), {}),
+    ],
+    ids=["full", "packs", "dora", "qdora", "experts-frozen", "experts-adapted", "gemma3"],
+)
+def test_a_small_model_takes_what_was_predicted_also_beside_what_an_earlier_training_left(
+    tmp_path: Path,
+    rows: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    change: Callable[[SFT], SFT],
+    model: dict[str, Any],
+) -> None:
+    """Each follows others in this process, whose libraries and compiled code are there already."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(rows / "cache"))
+    counted, predicted = counted_and_predicted(tmp_path, rows, config, change, **model)
+    assert predicted == pytest.approx(counted, rel=0.05)
 
 
 def test_a_meter_counts_what_lives_at_once_and_nothing_from_before() -> None:

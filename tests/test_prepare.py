@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
@@ -102,6 +103,18 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "split": 0,
         "overlong": 0,
         "empty": 0,
+        "bad": 0,
+        "columns_unread": {},
+        "outside": [],
+        "empty_turns": 0,
+        "history_thoughts": 0,
+        "unserved": 0,
+        "call_ids": 0,
+        "markup_asked": 0,
+        "markup_said": 0,
+        "no_bos": 0,
+        "two_bos": 0,
+        "fixed_date": False,
         "first": {},
         "documents": 6,
         "unended": 0,
@@ -117,7 +130,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "by_source": [
             {
                 "source": source, "format": "question_answer", **own,
-                "truncated": 0, "eaten": 0, "unended": 0,
+                "truncated": 0, "eaten": 0, "unended": 0, "bad": 0, "columns_unread": {},
             }
         ],
     }  # fmt: skip
@@ -194,12 +207,16 @@ def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path: Path):
 
     whole = Dataset.from_list(PAIRS)
     DatasetDict({"test": whole.select([0]), "train": whole}).save_to_disk(tmp_path / "d")
-    assert problems_of(recipe_of(str(tmp_path / "d")), tmp_path / "empty") == [
-        f"data.source: {tmp_path / 'd'} holds several splits; name one of "
-        f"{tmp_path / 'd' / 'test'}, {tmp_path / 'd' / 'train'}"
+    for source in (tmp_path / "d", tmp_path / "d" / "train"):
+        recipe = recipe_of(str(source))
+        assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
+    held_out = SFT().with_data(Data(str(tmp_path / "d"), "question_answer", split="test"))
+    assert answers(prepare(held_out, CHAT, tmp_path / "cache").train) == SAID[:1]
+    other = SFT().with_data(Data(str(tmp_path / "d"), "question_answer", split="tset"))
+    assert problems_of(other, tmp_path / "empty") == [
+        f"data.split: {tmp_path / 'd'} has no split 'tset'; did you mean 'test'?; it has test, "
+        "train"
     ]
-    recipe = recipe_of(str(tmp_path / "d" / "train"))
-    assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
 
 
 # Mixtures, held-out rows.
@@ -518,7 +535,10 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         Data(str(tmp_path / "empty"), "text"),
         Data(str(tmp_path / "a.xlsx"), "text"),
     )
-    known = ".jsonl, .json, .parquet, .arrow, .csv, .txt"
+    known = (
+        ".jsonl, .ndjson, .json, .parquet, .arrow, .csv, .tsv, .txt (text also as .gz, .bz2, .xz, "
+        ".zst)"
+    )
     assert problems_of(recipe, tmp_path / "cache") == [
         f"data.source: no such file or folder: {tmp_path}/trian.jsonl; did you mean "
         f"'{tmp_path}/train.jsonl'?",
@@ -527,9 +547,10 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, kto, "
         "messages, oasst, prompt_completion, question_answer, self_instruct, sharegpt, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
-        f"data.source: '{tmp_path}/*.xlsx' matches 1 paths, none of them a {known} file",
-        f"data.source: the folder {tmp_path}/empty holds no {known} file",
-        f"data.source: {tmp_path}/a.xlsx is no {known} file",
+        f"data.source: '{tmp_path}/*.xlsx' matches 1 paths and no file that is read; "
+        f"{tmp_path}/a.xlsx is not a {known} file",
+        f"data.source: the folder {tmp_path}/empty holds no file that is read",
+        f"data.source: {tmp_path}/a.xlsx is not a {known} file",
     ]
 
 
@@ -552,8 +573,66 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "UTF-16": (
         "a.jsonl",
         '{"question": "a", "answer": "b"}\n'.encode("utf-16"),
-        "{path} row 1: not UTF-8 (byte 0 of the line is 0xff); convert it: iconv -f UTF-16 "
-        "-t UTF-8",
+        "{path} row 1: not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+    ),
+    "UTF-16 without a mark": (
+        "a.csv",
+        "question,answer\na,b\n".encode("utf-16-be"),
+        "{path} row 1: not UTF-8 but UTF-16BE; convert it: iconv -f UTF-16BE -t UTF-8",
+    ),
+    "UTF-32": (
+        "a.jsonl",
+        '{"question": "a", "answer": "b"}\n'.encode("utf-32"),
+        "{path} row 1: not UTF-8 but UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
+    ),
+    "UTF-32 without a mark": (
+        "a.txt",
+        "Hi there".encode("utf-32-le"),
+        "{path} row 1: not UTF-8 but UTF-32LE; convert it: iconv -f UTF-32LE -t UTF-8",
+    ),
+    "gzip under another name": (
+        "a.jsonl",
+        gzip.compress(b'{"question": "a", "answer": "b"}\n'),
+        "{path}: it is compressed with gzip; let its name end in .gz",
+    ),
+    "a torn gzip file": (
+        "a.jsonl.gz",
+        gzip.compress(b'{"question": "a", "answer": "b"}\n')[:-9],
+        "{path}: it cannot be decompressed: Compressed file ended before the end-of-stream marker "
+        "was reached",
+    ),
+    "what is no gzip file": (
+        "a.jsonl.gz",
+        b"not compressed",
+        "{path}: it cannot be decompressed: Not a gzipped file (b'no')",
+    ),
+    "a list under the name of JSON lines": (
+        "a.jsonl",
+        b'[{"question": "a", "answer": "b"}]',
+        "{path}: it holds a JSON list, expected one row a line; let its name end in .json",
+    ),
+    "a list over lines under the name of JSON lines": (
+        "a.jsonl",
+        b'[\n{"question": "a", "answer": "b"}\n]',
+        "{path}: it holds a JSON list, expected one row a line; let its name end in .json",
+    ),
+    "rows over several lines": (
+        "a.jsonl",
+        b'{\n"question": "a",\n"answer": "b"\n}\n',
+        "{path}: its first row is written over several lines, expected one row a line; write each "
+        "on one line (jq -c . does), or a list of them under a name that ends in .json",
+    ),
+    "CSV with semicolons": (
+        "a.csv",
+        b"question;answer\na;b\n",
+        "{path}: its header is one column, 'question;answer': the delimiter is ';', expected ','; "
+        "write it with commas",
+    ),
+    "CSV with tabs": (
+        "a.csv",
+        b"question\tanswer\na\tb\n",
+        "{path}: its header is one column, 'question\tanswer': the delimiter is a tab, expected "
+        "','; let its name end in .tsv",
     ),
     "broken line": (
         "a.jsonl",
@@ -571,6 +650,18 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.json",
         b'{"a": 1}',
         "{path}: it holds one JSON value, expected a list of rows",
+    ),
+    "rows inside an object": (
+        "a.json",
+        b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
+        "{path}: it holds one JSON value, expected a list of rows; write the list of 'data' alone "
+        "(jq .data)",
+    ),
+    "TSV with commas": (
+        "a.tsv",
+        b"question,answer\na,b\n",
+        "{path}: its header is one column, 'question,answer': the delimiter is ',', expected a "
+        "tab; let its name end in .csv",
     ),
     "not a row": (
         "a.jsonl",
@@ -685,7 +776,8 @@ import dataclasses, resource, signal
 from pathlib import Path
 from test_prepare import CHAT, PAIRS, SFT, Data, recipe_of
 from finetune.data.prepare import prepare
-from finetune.data.sources import hub_rows, hub_version
+from finetune.data.hub import hub_version
+from finetune.data.sources import Source
 from finetune.errors import FinetuneError
 """
 
@@ -695,7 +787,7 @@ def test_what_is_not_here_is_asked_of_the_hub_library(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", PAIRS)
     script = f"""
 data = Data({str(tmp_path)!r}, "question_answer")
-rows = list(hub_rows(data))
+rows = list(Source(data, ()).rows())
 print([row.value for row in rows] == PAIRS, rows[1].place)
 for recipe in (recipe_of("nobody/nothing"), SFT().with_data(dataclasses.replace(data, split="x"))):
     try:

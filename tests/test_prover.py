@@ -23,7 +23,8 @@ from finetune.prover.delivery import Delivery, check_deliveries
 from finetune.prover.pairs import FP32, Request, settle
 from finetune.prover.proof import Check, Proof, Refused
 from finetune.prover.runs import Trial
-from finetune.prover.subject import Shape, Subject, make_subject, of_kind, shrink
+from finetune.prover.shrink import shrink
+from finetune.prover.subject import Shape, Subject, make_subject, of_kind
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
 

@@ -1,5 +1,6 @@
 """What the assistant says is trained, with the token that ends it, and nothing else."""
 
+import dataclasses
 import json
 from functools import cache
 from itertools import groupby
@@ -13,10 +14,9 @@ from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from finetune.data.files import READERS
 from finetune.data.formats import Completion, Conversation, Text, read_row
-from finetune.data.marks import CLOSE, OPEN
 from finetune.data.render import Chat, Row, load_chat
-from finetune.data.sources import READERS
 from finetune.errors import FinetuneError
 
 
@@ -160,6 +160,17 @@ def test_given_messages_are_context():
     assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
 
 
+def test_messages_that_are_context_only_are_not_trained():
+    chat = load_chat(small_tokenizer(), "chatml")
+    row = chat.render(dataclasses.replace(TWO_TURNS, untrained=frozenset({1})), "assistant")
+    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
+    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+    last = dataclasses.replace(TWO_TURNS, untrained=frozenset({3}))
+    assert not any(chat.render(last, "completion").trained)
+    with pytest.raises(FinetuneError, match="message 3 is context only by its weight or train"):
+        chat.render(last, "all")
+
+
 def test_a_conversation_without_an_assistant_trains_nothing():
     chat = load_chat(small_tokenizer(), "chatml")
     for train_on in ("assistant", "completion"):
@@ -190,8 +201,8 @@ def test_content_that_ends_in_white_space_keeps_it():
     ]
 
 
-SAID = st.characters(codec="utf-8", exclude_characters=f"{OPEN}{CLOSE}")
-"""What can be said: no half characters, and none of the two noncharacters that mark a chat."""
+SAID = st.characters(codec="utf-8")
+"""What can be said: no half characters."""
 
 
 @settings(deadline=None, max_examples=60)
@@ -393,14 +404,15 @@ def test_generation_marks_that_skip_the_assistant_are_refused():
     )
 
 
-def test_a_template_whose_text_depends_on_being_read_is_refused():
+def test_a_template_that_reads_what_it_wrote_is_rendered_as_it_is():
     template = (
         "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
         "{{ all | length }}" + CHATML_UNMARKED
     )
-    assert "its assistant turns cannot be marked; with marks it renders" in refusal(
-        chat_of(template), talk("Hi", "Hello")
-    )
+    chat = chat_of(template)
+    row = chat.render(talk("Hi", "Hello"), "assistant")
+    assert chat.tokenizer.decode(row.ids).startswith("7<|im_start|>user")
+    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
 
 
 def test_a_template_that_leaves_out_a_message_is_refused():

@@ -516,7 +516,8 @@ def save_tiny_model(base: Path, adapter: Path | None) -> None:
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
     if adapter is not None:
-        config = LoraConfig(r=2, target_modules="all-linear", base_model_name_or_path=str(base))
+        model.name_or_path = str(base)
+        config = LoraConfig(r=2, target_modules="all-linear")
         get_peft_model(model, config).save_pretrained(adapter)
         tokenizer.save_pretrained(adapter)
 

@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.encode import COUNTED, Encoded, Tally
+from finetune.data.columns import guess, told
+from finetune.data.encode import Encoded
 from finetune.data.rows import Rows, digest
+from finetune.data.tally import COUNTED, Tally
 from finetune.recipe import Batch, Data
 
+EMPTY: dict[str, Any] = {"documents": 0}
+"""Counts of no rows."""
 MEANT = "if it is meant, set data_checks=report"
 
 
@@ -58,6 +62,7 @@ def count_rows(
     tokens = int(lengths.sum())
     different = np.unique(rows.members)
     roles = sum((tally.roles for tally in tallies), Counter[str]())
+    columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
         **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
         "first": {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
@@ -72,6 +77,7 @@ def count_rows(
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
         "filled": tokens / (len(rows) * batch.max_length) if rows.packed and len(rows) else None,
         "roles": dict(sorted(roles.items())),
+        "columns_unread": dict(columns.most_common()),
         "sha256": digest(rows),
         "by_source": [
             {
@@ -84,6 +90,8 @@ def count_rows(
                 "truncated": tally.truncated,
                 "eaten": tally.eaten,
                 "unended": int(np.count_nonzero(~facts.ended[members])),
+                "bad": tally.bad,
+                "columns_unread": dict(tally.columns.most_common()),
             }
             for data, tally, members in sources
         ],
@@ -104,6 +112,11 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
                 f"{each['source']}: none of its {each['rows']} rows is trained to end "
                 f"({each['truncated']} are truncated); raise batch.max_length, or set "
                 f"batch.overlong=drop; {MEANT}"
+            )
+        if each["bad"] > each["samples"] / 2:
+            yield (
+                f"{each['source']}: {each['bad']} of its {each['samples']} rows are bad and were "
+                f"dropped, the first: {counts['first'].get('bad')}; {MEANT}"
             )
         if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
             yield (
@@ -156,6 +169,8 @@ def describe(counts: dict[str, Any]) -> list[str]:
         if counts.get(name)
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
+    lines += _unread(counts)
+    lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
         files = counts.get(name) or ()
         more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
@@ -163,9 +178,32 @@ def describe(counts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _unread(counts: dict[str, Any]) -> Iterator[str]:
+    """Columns that no format reads, with their rows, and what would train an answer among them."""
+    columns = counts.get("columns_unread") or {}
+    if columns:
+        named = [f"{_shown(n)} ({rows:,} row{'s' * (rows != 1)})" for n, rows in columns.items()]
+        more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
+        yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
+    for each in counts.get("by_source", ()):
+        instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
+        if each["format"] == "text" and instead is not None and "text" in instead[1]:
+            alone = f"{each['source']}: format 'text' trains the column 'text' alone"
+            yield f"{alone}; {told(*instead)}"
+
+
+def _shown(name: str) -> str:
+    """A name as a terminal can show it."""
+    name = name if len(name) <= 60 else f"{name[:57]}..."
+    return name if name.isprintable() else ascii(name)
+
+
 UNUSUAL = {
+    "bad": "bad rows dropped",
+    "also_trained": "also in the training",
     "passed_over": "passed over by their format",
     "empty": "in which nothing is said to train on",
+    "empty_turns": "with an empty answer among others",
     "untrained": "without a trained token",
     "dropped": "dropped for their length",
     "left_out": "left out by the weights of the mixture",
@@ -174,8 +212,26 @@ UNUSUAL = {
     "split": "split",
     "unended": "whose end is not trained",
     "duplicates": "duplicates",
+    "history_thoughts": "whose thoughts of earlier turns the template leaves out",
+    "unserved": "whose last answer lacks what the generation prompt opens",
+    "call_ids": "whose ids of tool calls the template refuses, replaced",
+    "markup_asked": "with special tokens of the template in the text of their prompts",
+    "markup_said": "with special tokens of the template in the text of their answers",
+    "no_bos": "without the BOS that the tokenizer begins texts with",
+    "two_bos": "with two BOS at their beginning",
 }
 """Counts that are told where they are not zero."""
 
-FILES = {"unread": "not read, of no known kind", "without_rows": "without a row"}
+DATED = (
+    "the chat template writes the date of the day: all rows are rendered on 26 July 2024, so that "
+    "the data is the same on every day; set the date with model.chat_template_kwargs where the "
+    "template has a variable for it (date_string)"
+)
+"""Told of a template with `strftime_now`."""
+
+FILES = {
+    "unread": "not read, of no known kind",
+    "outside": "not read, in no split by their names",
+    "without_rows": "without a row",
+}
 """Lists of files that are told where there are any."""

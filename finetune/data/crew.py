@@ -5,6 +5,7 @@ threads of torch and of the launcher run here by then, nor spawned by `multiproc
 run a person's script again in each process.
 """
 
+import dataclasses
 import os
 import pickle
 import queue
@@ -18,8 +19,8 @@ from itertools import chain, islice
 from typing import IO, Any
 
 from finetune.data.encode import Chunk, Encoded, Encoder
-from finetune.data.render import Chat
 from finetune.errors import FinetuneError
+from finetune.quiet import tokenise_on_one_core
 
 ALONE = 16
 """Chunks that this process encodes by itself before it starts others, which takes seconds."""
@@ -97,9 +98,7 @@ class Worker:
         self._to: IO[bytes] = self._process.stdin
         self._from: IO[bytes] = self._process.stdout
         # Sent with the first chunk; a new value, without the compiled template of a used one.
-        self._encoder: Encoder | None = Encoder(
-            encoder.recipe, Chat(encoder.chat.tokenizer, encoder.chat.template)
-        )
+        self._encoder: Encoder | None = Encoder(encoder.recipe, dataclasses.replace(encoder.chat))
 
     def __enter__(self) -> "Worker":
         return self
@@ -133,6 +132,7 @@ def _send(file: IO[bytes], value: Any) -> None:
 
 def serve() -> None:
     """Encode chunks from standard input until it ends; what others print goes to the errors."""
+    tokenise_on_one_core()
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:

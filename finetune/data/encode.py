@@ -2,21 +2,28 @@
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeGuard
 
 import numpy as np
 
-from finetune.data.formats import Completion, Conversation, RowProblem, Sample, read_row
+from finetune.data.formats import (
+    Completion,
+    Conversation,
+    RowProblem,
+    Sample,
+    read_row,
+    unread_columns,
+)
+from finetune.data.messages import KNOWN, Message
 from finetune.data.render import Chat, Row
 from finetune.data.rows import Columns
+from finetune.data.tally import Tally
 from finetune.errors import FinetuneError
-from finetune.recipe import Batch, Data, Recipe
+from finetune.recipe import Batch, Recipe
 
-MOST_PROBLEMS = 10
-MOST_PLACES = 1000
 HUGE = 1 << 20
 """Characters of a sample that is looked at before it is tokenised, which could take minutes."""
 
@@ -34,58 +41,18 @@ class Chunk:
     """Row numbers with the rows."""
     failure: tuple[str, ...] = ()
     """Why the file could not be read any further behind these rows."""
+    drops_bad_rows: bool = False
+    """Rows that cannot be read are left out, and are no problem."""
 
 
-@dataclass
-class Tally:
-    """What became of the samples of a source."""
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was left out because it could not be read or rendered."""
 
-    samples: int = 0
-    """Rows that were read."""
-    passed_over: int = 0
-    """Samples that the format leaves out."""
-    untrained: int = 0
-    """Rows left out because the model would not be trained to say any of their tokens."""
-    dropped: int = 0
-    """Samples left out for their length."""
-    truncated: int = 0
-    """Samples cut to length."""
-    eaten: int = 0
-    """Those of them that lost every token that was to be trained."""
-    split: int = 0
-    """Samples cut into several rows."""
-    empty: int = 0
-    """Samples in which nothing is said to train on: the model would learn to end at once."""
-    overlong: int = 0
-    """Samples longer than allowed, whatever became of them."""
-    longest_sample: int = 0
-    """Tokens of the longest sample, before it was cut."""
-    longest_place: str = ""
-    roles: Counter[str] = field(default_factory=Counter)
-    """Messages by role; prompts, completions and texts by these names."""
-    first: dict[str, str] = field(default_factory=dict)
-    """The file and row of the first of each of these numbers that is not zero."""
-
-    def note(self, name: str, place: str, times: int = 1) -> None:
-        """Count what became of the sample of a place."""
-        if times:
-            setattr(self, name, getattr(self, name) + times)
-            self.first.setdefault(name, place)
-
-    def add(self, other: "Tally") -> None:
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.first = other.first | self.first
-        if other.longest_sample > self.longest_sample:
-            self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
-        self.roles.update(other.roles)
-
-
-COUNTED = (
-    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty",
-)  # fmt: skip
-"""The numbers of a tally that are counted over all sources."""
+    file: str
+    number: int
+    problem: str
+    value: object
 
 
 @dataclass(frozen=True)
@@ -104,6 +71,7 @@ class Encoded:
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
+    bad: list[BadRow]
 
 
 @dataclass(frozen=True)
@@ -115,32 +83,53 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; problems are noted, not raised."""
-        tally, problems = Tally(), list[tuple[str, str]]()
+        tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         documents, numbers = list[Columns](), list[int]()
-        for number, value in chunk.rows:
-            place = f"{chunk.file} row {number}"
-            tally.samples += 1
-            try:
-                sample = read_row(chunk.data_format, value)
-                added = self._encode(sample, tally, place)
-            except RowProblem as error:
-                problems.append((place, str(error)))
-                continue
-            except FinetuneError as error:
-                problems.extend((place, problem) for problem in error.problems)
-                continue
-            documents += added
-            numbers += [number] * len(added)
+        read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
+        whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
+        with self.chat.ahead(whole):
+            for number, value, sample in read:
+                place = f"{chunk.file} row {number}"
+                own = Tally() if chunk.drops_bad_rows else tally
+                tally.samples += 1
+                try:
+                    if isinstance(sample, RowProblem):
+                        raise sample
+                    own.columns.update(unread_columns(chunk.data_format, value))
+                    added = self._encode(sample, own, place)
+                except (RowProblem, FinetuneError) as error:
+                    told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                    if chunk.drops_bad_rows:
+                        tally.note("bad", place)
+                        bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                    else:
+                        problems.extend((place, problem) for problem in told)
+                    continue
+                if own is not tally:
+                    tally.add(own)
+                documents += added
+                numbers += [number] * len(added)
         problems.extend(("", problem) for problem in chunk.failure)
-        return self._joined(chunk, documents, numbers, tally, problems)
+        return self._joined(chunk, documents, numbers, tally, problems, bad)
+
+    def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
+        """Whether a sample is small enough to be tokenised before it is looked at."""
+        if sample is None or isinstance(sample, RowProblem):
+            return False
+        return sum(len(text) for _, text in _texts(sample)) <= HUGE
 
     def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
         if sample is None:
             tally.note("passed_over", place)
             return []
+        if isinstance(sample, Conversation):
+            tally.columns.update(self._unread_keys(sample))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
         tally.note("empty", place, _says_nothing(sample))
+        tally.note("empty_turns", place, _has_empty_turn(sample))
+        for name in self._markup(sample):
+            tally.note(name, place)
         batch = self.recipe.batch
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
@@ -150,7 +139,29 @@ class Encoder:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
                 tally.note("dropped", place, batch.overlong == "drop")
                 return []
-        return fit(self.recipe.encode(sample, self.chat), batch, tally, place)
+        row = self.recipe.encode(sample, self.chat)
+        for name in sorted(row.notes):
+            tally.note(name, place)
+        return fit(row, batch, tally, place)
+
+    def _markup(self, sample: Sample) -> Iterator[str]:
+        """The counts of special tokens that a sample holds as text."""
+        asked, said = list[str](), list[str]()
+        for role, text in _texts(sample):
+            (said if role in ("assistant", "completion", "text") else asked).append(text)
+        for name, texts in (("markup_asked", asked), ("markup_said", said)):
+            if any(map(self.chat.holds_markup, texts)):
+                yield name
+
+    def _unread_keys(self, sample: Conversation) -> set[str]:
+        """Keys of a row's messages that neither its format nor the template reads."""
+        keys = {key for message in sample.messages for key in message.keys() - KNOWN}
+        templates = (self.chat.template, self.chat.tool_template)
+        return {
+            f"messages[].{key}"
+            for key in keys
+            if not any(_mentions(template, key) for template in templates)
+        }
 
     @cached_property
     def _longest_token(self) -> int:
@@ -164,6 +175,7 @@ class Encoder:
         numbers: list[int],
         tally: Tally,
         problems: list[tuple[str, str]],
+        bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
         return Encoded(
@@ -178,7 +190,21 @@ class Encoder:
             digests=np.array([_digest(ids) for ids, _ in documents], dtype=np.uint64),
             tally=tally,
             problems=problems,
+            bad=bad,
         )
+
+
+@lru_cache(maxsize=1024)
+def _mentions(template: str | None, key: str) -> bool:
+    return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
+
+
+def _read(data_format: str, value: object) -> Sample | RowProblem | None:
+    """The sample of a row, or what is wrong with the row."""
+    try:
+        return read_row(data_format, value)
+    except RowProblem as problem:
+        return problem
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
@@ -192,17 +218,35 @@ def _texts(sample: Sample) -> list[tuple[str, str]]:
             return [("text", sample.text)]
 
 
+def _said(sample: Conversation) -> list[Message]:
+    """The messages that are trained."""
+    return [
+        message
+        for number, message in enumerate(sample.messages)
+        if message["role"] == "assistant"
+        and number >= sample.given
+        and number not in sample.untrained
+    ]
+
+
 def _says_nothing(sample: Sample) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
-            turns = sample.messages[sample.given :]
-            said = [m for m in turns if m["role"] == "assistant"]
+            said = _said(sample)
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()
         case _:
             return not sample.text.strip()
+
+
+def _has_empty_turn(sample: Sample) -> bool:
+    """Whether an answer is empty that is trained among others that are not."""
+    if not isinstance(sample, Conversation):
+        return False
+    empty = [not m["content"].strip() and "tool_calls" not in m for m in _said(sample)]
+    return any(empty) and not all(empty)
 
 
 def _digest(ids: np.ndarray) -> int:
@@ -254,71 +298,3 @@ def split(row: Columns, max_length: int) -> Iterator[Columns]:
     step = max(1, max_length - 1)
     for start in range(0, max(1, len(ids) - 1), step):
         yield ids[start : start + max_length], trained[start : start + max_length].copy()
-
-
-class Problems:
-    """What is wrong with the data; reading goes on until there is enough to say.
-
-    The same problem of several rows is told once, whatever texts and numbers it quotes.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[tuple[str, str]]] = {}  # kind -> place and problem
-        self.places = 0
-
-    @property
-    def enough(self) -> bool:
-        return len(self.found) >= MOST_PROBLEMS or self.places >= MOST_PLACES
-
-    def add(self, place: str, problem: str) -> None:
-        kind = _kind(problem) if place else problem
-        if len(self.found) < MOST_PROBLEMS or kind in self.found:
-            self.found.setdefault(kind, []).append((place, problem))
-        self.places += bool(place)
-
-    def add_all(self, problems: Iterable[str]) -> None:
-        """Problems that say themselves where they are."""
-        for problem in problems:
-            self.add("", problem)
-
-    def raise_any(self) -> None:
-        """Raise FinetuneError where there is a problem."""
-        if not self.found:
-            return
-        told = []
-        for told_of in self.found.values():
-            place, problem = told_of[0]
-            others = len(told_of) - 1
-            more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
-            told.append(f"{place}{more}: {problem}" if place else problem)
-        if self.enough:
-            told.append("reading stopped here; there may be more")
-        raise FinetuneError(*told)
-
-
-def _kind(problem: str) -> str:
-    """A problem less what it quotes of a row, and less every number."""
-    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-    return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
-
-
-def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[str]:
-    """What is wrong with a source as a whole, of which so many rows are left."""
-    source, longest = data.source, tally.longest_sample
-    if not tally.samples:
-        yield f"{source}: it holds no rows"
-    elif batch.overlong == "error" and tally.overlong:
-        yield (
-            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
-            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
-            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
-            "drop, truncate or split"
-        )
-    elif not rows:
-        eaten = f", {tally.eaten} of them because truncation ate their answer"
-        yield (
-            f"{source}: none of its {tally.samples} rows is left to train on "
-            f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
-            f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} passed over by format '{data.format}')"
-        )

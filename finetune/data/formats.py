@@ -1,22 +1,25 @@
 """Data formats by name: one function each, from a row of a file to a sample."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
 from finetune.data.messages import (
     Message,
-    Raw,
-    RowProblem,
-    kind_of,
-    list_of,
+    Turns,
+    exchanges_of,
     messages_of,
-    sharegpt_message,
-    text_of,
-    tools_of,
+    sharegpt_turns,
     with_call_ids,
 )
+from finetune.data.tools import template_kwargs_of, tools_of
+from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, text_of
 from finetune.errors import FinetuneError, did_you_mean
+
+CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
+"""Columns that every format of conversations reads where a row has them."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Conversation:
     """JSON schemas of the functions that the assistant may call."""
     given: int = 0
     """The first so many messages are context: their assistant turns are not trained."""
+    untrained: frozenset[int] = frozenset()
+    """Numbers of assistant messages that are context only, as `weight: 0` says."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the row sets."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,20 @@ class Format:
     read: Callable[[Raw], Sample | None]
     """The sample of a row that has the columns; None for a row that is to be passed over.
     Raises RowProblem."""
+    optional: tuple[str, ...] = ()
+    """Columns that it reads where they are there."""
+    needs: str = ""
+    """The sets of columns in words, where they are many."""
 
-    def fits(self, columns: Iterable[str]) -> int:
-        """How many columns of the largest readable set are there; 0 when none is complete."""
+    def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
+        """The largest readable set of columns that is there; empty when none is complete."""
         there = set(columns)
-        return max((len(needed) for needed in self.columns if there.issuperset(needed)), default=0)
+        complete = [needed for needed in self.columns if there.issuperset(needed)]
+        return max(complete, key=len, default=())
+
+    def reads(self, columns: Iterable[str]) -> frozenset[str]:
+        """The columns that it reads of a row that has these."""
+        return frozenset((*self.needed(columns), *self.optional))
 
 
 def find_format(name: str) -> Format:
@@ -77,64 +93,102 @@ def find_format(name: str) -> Format:
 def read_row(name: str, row: Any) -> Sample | None:
     """The sample of a row, or None where the format passes it over; raises RowProblem."""
     data_format = FORMATS[name]
+    if isinstance(row, Unreadable):
+        raise RowProblem(row.problem)
     if not isinstance(row, Mapping):
         raise RowProblem(f"is {kind_of(row)}, expected an object with columns")
-    columns = {column for column, value in row.items() if value is not None}
-    if not data_format.fits(columns):
-        raise RowProblem(_missing_columns(name, row, columns))
-    return data_format.read(row)
+    columns = tuple(column for column, value in row.items() if value is not None)
+    needed, read = _reads(name, columns)
+    if not needed:
+        raise RowProblem(_missing_columns(name, row))
+    ignored = ignored_meaning(name, row, read)
+    if ignored is not None:
+        raise RowProblem(ignored)
+    try:
+        return data_format.read(row)
+    except RecursionError:
+        raise RowProblem("is nested too deeply") from None
 
 
-def fitting_formats(columns: Iterable[str]) -> list[str]:
-    """Names of the formats that can read rows with these columns, the most specific first."""
-    there = set(columns)
-    fits = {name: data_format.fits(there) for name, data_format in FORMATS.items()}
-    return sorted((name for name in fits if fits[name]), key=lambda name: (-fits[name], name))
+def unread_columns(name: str, row: Any) -> list[str]:
+    """Columns of a row that have a value and that its format does not read."""
+    if not isinstance(row, Mapping):
+        return []
+    _, read = _reads(name, tuple(column for column, value in row.items() if value is not None))
+    return [column for column, value in row.items() if column not in read and is_given(value)]
 
 
-def _missing_columns(name: str, row: Raw, columns: set[str]) -> str:
-    needed = " or ".join(" + ".join(f"'{c}'" for c in each) for each in FORMATS[name].columns)
+@lru_cache(maxsize=1024)
+def _reads(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The needed columns of a format among some, and all that it reads of them."""
+    return FORMATS[name].needed(columns), FORMATS[name].reads(columns)
+
+
+def fitting_formats(row: Raw) -> list[str]:
+    """Names of the formats that read a row without a loss, the most specific first."""
+    there = {column for column, value in row.items() if value is not None}
+    fits: dict[str, int] = {}
+    for name, data_format in FORMATS.items():
+        needed = data_format.needed(there)
+        whole = ignored_meaning(name, row, data_format.reads(there)) is None
+        if name == "text" and there.intersection(ANSWERS):
+            continue  # it would train the question and not the answer
+        if needed and whole:
+            fits[name] = len(needed)
+    return sorted(fits, key=lambda name: (-fits[name], name))
+
+
+def _missing_columns(name: str, row: Raw) -> str:
+    needed = FORMATS[name].needs or " or ".join(
+        " + ".join(f"'{c}'" for c in each) for each in FORMATS[name].columns
+    )
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
     got = ", ".join(nulls) or "no columns"
-    fitting = fitting_formats(columns)
-    instead = f"; format '{fitting[0]}' would fit" if fitting else ""
+    fitting = [f"format '{each}' would fit" for each in fitting_formats(row)[:1]]
+    instead = "".join(f"; {each}" for each in fitting or _fitting_names(name, row))
     return f"format '{name}' needs {needed}, the row has {got}{instead}"
+
+
+def _fitting_names(wanted: str, row: Raw) -> list[str]:
+    """A format that reads a row by other names of its columns without a loss, if there is one."""
+    guessed = guess(row, wanted)
+    if guessed is None:
+        return []
+    name, columns = guessed
+    named = rename(row, columns)
+    lost = ignored_meaning(name, named, FORMATS[name].reads(named))
+    return [told(name, columns)] if lost is None else []
 
 
 # The formats.
 
 
 def read_messages(row: Raw) -> Conversation:
-    return Conversation(messages_of(row["messages"], "messages"), tools_of(row.get("tools")))
+    return _conversation(row, messages_of(row["messages"], "messages"))
 
 
 def read_sharegpt(row: Raw) -> Conversation:
-    turns = list_of(row["conversations"], "conversations")
-    if not turns:
-        raise RowProblem("conversations is empty")
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": text_of(row, "system")})
-    for index, turn in enumerate(turns):
-        messages.append(sharegpt_message(turn, f"conversations[{index}]"))
-    return Conversation(with_call_ids(messages), tools_of(row.get("tools")))
+    return _conversation(row, sharegpt_turns(row["conversations"], "conversations"))
 
 
 def read_alpaca(row: Raw) -> Conversation:
-    system = text_of(row, "system") if row.get("system") else ""
     given = text_of(row, "input") if row.get("input") else ""
-    return _exchange(
-        _instruction(text_of(row, "instruction"), given), text_of(row, "output"), system
-    )
+    return _exchange(row, _instruction(text_of(row, "instruction"), given), text_of(row, "output"))
 
 
 def read_question_answer(row: Raw) -> Conversation:
-    return _exchange(text_of(row, "question"), text_of(row, "answer"))
+    return _exchange(row, text_of(row, "question"), text_of(row, "answer"))
 
 
 def read_prompt_completion(row: Raw) -> Conversation | Completion:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        lost = next((name for name in CONVERSATION if row.get(name)), None)
+        if lost is not None:
+            raise RowProblem(
+                f"column '{lost}' belongs to a conversation, but prompt and completion are bare "
+                "text; write it into the prompt, or give two lists of messages"
+            )
         return Completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowProblem(
@@ -142,9 +196,15 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
             "expected two texts or two lists of messages"
         )
     given = messages_of(prompt, "prompt")
+    if given.wanted:
+        raise RowProblem(
+            f"prompt[{min(given.wanted)}] is to be trained by its weight or train, but a prompt is "
+            "context; leave the key out, or use format 'messages'"
+        )
     answer = messages_of(completion, "completion")
-    messages = with_call_ids([*given, *answer])
-    return Conversation(messages, tools_of(row.get("tools")), given=len(given))
+    messages = with_call_ids([*given.messages, *answer.messages])
+    untrained = frozenset(number + len(given.messages) for number in answer.untrained)
+    return _conversation(row, Turns(messages, untrained), len(given.messages))
 
 
 def read_text(row: Raw) -> Text:
@@ -160,7 +220,7 @@ def read_self_instruct(row: Raw) -> Conversation | None:
         raise RowProblem("instances[0] has no 'output'")
     given = text_of(instances[0], "input") if instances[0].get("input") else ""
     prompt = _instruction(text_of(row, "instruction"), given)
-    return _exchange(prompt, text_of(instances[0], "output"))
+    return _exchange(row, prompt, text_of(instances[0], "output"))
 
 
 def read_oasst(row: Raw) -> Conversation | None:
@@ -186,17 +246,53 @@ def read_oasst(row: Raw) -> Conversation | None:
     return Conversation(tuple(messages)) if messages else None
 
 
-def read_kto(row: Raw) -> Conversation | None:
-    """Messages with a `label`: the wanted ones are learned, the unwanted ones passed over."""
-    if not isinstance(row["label"], bool):
-        raise RowProblem(f"label is {kind_of(row['label'])}, expected true or false")
-    return read_messages(row) if row["label"] else None
+def read_kto(row: Raw) -> Sample | None:
+    """An answer with a `label` (`kto_tag`): the wanted are learned, the unwanted passed over."""
+    said = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
+    wanted = {name: verdict(value) for name, value in said.items()}
+    for name, value in wanted.items():
+        if value is None:
+            raise RowProblem(f"{name} is {kind_of(row[name])}, expected true or false")
+    if len(set(wanted.values())) > 1:
+        raise RowProblem("label and kto_tag contradict each other; keep one of them")
+    if not any(wanted.values()):
+        return None
+    there = {column for column, value in row.items() if value is not None}
+    base = next(name for name in JUDGED if FORMATS[name].needed(there))
+    return FORMATS[base].read(row)
 
 
-def _exchange(prompt: str, answer: str, system: str = "") -> Conversation:
+def _conversation(row: Raw, turns: Turns, given: int = 0) -> Conversation:
+    """A conversation with what a row says of it beside its turns."""
+    messages, untrained = turns.messages, turns.untrained
+    if row.get("system"):
+        system = text_of(row, "system")
+        if _is_told_by_a_turn(system, messages):
+            system = ""
+        if system:
+            messages = ({"role": "system", "content": system}, *messages)
+            untrained = frozenset(number + 1 for number in untrained)
+            given += given > 0
+    return Conversation(messages, tools_of(row), given, untrained, template_kwargs_of(row))
+
+
+def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
+    """Whether the system prompt of a column is a message too; raises RowProblem for another one."""
+    told = [each for each in messages if each["role"] in ("system", "developer")]
+    if told and [each["content"] for each in told] != [system]:
+        raise RowProblem(
+            "the row has a column 'system' and a system message with another text; keep one of "
+            'them, or leave the column out: columns={"system": null}'
+        )
+    return bool(told)
+
+
+def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
+    """One question with its answer, behind the earlier ones of the row's `history`."""
+    history = exchanges_of(row["history"], "history") if row.get("history") else []
     question = {"role": "user", "content": prompt}
-    turns = (question, {"role": "assistant", "content": answer})
-    return Conversation(({"role": "system", "content": system}, *turns) if system else turns)
+    turns = (*history, question, {"role": "assistant", "content": answer})
+    return _conversation(row, Turns(turns))
 
 
 def _instruction(instruction: str, given: str) -> str:
@@ -216,14 +312,29 @@ def _rank(reply: Raw) -> float:
     return float("inf") if rank is None else rank
 
 
+JUDGED = ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer")
+"""Formats whose rows may have a label that says whether the answer is wanted."""
+
+EXCHANGE = (*CONVERSATION, "history")
+
 FORMATS: dict[str, Format] = {
-    "messages": Format((("messages",),), read_messages),
-    "sharegpt": Format((("conversations",),), read_sharegpt),
-    "alpaca": Format((("instruction", "output"),), read_alpaca),
-    "question_answer": Format((("question", "answer"),), read_question_answer),
-    "prompt_completion": Format((("prompt", "completion"),), read_prompt_completion),
+    "messages": Format((("messages",),), read_messages, CONVERSATION),
+    "sharegpt": Format((("conversations",),), read_sharegpt, CONVERSATION),
+    "alpaca": Format((("instruction", "output"),), read_alpaca, ("input", *EXCHANGE)),
+    "question_answer": Format((("question", "answer"),), read_question_answer, EXCHANGE),
+    "prompt_completion": Format((("prompt", "completion"),), read_prompt_completion, CONVERSATION),
     "text": Format((("text",),), read_text),
-    "self_instruct": Format((("instruction", "instances"),), read_self_instruct),
+    "self_instruct": Format((("instruction", "instances"),), read_self_instruct, EXCHANGE),
     "oasst": Format((("message_tree_id", "prompt"), ("text", "role", "replies")), read_oasst),
-    "kto": Format((("messages", "label"),), read_kto),
 }
+FORMATS["kto"] = Format(
+    tuple(
+        (*columns, label)
+        for name in JUDGED
+        for columns in FORMATS[name].columns
+        for label in ("label", "kto_tag")
+    ),
+    read_kto,
+    ("input", "label", "kto_tag", *EXCHANGE),
+    "'label' (or 'kto_tag') beside the columns of " + ", ".join(JUDGED),
+)

@@ -4,6 +4,7 @@ The result lies in `cache/KEY/`, where the key is a hash of all that it depends 
 or not at all:
 
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source
+    bad_rows.jsonl   rows that `on_bad_row=drop` left out, each with its problem
     documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.rows`)
 
 Tokens go to the disk as they are made: memory holds a few numbers per document.
@@ -16,7 +17,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -25,10 +25,17 @@ import numpy as np
 
 from finetune.data.audit import Facts, count_rows
 from finetune.data.crew import encode
-from finetune.data.encode import Chunk, Encoded, Encoder, Problems, Tally, check_source
+from finetune.data.encode import (
+    BadRow,
+    Chunk,
+    Encoded,
+    Encoder,
+)
+from finetune.data.hub import hub_version
 from finetune.data.mixture import mix
 from finetune.data.order import permutation
 from finetune.data.packing import pack
+from finetune.data.problems import Problems, check_source
 from finetune.data.render import Chat
 from finetune.data.rows import (
     Documents,
@@ -39,7 +46,9 @@ from finetune.data.rows import (
     save_rows,
     single_rows,
 )
-from finetune.data.sources import Source, find_sources, hub_version
+from finetune.data.sources import Source, find_sources
+from finetune.data.tally import Tally
+from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Data, Recipe
 
@@ -47,6 +56,8 @@ HELD_OUT = 2**64 - 1
 """The epoch whose shuffle chooses the rows that are held out; no training reaches it."""
 CHUNK = 256
 """Rows that are encoded at a time."""
+BAD_ROWS = "bad_rows.jsonl"
+"""A file beside the prepared rows: those that were dropped, with their problems."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,12 @@ class Prepared:
     counts: dict[str, Any]
     """{"train": {...}, "eval": {...}}: see `audit.count_rows`; and the "files" of the rows."""
     folder: Path
+
+    @property
+    def bad_rows(self) -> Path | None:
+        """The file of the rows that were dropped because they could not be read, if any were."""
+        path = self.folder / BAD_ROWS
+        return path if path.is_file() else None
 
     def side_by_side(self, free: bool) -> "Prepared":
         """The same rows, laid side by side in a micro-batch or padded."""
@@ -131,10 +148,12 @@ def _fill(
     if recipe.eval_rows and not held_out:
         kept = _hold_out(train, recipe.eval_rows, recipe.seed)
     counts: dict[str, Any] = {}
+    members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
         mixed = mix([each.members for each in parts], _data(parts), recipe.seed)
         rows = _rows(documents, np.concatenate([besides, *mixed]), recipe.batch)
         save_rows(rows, folder / name)
+        members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
         counts[name] = count_rows(rows, facts, shares, recipe.batch)
         counts[name]["left_out"] = sum(
@@ -143,14 +162,38 @@ def _fill(
             if each.source.data.weight is not None
         )
         counts[name]["unread"] = [str(path) for each in parts for path in each.source.unread]
+        counts[name]["outside"] = [str(path) for each in parts for path in each.source.outside]
         counts[name]["without_rows"] = [
             str(path)
             for each in parts
             for path in each.source.files
             if each.source.data.first is None and str(path) not in files
         ]
+    _count_shared(counts, documents, facts, files, members)
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
+    talks = not {"user", "assistant"}.isdisjoint(counts["train"]["roles"])
+    counts["train"]["fixed_date"] = talks and chat.reads_the_date
     (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+
+
+def _count_shared(
+    counts: dict[str, Any],
+    documents: Documents,
+    facts: Facts,
+    files: list[str],
+    members: dict[str, np.ndarray],
+) -> None:
+    """Count the rows of the evaluation that are equal to one that is trained."""
+    trained, held_out = facts.digests[members["train"]], facts.digests[members["eval"]]
+    shared = members["eval"][np.isin(held_out, trained)]
+    counts["eval"]["also_trained"] = len(shared)
+    if len(shared):
+        twin = members["train"][trained == facts.digests[shared[0]]][0]
+        first, second = (
+            f"{files[file]} row {row}" for file, row in documents.origins[[shared[0], twin]]
+        )
+        place = first if first == second else f"{first}, as {second}"
+        counts["eval"]["first"]["also_trained"] = place
 
 
 def _encode(
@@ -165,6 +208,7 @@ def _encode(
         for place, problem in encoded.problems:
             problems.add(place, problem)
         sections[encoded.section].tally.add(encoded.tally)
+        _list_bad_rows(folder.with_name(BAD_ROWS), encoded.bad)
         if problems.enough:
             break
         count = len(encoded.lengths)
@@ -185,6 +229,20 @@ def _encode(
     return documents, facts, list(files)
 
 
+def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
+    """Append the rows that were dropped, each with the problem that it has."""
+    if not bad:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for each in bad:
+            value = each.value
+            if isinstance(value, Unreadable):
+                value = value.text
+            told = {"file": each.file, "row": each.number, "problem": each.problem, "value": value}
+            file.write(json.dumps(told, default=str) + "\n")
+
+
 def _origins(file: int, encoded: Encoded) -> np.ndarray:
     return np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
 
@@ -193,19 +251,20 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
     """Rows of all sources, in chunks of one file each; a source ends where it cannot be read."""
     for number, section in enumerate(sections):
         data = section.source.data
+        drops = data.on_bad_row == "drop"
         rows, file = list[tuple[int, object]](), data.source
         try:
-            for row in islice(section.source.rows(), data.first):
+            for row in section.source.rows():
                 if rows and (row.file != file or len(rows) == CHUNK):
-                    yield Chunk(number, data.format, file, rows)
+                    yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
                     rows = []
                 file = row.file
                 rows.append((row.number, row.value))
         except FinetuneError as error:
-            yield Chunk(number, data.format, file, rows, tuple(error.problems))
+            yield Chunk(number, data.format, file, rows, tuple(error.problems), drops)
             continue
         if rows:
-            yield Chunk(number, data.format, file, rows)
+            yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
 
 
 def _data(sections: list[_Section]) -> list[Data]:
@@ -255,11 +314,15 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
         "mixed": recipe.seed if weighted else None,
-        "template": chat.template,
+        "template": [chat.template, chat.tool_template, dict(chat.variables)],
         "tokenizer": _tokenizer_hash(chat),
         "train_sources": len(recipe.data),
         "sources": [
-            [dataclasses.asdict(source.data), _content(source), [str(p) for p in source.unread]]
+            [
+                dataclasses.asdict(source.data),
+                _content(source),
+                [str(path) for path in (*source.unread, *source.outside)],
+            ]
             for source in sources
         ],
     }

@@ -9,25 +9,29 @@ and with the token that ends the turn:
 """
 
 import itertools
+import json
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from finetune.data.chat_templates import BUILT_IN, adds_bos, choose
 from finetune.data.formats import Completion, Conversation, Sample, Text
 from finetune.data.marks import Span
-from finetune.data.turns import ANSWER, QUESTION, Turns, excerpt
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.data.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
+from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 TrainOn = Literal["assistant", "completion", "all"]
 
-TEMPLATES = Path(__file__).parent / "templates"
-BUILT_IN = ("chatml", "plain")
+HEADER = 6
+"""Characters of a header that no text holds by chance."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
@@ -37,6 +41,21 @@ class Row:
 
     ids: list[int]
     trained: list[bool]
+    notes: frozenset[str] = frozenset()
+    """What is unusual about it: names of counts in `finetune.data.encode.Tally`."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a text."""
+
+    ids: list[int]
+    encoding: "Encoding"
+
+    @property
+    def offsets(self) -> list[Span]:
+        """The characters of each token."""
+        return self.encoding.offsets
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,12 @@ class Chat:
     tokenizer: "PreTrainedTokenizerFast"
     template: str | None
     """Jinja source; None for a tokenizer without one, which renders text and completions only."""
+    tool_template: str | None = None
+    """Jinja source for conversations with tools, where it differs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the template's variables: `model.chat_template_kwargs`."""
+    saved: str | dict[str, str] | None = None
+    """What `tokenizer.chat_template` becomes where the tokenizer is saved."""
 
     def render(self, sample: Sample, train_on: TrainOn) -> Row:
         """Token ids of a sample, and the trained ones.
@@ -60,15 +85,14 @@ class Chat:
             case Completion():
                 return self._completion(sample, train_on)
             case Text():
-                ids, _ = self._encode(sample.text)
-                ids = self._closed(self._opened(ids))
-                return Row(ids, [True] * len(ids))
+                ids = self._closed(self._opened(self._tokens(sample.text).ids))
+                return Row(ids, [True] * len(ids), self._bos_notes(ids))
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""
         if isinstance(sample, Completion):
-            return self._opened(self._encode(sample.prompt)[0])
-        return self._encode(self._turns.mark(sample, add_generation_prompt=True).text)[0]
+            return self._opened(self._tokens(sample.prompt).ids)
+        return self._tokens(self._turns(sample).mark(sample, add_generation_prompt=True).text).ids
 
     @property
     def stop_ids(self) -> list[int]:
@@ -86,7 +110,8 @@ class Chat:
         answer = self._closed(completion)
         start = self._opened(prompt)
         given = [train_on == "all"] * len(start)
-        return Row([*start, *answer], [*given, *[True] * len(answer)])
+        notes = self._bos_notes(start)
+        return Row([*start, *answer], [*given, *[True] * len(answer)], notes)
 
     def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
         """Ids of the prompt as serving tokenises it, and of what follows.
@@ -95,13 +120,13 @@ class Chat:
         itself: behind a newline where the tokenizer puts a space before every text, which does not
         belong here.
         """
-        prompt, _ = self._encode(sample.prompt)
-        whole, _ = self._encode(sample.prompt + sample.completion)
+        prompt = self._tokens(sample.prompt).ids
+        whole = self._tokens(sample.prompt + sample.completion).ids
         if whole[: len(prompt)] == prompt:
             return prompt, whole[len(prompt) :]
-        alone, _ = self._encode(sample.completion)
-        newline, _ = self._encode("\n")
-        behind_newline, _ = self._encode("\n" + sample.completion)
+        alone = self._tokens(sample.completion).ids
+        newline = self._tokens("\n").ids
+        behind_newline = self._tokens("\n" + sample.completion).ids
         text = self.tokenizer.decode(whole)
         for completion in (alone, behind_newline[len(newline) :]):
             if self.tokenizer.decode([*prompt, *completion]) == text:
@@ -131,6 +156,15 @@ class Chat:
         bos = cast("int | None", self.tokenizer.bos_token_id)
         return bos if adds_bos(self.tokenizer) else None
 
+    def _bos_notes(self, ids: list[int]) -> frozenset[str]:
+        """Whether a row lacks the BOS that the tokenizer begins texts with, or has it twice."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        if bos is None:
+            return frozenset()
+        if ids[:2] == [bos, bos]:
+            return frozenset({"two_bos"})
+        return frozenset({"no_bos"} if self._bos is not None and ids[:1] != [bos] else ())
+
     @cached_property
     def _eos(self) -> int | None:
         return cast("int | None", self.tokenizer.eos_token_id)
@@ -138,29 +172,70 @@ class Chat:
     # Conversations.
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
-        marked = self._turns.render(sample)
-        ids, offsets = self._encode(marked.text)
+        turns = self._turns(sample)
+        rendered = self._rendered(sample)
+        text = rendered.marked.text
+        tokens = self._tokens(text)
         if train_on == "all":
-            return Row(ids, [True] * len(ids))
-        turns = [
+            if sample.untrained:
+                raise FinetuneError(
+                    f"message {min(sample.untrained)} is context only by its weight or train, but "
+                    "all tokens are trained; use method sft with train_on=assistant, or leave the "
+                    "key out"
+                )
+            ids = tokens.ids
+            return Row(ids, [True] * len(ids), self._bos_notes(ids) | rendered.notes)
+        answers = [
             number
             for number, message in enumerate(sample.messages)
             if message["role"] == "assistant" and number >= sample.given
         ]
-        chosen = turns[-1:] if train_on == "completion" else turns
-        spans = {number: self._turns.spans(sample, marked, number) for number in chosen}
-        borders = sorted({start for each in spans.values() for start, _ in each})
-        ids, offsets = self._cut(marked.text, ids, offsets, borders)
+        chosen = answers[-1:] if train_on == "completion" else answers
+        chosen = [number for number in chosen if number not in sample.untrained]
+        spans = {number: turns.spans(rendered, number) for number in chosen}
+        ids, places = self._placed(text, tokens, [span for said in spans.values() for span in said])
         trained = [False] * len(ids)
-        starts = [start for start, _ in offsets]
         for number, said in spans.items():
             last = 0
-            for start, end in said:
-                first, behind = bisect_left(starts, start), bisect_left(starts, end)
+            for span in said:
+                first, behind = places[span]
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
-            self._check_end(last, marked.written(number))
-        return Row(ids, trained)
+            self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
+        return Row(ids, trained, self._bos_notes(ids) | rendered.notes)
+
+    def _placed(
+        self, text: str, tokens: Tokens, spans: list[Span]
+    ) -> tuple[list[int], dict[Span, Span]]:
+        """Ids of a text, and the first token of each span with the one behind its last token."""
+        places = {span: self._place(tokens, span) for span in spans}
+        found = {span: place for span, place in places.items() if place is not None}
+        if len(found) == len(places):
+            return tokens.ids, found
+        borders = sorted({start for start, _ in spans})
+        ids, offsets = self._cut(text, tokens.ids, tokens.offsets, borders)
+        starts = [start for start, _ in offsets]
+        return ids, {
+            (start, end): (bisect_left(starts, start), bisect_left(starts, end))
+            for start, end in spans
+        }
+
+    def _place(self, tokens: Tokens, span: Span) -> Span | None:
+        """The tokens of a span that begins and ends between two tokens, an end token the last.
+
+        None where this cannot be seen from the tokens at its ends: then all of them are looked at.
+        """
+        start, end = span
+        encoding = tokens.encoding
+        if start >= end or start == 0:
+            return None
+        before, first = encoding.char_to_token(start - 1), encoding.char_to_token(start)
+        last = encoding.char_to_token(end - 1)
+        if before is None or first != before + 1 or last is None:
+            return None
+        if encoding.token_to_chars(first)[0] != start or encoding.token_to_chars(last)[1] != end:
+            return None
+        return (first, last + 1) if tokens.ids[last] in self.end_tokens else None
 
     def _cut(
         self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
@@ -177,9 +252,9 @@ class Chat:
             return ids, offsets
         apart, places = list[int](), list[Span]()
         for start, end in itertools.pairwise([0, *crossed, len(text)]):
-            found, spans = self._encode(text[start:end])
-            apart += found
-            places += [(start + first, start + behind) for first, behind in spans]
+            found = self._tokens(text[start:end])
+            apart += found.ids
+            places += [(start + first, start + behind) for first, behind in found.offsets]
         whole, joined = self.tokenizer.decode(ids), self.tokenizer.decode(apart)
         if whole != joined:
             raise FinetuneError(
@@ -199,14 +274,52 @@ class Chat:
                 "'plain' does) or add the token to the tokenizer"
             )
 
+    def _turns(self, sample: Conversation) -> Turns:
+        if sample.tools and self._tool_turns is not None:
+            return self._tool_turns
+        return self._plain_turns
+
     @cached_property
-    def _turns(self) -> Turns:
+    def _tool_turns(self) -> Turns | None:
+        if self.tool_template is None:
+            return None
+        return Turns(self.tokenizer, self.tool_template, self.variables)
+
+    @cached_property
+    def _plain_turns(self) -> Turns:
         if self.template is None:
             raise FinetuneError(
                 "model.chat_template: the data has conversations and the tokenizer has no chat "
                 f"template; set model.chat_template to a file or to one of {', '.join(BUILT_IN)}"
             )
-        return Turns(self.tokenizer, self.template)
+        return Turns(self.tokenizer, self.template, self.variables)
+
+    @property
+    def reads_the_date(self) -> bool:
+        """Whether a template writes the date of the day, which is fixed while training."""
+        return any("strftime_now" in each for each in (self.template, self.tool_template) if each)
+
+    def holds_markup(self, text: str) -> bool:
+        """Whether a text holds special tokens, or the header of an assistant turn, as text."""
+        return bool(self._markup.search(text))
+
+    @cached_property
+    def _markup(self) -> re.Pattern[str]:
+        """Special tokens and end tokens of turns, which belong to the template."""
+        added = self.tokenizer.added_tokens_decoder
+        ends = set[int]()
+        texts = set[str]()
+        if self.template is not None:
+            try:
+                ends = set(self.stop_ids)
+                header = self._turns(Conversation((QUESTION,))).header.strip()
+                texts = {header} if len(header) >= HEADER else texts
+            except FinetuneError:  # the rows say what is wrong with the template
+                pass
+        texts |= {token.content for id, token in added.items() if token.special or id in ends}
+        texts = {text for text in texts if text.strip()}
+        longest_first = sorted(texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @cached_property
     def end_tokens(self) -> set[int | None]:
@@ -215,74 +328,96 @@ class Chat:
 
     # Tokens.
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Ids of a text without added special tokens, and the characters of each.
+    @contextmanager
+    def ahead(self, samples: Iterable[Sample]) -> Iterator[None]:
+        """Render and tokenise samples at once, which takes less time than one by one.
+
+        Within the context `render` finds what it needs of these very samples.
+        """
+        texts: dict[str, None] = {}
+        for sample in samples:
+            match sample:
+                case Conversation():
+                    try:
+                        rendered = self._turns(sample).render(sample)
+                    except FinetuneError:  # raised again where the row is rendered
+                        continue
+                    self._rendered_ahead[id(sample)] = rendered
+                    texts[rendered.marked.text] = None
+                case Completion():
+                    texts |= {sample.prompt: None, sample.prompt + sample.completion: None}
+                case Text():
+                    texts[sample.text] = None
+        whole = [text for text in texts if not HALF_CHARACTER.search(text)]
+        if whole:
+            for text, tokens in zip(whole, self._tokenised(whole), strict=True):
+                self._tokens_ahead[text] = tokens
+        try:
+            yield
+        finally:
+            self._rendered_ahead.clear()
+            self._tokens_ahead.clear()
+
+    @cached_property
+    def _rendered_ahead(self) -> dict[int, Rendered]:
+        """Conversations by the identity of their samples."""
+        return {}
+
+    @cached_property
+    def _tokens_ahead(self) -> dict[str, Tokens]:
+        return {}
+
+    def _rendered(self, sample: Conversation) -> Rendered:
+        return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)
+
+    def _tokens(self, text: str) -> Tokens:
+        """Tokens of a text without added special tokens.
 
         Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
         """
+        ahead = self._tokens_ahead.get(text)
+        if ahead is not None:
+            return ahead
         half = HALF_CHARACTER.search(text)
         if half is not None:
             raise FinetuneError(
                 f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
                 "other half was lost, perhaps where the text was cut"
             )
-        encoding = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        return self._tokenised([text])[0]
+
+    def _tokenised(self, texts: list[str]) -> list[Tokens]:
+        found = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
-        return encoding["input_ids"], encoding["offset_mapping"]
+        assert found.encodings is not None  # it is a fast tokenizer
+        return list(map(Tokens, found["input_ids"], found.encodings))
 
 
-def load_chat(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> Chat:
-    """A tokenizer with its own template (None), a built-in one by name, or one from a file.
+def load_chat(
+    tokenizer: "PreTrainedTokenizerFast",
+    chat_template: str | None,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
+    """A tokenizer with its own template (None), a named or built-in one, or one from a file.
 
-    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that gives
-    no offsets, or one that lacks the tokens of a built-in template.
+    Args:
+        tokenizer: A fast one.
+        chat_template: The recipe's `model.chat_template`.
+        variables: The recipe's `model.chat_template_kwargs`.
+
+    Raises FinetuneError for a tokenizer that gives no offsets and for what `choose` refuses.
     """
     if not tokenizer.is_fast:
         raise FinetuneError(
             f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
             "use a model with a tokenizer.json"
         )
-    if chat_template is None:
-        own = tokenizer.chat_template
-        return Chat(tokenizer, tokenizer.get_chat_template() if own else None)
-    if chat_template in BUILT_IN:
-        return Chat(tokenizer, _built_in(tokenizer, chat_template))
-    return Chat(tokenizer, _template_file(chat_template))
-
-
-def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether the tokenizer begins every text with its BOS."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-
-
-def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
-    vocabulary = tokenizer.get_added_vocab()
-    needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
-    missing = [token for token in needed if token not in vocabulary]
-    if missing:
-        raise FinetuneError(
-            f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "
-            "does not have as tokens; use 'plain'"
-        )
-    if name == "plain" and tokenizer.eos_token is None:
-        raise FinetuneError(
-            "model.chat_template: 'plain' needs an end-of-sequence token, the tokenizer has none"
-        )
-    bos = "{{- bos_token }}" if adds_bos(tokenizer) else ""
-    return bos + (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def _template_file(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise FinetuneError(
-            f"model.chat_template: '{name}' is neither a file nor a built-in template"
-            f"{did_you_mean(name, BUILT_IN)} (built in: {', '.join(BUILT_IN)})"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise FinetuneError(
-            f"model.chat_template: {name} is not UTF-8 (byte {error.start})"
-        ) from None
+    # A date of YAML is a text here, as it is in JSON and in the shown recipe.
+    values = json.loads(json.dumps(dict(variables or {}), default=str))
+    chosen = choose(tokenizer, chat_template, values)
+    return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved)

@@ -87,6 +87,19 @@ class Rows:
             return np.empty(0, dtype=np.int64)
         return np.add.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
 
+    @cached_property
+    def labelled(self) -> np.ndarray:
+        """Tokens of each row that have a label.  # (rows,) int64"""
+        if not len(self):
+            return np.empty(0, dtype=np.int64)
+        used, places = np.unique(self.members, return_inverse=True)
+        counts = np.empty(len(used), dtype=np.int64)
+        for start in range(0, len(used), AT_ONCE):
+            for place, number in enumerate(used[start : start + AT_ONCE].tolist(), start):
+                counts[place] = np.count_nonzero(self.documents.document(number)[1][1:])
+            self.documents.release()
+        return np.add.reduceat(counts[places], self.bounds[:-1])
+
 
 def digest(rows: Rows) -> str:
     """A hash of what rows are: their tokens, which of them are trained, and their order.

@@ -16,12 +16,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
 from finetune.kernels import native
+from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chains import chain
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 
 
-def give_loss(model: PreTrainedModel, chunked: bool) -> None:
+def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = None) -> None:
     """Let a model compute its loss where its forward pass is told the labelled rows.
 
     The classes of the model and of its head are replaced by subclasses of the same name, as
@@ -30,6 +31,7 @@ def give_loss(model: PreTrainedModel, chunked: bool) -> None:
     Args:
         model: the plain model, which may hold PEFT's modules already.
         chunked: false computes the loss from all logits.
+        balance: the load-balancing loss that training adds; None for none.
 
     Raises:
         FinetuneError: `chunked`, and the head is no plain linear layer.
@@ -40,7 +42,9 @@ def give_loss(model: PreTrainedModel, chunked: bool) -> None:
         head.scale, head.cap = logit_function(model.config)
         head.tiled = not torch.accelerator.is_available()
     kind = type(model)
-    model.__class__ = type(kind.__name__, (WithLoss, kind), {"loss_in_chunks": chunked})
+    # With the module of the class too: transformers looks there for code of the model's own.
+    own = {"loss_in_chunks": chunked, "balance": balance, "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (WithLoss, kind), own)
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Module:
@@ -72,29 +76,44 @@ class WithLoss:
     """Mixed into a causal language model: a forward pass that ends in the sum of the loss."""
 
     loss_in_chunks: bool
+    balance: Balance | None
 
     def forward(
         self,
         *args: Any,
         places: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        real_tokens: int = 0,
         **inputs: Any,
     ) -> Any:
         """As the model's own, or with `places` the summed cross-entropy, a scalar in fp32.
 
+        Where training balances experts it is (2,): the cross-entropy and `Balance.sum`.
+
         Args:
             places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
             targets: (labelled,) int64, the token that follows each.
+            real_tokens: tokens of the micro-batch that are not padding.
         """
         if places is None:
             return super().forward(*args, **inputs)
-        if not self.loss_in_chunks:
-            logits = super().forward(*args, **inputs).logits
-            labelled = logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
-            return F.cross_entropy(labelled, targets, reduction="sum")
-        given = {name: value for name, value in inputs.items() if value is not None}
-        hidden = self.base_model(*args, **given).last_hidden_state  # (rows, length, hidden)
-        return self.get_output_embeddings()(hidden.flatten(0, 1)[places], targets)
+        balanced = self.balance is not None and self.training
+        if balanced:
+            inputs["output_router_logits"] = True
+        if self.loss_in_chunks:
+            given = {name: value for name, value in inputs.items() if value is not None}
+            output = self.base_model(*args, **given)
+            hidden = output.last_hidden_state.flatten(0, 1)  # (rows * length, hidden)
+            loss = self.get_output_embeddings()(hidden[places], targets)
+        else:
+            output = super().forward(*args, **inputs)
+            labelled = output.logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
+            loss = F.cross_entropy(labelled, targets, reduction="sum")
+        if not balanced:
+            return loss
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        documents = documents_of(ids, mask, inputs.get("cu_seq_lens_q"), real_tokens)
+        return torch.stack([loss, self.balance.sum(output.router_logits, *documents)])
 
 
 class LabelledHead(nn.Linear):

@@ -200,12 +200,14 @@ class GroupedLoRA(torch.autograd.Function):
             outputs: list[torch.Tensor] = []
             ranks = [each.shape[0] for each in downs]
             columns = narrow.split(ranks, 1)
-            for place, shape in enumerate(shapes):
-                weight = shape.weight(weights[place], dtype)
+            for place, of_layer in enumerate(shapes):
+                weight = of_layer.weight(weights[place], dtype)
                 bias = biases[place]
                 output = F.linear(rows, weight, None if bias is None else bias.to(dtype))
-                output.addmm_(columns[place], ups[place].to(dtype).T, alpha=shape.scaling)
-                outputs.append(output.view(*x.shape[:-1], -1))
+                output.addmm_(columns[place], ups[place].to(dtype).T, alpha=of_layer.scaling)
+                # Not a view: a caller may add to it in place, as Llama 4 adds its experts.
+                shape = (*x.shape[:-1], output.shape[-1])
+                outputs.append(torch.ops.aten._unsafe_view(output, shape))
         ctx.save_for_backward(rows, narrow, *weights, *downs, *ups)
         ctx.shapes, ctx.source, ctx.dtype = shapes, (x.shape, x.dtype), dtype
         ctx.set_materialize_grads(False)

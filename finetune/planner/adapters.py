@@ -56,6 +56,8 @@ def outer(
 
 TABLES = {"gpt2": "wte", "gpt_neox": "embed_in"}
 """Names of the embedding, where it has another."""
+HEADS = {"gpt_neox": "embed_out"}
+"""The same of the head."""
 
 
 def _matches(
@@ -71,15 +73,33 @@ def _named(path: str, wanted: str | tuple[str, ...]) -> bool:
 
 
 def expert_adapter_size(shape: Architecture, rank: int) -> int:
-    """Parameters of the adapters on one layer's router and experts, as PEFT 0.21 makes them.
+    """Parameters of the adapters on one layer's experts under `all-linear`.
 
-    One pair per expert, with twice the rank where gate and up are one matrix.
+    One pair per expert, with twice the rank where gate and up are one matrix. Routers have none.
+    """
+    return named_expert_size(shape, 2 * rank, rank, TENSORS)
+
+
+def named_expert_size(
+    shape: Architecture, gate_rank: int, down_rank: int, names: Iterable[str]
+) -> int:
+    """Parameters of the adapters on those of one layer's expert tensors that are named.
+
+    Only the last part of a dotted name is looked at.
     """
     if shape.experts is None:
         return 0
     count, width, h = shape.experts.count, shape.experts.width, shape.hidden
-    inner = count * 2 * rank * (h + 2 * width) + count * rank * (width + h)
-    return inner + rank * (h + count)
+    sizes = {
+        TENSORS[0]: count * gate_rank * (h + 2 * width),
+        TENSORS[1]: count * down_rank * (width + h),
+    }
+    named = {name.rsplit(".", 1)[-1] for name in names}
+    return sum(size for tensor, size in sizes.items() if tensor in named)
+
+
+TENSORS = ("gate_up_proj", "down_proj")
+"""Names of the tensors of all experts of a layer."""
 
 
 def adapter_size(matrix: Matrix, rank: int, dora: bool = False) -> int:

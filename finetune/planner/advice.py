@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from finetune.planner import communication, memory, resident, timing
+from finetune.planner import communication, memory, resident, timing, totals
 from finetune.planner.hardware import Machine
 from finetune.planner.layout import Layout
 from finetune.planner.memory import Moment
-from finetune.planner.parallelism import Grid, check
+from finetune.planner.parallelism import Grid
 from finetune.planner.timing import Times
 from finetune.planner.workload import Checkpointing, Scheme, Workload
 
@@ -39,7 +39,7 @@ class Option:
 
     workload: Workload
     peak: Moment
-    usable: float
+    machine: Machine
     host: float
     host_fits: bool
     moved: communication.Volume
@@ -47,7 +47,8 @@ class Option:
     comparable: float
     """Seconds per token as if every engine reduced gradients in the type that it computes in.
 
-    DeepSpeed 0.19 does, the others reduce in fp32: no merit of a way of sharding.
+    DeepSpeed 0.19 does, the others reduce in fp32: no merit of a way of sharding. `faster` says so
+    where that would change the choice.
     """
 
     @property
@@ -55,10 +56,17 @@ class Option:
         return self.workload.layout.name
 
     @property
+    def usable(self) -> float:
+        """Bytes that tensors may take."""
+        return self.machine.usable
+
+    @property
     def status(self) -> Status:
         if self.peak.total > self.usable or not self.host_fits:
             return "no"
-        return "tight" if self.peak.total > self.usable * (1 - HEADROOM) else "safe"
+        crowded = self.peak.total > self.usable * (1 - HEADROOM)
+        expected = totals.expected(self.peak.total, self.workload, self.machine)
+        return "tight" if crowded or expected > self.machine.gpu.memory else "safe"
 
 
 def scheme_of(layout: Layout, precision: str) -> Scheme:
@@ -78,7 +86,7 @@ def option(workload: Workload, machine: Machine) -> Option:
     times = timing.times(workload, machine, moved)
     alike = timing.times(workload, machine, volume(workload, gradient_width=workload.compute))
     per_token = alike.step / alike.tokens
-    return Option(workload, peak, machine.usable, host, fits, moved, times, per_token)
+    return Option(workload, peak, machine, host, fits, moved, times, per_token)
 
 
 def volume(workload: Workload, gradient_width: int | None = None) -> communication.Volume:
@@ -234,6 +242,22 @@ def reason(best: Option, found: Iterable[Option]) -> str:
     )
 
 
+def faster(best: Option, ranked: Iterable[Option]) -> str:
+    """What would be faster than the best option, and why it is not that; empty where nothing is."""
+    quickest = max(ranked, key=lambda each: each.times.tokens_per_second)
+    if quickest.times.tokens_per_second <= best.times.tokens_per_second * (1 + SAME_TIME):
+        return ""
+    which = f"{quickest.name} with {quickest.workload.rows} rows"
+    speed = f"{quickest.times.tokens_per_second:,.0f} tokens/s"
+    if quickest.status == "tight" and best.status == "safe":
+        return f"{which} would be faster, {speed}, but fits tightly: a longer row may not"
+    return (
+        f"{which} would be faster, {speed}, because DeepSpeed reduces gradients in 16 bits, half "
+        f"the bytes, and rounds their sum; {best.name} reduces them in fp32. Where the network "
+        f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.rows}"
+    )
+
+
 def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int:
     """The largest micro-batch that fits, 0 where not even one row does."""
 
@@ -251,21 +275,20 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
     return low
 
 
-def grid_for(workload: Workload, machine: Machine, pretraining: bool) -> Grid | None:
-    """A layout with tensor and pipeline parallelism, where the rules call for one."""
+def grids(workload: Workload, machine: Machine, pretraining: bool) -> Iterator[Grid]:
+    """Layouts of tensor and pipeline parallelism where the rules call for one, by their stages.
+
+    Whether one fits is for its table to say (`grids.plan_grid`).
+    """
     size, count = workload.shape.parameters, machine.count
     early = pretraining and size >= GRID_PRETRAIN_PARAMETERS and count >= GRID_PRETRAIN_GPUS
     if workload.adapter is not None or not (size >= GRID_PARAMETERS or early):
-        return None
+        return
     tensor = machine.per_node if machine.fast else 1
     while workload.shape.heads % tensor or workload.shape.kv_heads % tensor:
         tensor -= 1
     pipeline = 1
-    most = min(workload.shape.layers, count // tensor)
-    while 16 * size / (tensor * pipeline) > machine.usable * 4 and pipeline * 2 <= most:
+    while pipeline <= min(workload.shape.layers, count // tensor):
+        if not count % (tensor * pipeline):
+            yield Grid(tensor, pipeline, count // (tensor * pipeline))
         pipeline *= 2
-    if count % (tensor * pipeline):
-        return None
-    grid = Grid(tensor, pipeline, count // (tensor * pipeline))
-    check(grid, workload.shape, count, machine.per_node, machine.fast)
-    return grid

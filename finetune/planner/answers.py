@@ -89,7 +89,7 @@ def whole_numbers(**given: int | None) -> None:
         FinetuneError: with each of them, under the name that it has on the command line.
     """
     problems = [
-        f"--{name} {count}: expected a whole number of at least 1"
+        f"--{name.replace('_', '-')} {count}: expected a whole number of at least 1"
         for name, count in given.items()
         if count is not None and count < 1
     ]
@@ -106,6 +106,7 @@ def plan(
     gpu: str | None = None,
     gpus: int | None = None,
     rows: int | None = None,
+    row_tokens: int | None = None,
     **words: Any,
 ) -> Plan | Prediction:
     """Everything that follows from a recipe on a backend; with a GPU, what it takes there.
@@ -118,6 +119,7 @@ def plan(
         gpu: name of the GPU, such as H100-80; or `gpu_memory`, `tflops` and `bandwidth`.
         gpus: of the whole job, one for each process.
         rows: of the training set, for the length of the run; by default counted, where local.
+        row_tokens: of a row on average, which packs are counted by.
         words: `nodes`, `link`, `network`, `host_ram` and the others of `described`.
 
     Returns:
@@ -126,10 +128,10 @@ def plan(
     Raises:
         FinetuneError: the pair cannot work, or the machine is not known; with every reason.
     """
-    whole_numbers(gpus=gpus, rows=rows)
+    whole_numbers(gpus=gpus, rows=rows, row_tokens=row_tokens)
     machine = described(gpu, gpus or processes or 1, **words)
     if machine is None:
         without_machine(**words)
         return settle(recipe, backend, processes or gpus, precision)
     settled = settle(recipe, backend, machine.count, precision)
-    return predict(settled, machine, rows or local_rows(recipe))
+    return predict(settled, machine, rows or local_rows(recipe), row_tokens=row_tokens)

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of its own memory")
     parser.add_argument("--price", type=float, help="per GPU and hour")
     parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
+    parser.add_argument("--row-tokens", type=int, help="tokens of a row on average, for packing")
     parser.add_argument("--tensor", type=int, metavar="N", help="tensor parallel: arithmetic only")
     parser.add_argument("--pipeline", type=int, metavar="N", help="stages of a pipeline: the same")
     parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")

@@ -97,7 +97,7 @@ class Layer:
         wide copies of input and gradient, and for the gradient of the weight first their product,
         which is summed and gone; where the stream is wide, the result is one of the copies.
         """
-        trained = self.numerics.trained
+        trained, chained = self.numerics.trained, self.numerics.chained
         narrow = value.size != 4 * size
         heads = elements if elements == self.shape.hidden else self.shape.head_dim
         inverse = Value(4.0 * size / heads, grad=False)
@@ -105,6 +105,8 @@ class Layer:
         if narrow and self.shape.norm == "rms":
             forward += value.size
         backward = (10 + 2 * trained if narrow else 8) * size
+        if chained:  # but for the gradient of the weight there is no C
+            forward, backward = 0.0, backward if trained else 0.0
         given = (value, parameter(0, trained))
         return self.tape.run(value.size, given, (value, inverse), forward, backward)
 
@@ -167,6 +169,13 @@ class Layer:
         wider = n.residual / (query.size / (self.tokens * self.shape.query))
         copies = [2 * wider * size if wider > 1 else 0.0 for size in sizes]
         tables = float(self.tokens * self.shape.head_dim * n.residual) * (3 if self.rows > 1 else 1)
+        if n.chained:  # tables in fp32, and what they are repeated to
+            wide = 0 if n.residual == 4 else 8
+            repeated = 2 * n.residual if self.rows > 1 else 0
+            copies, tables = (
+                [0.0, 0.0],
+                float(self.tokens * self.shape.head_dim * (wide + repeated)),
+            )
         most = max(0.0, copies[0] - sizes[1], copies[1]) + tables
         return self.tape.run_many(sizes, (query, key), (), forward=most, backward=most)
 
@@ -252,7 +261,7 @@ class Layer:
             gate = self.products.linear(names["gate_proj"], value)
             up = self.products.linear(names["up_proj"], value)
             # `kernels/activation.py`: the gradient of act(gate) beside those of gate and up
-            scratch = 0.0 if self.numerics.compiled else size
+            scratch = 0.0 if self.numerics.compiled or self.numerics.chained else size
             product = self.tape.run(size, (gate, up), (gate, up), backward=scratch)
         else:
             gate = self.products.linear(names["gate_proj"], value)

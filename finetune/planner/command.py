@@ -1,19 +1,22 @@
 """`finetune plan`: what is asked of the planner about a machine, and what is printed of it."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import psutil
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.planner import advice, changes, hardware, memory, page
+from finetune.planner import advice, changes, hardware, page
 from finetune.planner.answers import described, whole_numbers, without_machine
+from finetune.planner.callbacks import Measure, Verify
 from finetune.planner.families import READERS
-from finetune.planner.grids import plan_grid
+from finetune.planner.grids import GridPlan, plan_grid
+from finetune.planner.here import plain, status
 from finetune.planner.hybrid import SHARDS, plan_hybrid
 from finetune.planner.plan import Plan, plan
 from finetune.planner.predict import (
@@ -32,30 +35,6 @@ SHOWN = 8
 """Rows of the ranking that are printed."""
 
 
-class Verification(Protocol):
-    """What was traced beside what is predicted."""
-
-    @property
-    def agrees(self) -> bool: ...
-
-    @property
-    def traced_peak(self) -> float:
-        """Bytes per process."""
-        ...
-
-    def summary(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        ...
-
-    def page(self) -> str:
-        """The same as text."""
-        ...
-
-
-Verify = Callable[[Plan, Workload | None], Verification]
-"""Traces a plan and holds the workload's numbers against it; None where there are none."""
-
-
 def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
     """The machine that the words describe, or None when they name none.
 
@@ -69,12 +48,26 @@ def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | 
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = None) -> int:
+def run(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    verify: Verify | None = None,
+    trace: Verify | None = None,
+    measure: Measure | None = None,
+) -> int:
     """Print the plan of a recipe, and where a machine is named, what it takes there.
+
+    Args:
+        verify: given where the formulas are to be held against a trace.
+        trace: what traces a model that the formulas do not know.
+        measure: how fast this machine's CPU multiplies matrices.
 
     Returns the exit status: 1 where `verify` finds the plan's numbers wrong.
     """
-    whole_numbers(gpus=arguments.gpus, nodes=arguments.nodes, rows=arguments.rows)
+    whole_numbers(
+        gpus=arguments.gpus, nodes=arguments.nodes, rows=arguments.rows,
+        row_tokens=arguments.row_tokens,
+    )  # fmt: skip
     machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
     if machine is None and (present := hardware.installed()):
         count = arguments.gpus or arguments.processes or len(present)
@@ -94,17 +87,26 @@ def run(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None = N
         return _grid(arguments, recipe, machine)
     if arguments.backend in SHARDS:
         return _hybrid(arguments, recipe, machine, verify)
-    if verify is not None and str(config_of(recipe)[0].get("model_type")) not in READERS:
-        return _traced(arguments, recipe, machine, verify)
+    tracer = verify or trace
+    if tracer is not None and _is_unknown(recipe):
+        return _traced(arguments, recipe, machine, tracer)
     if machine is None:
-        return _plain(arguments, recipe, verify)
+        return plain(arguments, recipe, verify, measure)
     # What is traced is one backend: the recipe's own where none is named.
     named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
     settled = plan(recipe, named, machine.count, arguments.precision)
-    prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
+    prediction = _predicted(arguments, settled, machine)
     return _show(arguments, settled, prediction, verify)
+
+
+def _is_unknown(recipe: Recipe) -> bool:
+    """Whether a model's config can be read, and is of a kind that the formulas do not know."""
+    try:
+        return str(config_of(recipe)[0].get("model_type")) not in READERS
+    except FinetuneError:
+        return False  # told where the shapes are needed
 
 
 def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None) -> int:
@@ -128,8 +130,15 @@ def _hybrid(
         raise FinetuneError(f"--backend {arguments.backend}: arithmetic only; leave --verify away")
     settled = plan_hybrid(recipe, arguments.backend, machine, arguments.precision)
     assert machine is not None
-    rows = arguments.rows or local_rows(recipe)
-    return _show(arguments, settled, predict(settled, machine, rows, machine.nodes), None)
+    return _show(arguments, settled, _predicted(arguments, settled, machine, machine.nodes), None)
+
+
+def _predicted(
+    arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine, replicas: int = 1
+) -> Prediction:
+    """The plan on a machine, over the rows that are named or counted."""
+    rows = arguments.rows or local_rows(settled.recipe)
+    return predict(settled, machine, rows, replicas, arguments.row_tokens)
 
 
 def _traced(
@@ -154,57 +163,6 @@ def _traced(
     return 0
 
 
-def _plain(arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None) -> int:
-    """The plan, and its memory where the shapes are known, on a machine without a GPU."""
-    processes = arguments.processes or arguments.gpus
-    settled = plan(recipe, arguments.backend, processes, arguments.precision)
-    source = None
-    try:
-        source = model_source(recipe)
-        workload = workload_of(settled, source.shape)
-        here = dataclasses.replace(workload, cpu=True)
-        timeline, problem = memory.timeline(here), ""
-    except FinetuneError as error:
-        workload, timeline, problem = None, None, str(error)
-    found = verify(settled, workload) if verify and workload else None
-    if arguments.json:
-        record: dict[str, Any] = dict(settled.summary())
-        record["memory"] = None if timeline is None else _moments(timeline)
-        record["source"] = None if source is None else source.where
-        record |= {} if found is None else {"verification": found.summary()}
-        print(json.dumps(record, indent=2))
-        return _status(found)
-    print(settled.explain())
-    if timeline is None:
-        print(f"memory       not predicted: {problem}")
-        return 0
-    if source is not None:
-        print(f"shapes       {source.where}")
-    peak = timeline.peak
-    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
-    print(f"memory       {page.size(peak.total)} per process in '{peak.name}': {parts}")
-    memory_here = psutil.virtual_memory().total
-    print(
-        f"machine      no GPU here; {page.size(memory_here)} of memory for {settled.processes} "
-        "processes. Name a GPU for the rest: --gpu H100-80 --gpus 8"
-    )
-    if found is not None:
-        print(f"\n{found.page()}")
-    return _status(found)
-
-
-def _status(found: Verification | None) -> int:
-    return 0 if found is None or found.agrees else 1
-
-
-def _moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
-    return [
-        {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
-        for moment in timeline.moments
-    ]
-
-
 def _show(
     arguments: argparse.Namespace,
     settled: Plan,
@@ -223,7 +181,7 @@ def _show(
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
-        return _status(traced)
+        return status(traced)
     print(page.page(prediction, found))
     print()
     print(settled.explain())
@@ -233,7 +191,7 @@ def _show(
         print(_shortest_words(fit["shortest"]))
     if traced is not None:
         print(f"\n{traced.page()}")
-    return _status(traced)
+    return status(traced)
 
 
 def _change(change: changes.Change) -> dict[str, Any]:
@@ -273,7 +231,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     whole = advice.rank(found)
     best = whole[0] if whole else None
     ranked = _possible(recipe, whole, precision)
-    grid = advice.grid_for(workload, machine, recipe.method == "pretrain")
+    grid = _fitting_grid(recipe, workload, machine, precision)
     first = changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
@@ -297,10 +255,12 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(f"\nshapes from {source.where}")
         return 0
     print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
+    if told := advice.faster(ranked[0], ranked):
+        print(f"\n{told}")
     if first:
         print(f"\n{page.before_disk(first)}")
-    if precision == "bf16" and not machine.gpu.bf16:
-        print(f"\nnote: {page.emulated(machine)}")
+    for note in page.machine_notes(machine, precision == "bf16"):
+        print(f"\nnote: {note}")
     if machine.nodes > 1:
         print(f"\nnetwork: {page.network_words(machine)}")
     if best and best.name not in backends.names():
@@ -310,14 +270,33 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"toolkit has no backend of it; its table: --backend {best.name}"
         )
     if grid is not None:
-        print(f"\nat this size consider {grid.name} as well: this toolkit does not run it")
+        print(
+            f"\nat this size consider {grid.grid.name} as well, with "
+            f"{page.size(grid.memory.total)} per GPU (--tensor {grid.grid.tensor} --pipeline "
+            f"{grid.grid.pipeline}): this toolkit does not run it"
+        )
     chosen, words = _chosen(recipe, ranked[0])
     settled = plan(chosen, ranked[0].name, machine.count, precision)
-    prediction = predict(settled, machine, arguments.rows or local_rows(recipe))
+    prediction = _predicted(arguments, settled, machine)
     print(f"\nshapes from {source.where}")
     print(page.whole_run(prediction))
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
+
+
+def _fitting_grid(
+    recipe: Recipe,
+    workload: Workload,
+    machine: hardware.Machine,
+    precision: backends.Precision,
+) -> GridPlan | None:
+    """The first layout of tensor and pipeline parallelism whose own table says that it fits."""
+    for grid in advice.grids(workload, machine, recipe.method == "pretrain"):
+        with contextlib.suppress(FinetuneError):  # the rows of a step do not divide over it
+            found = plan_grid(recipe, machine, grid.tensor, grid.pipeline, precision)
+            if found.fits:
+                return found
+    return None
 
 
 def _missing(option: advice.Option) -> tuple[float, float]:
@@ -382,7 +361,7 @@ def _ranking(
     ranked: list[advice.Option],
     found: list[advice.Option],
     machine: hardware.Machine,
-    grid: object,
+    grid: GridPlan | None,
 ) -> dict[str, Any]:
     rows = [
         {
@@ -400,7 +379,7 @@ def _ranking(
         for each in ranked
     ]
     reason = advice.reason(ranked[0], found) if ranked else "nothing fits"
-    layout = None if grid is None else dataclasses.asdict(grid)  # type: ignore[call-overload]
+    layout = None if grid is None else dataclasses.asdict(grid.grid)
     return {
         "gpu": machine.gpu.name, "gpus": machine.count, "reason": reason, "options": rows,
         "grid": layout,

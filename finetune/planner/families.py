@@ -28,6 +28,11 @@ class _Fields:
         self.problems.append(f"{name}: got {value!r}, expected a whole number of at least 1")
         return 1
 
+    def one_of(self, *names: str) -> int:
+        """The size of the first of several names that is given; of the first where none is."""
+        given = [name for name in names if self.values.get(name) is not None]
+        return self.size((given or [*names])[0])
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
         return default if value is None else bool(value)
@@ -68,7 +73,7 @@ def _gated(h: int, f: int, bias: bool) -> list[Matrix]:
 
 def _llama(kind: str, fields: _Fields) -> Architecture:
     """Llama and the families that differ from it by a bias, a norm or an activation."""
-    gemma = kind in ("gemma", "gemma2")
+    gemma = kind in ("gemma", "gemma2", "gemma3_text")
     qwen3 = kind in ("qwen3", "qwen3_moe")
     h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     # transformers: Llama takes as many key heads as heads; other classes have a number of their own
@@ -96,8 +101,8 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
         experts=experts,
         activation=fields.activation("gelu_pytorch_tanh" if gemma else "silu"),
         norm="gemma" if gemma else "rms",
-        norms=4 if kind == "gemma2" else 2,
-        qk_norm=qwen3,
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        qk_norm=qwen3 or kind == "gemma3_text",
         capped_scores=caps_scores(fields.values),
         capped_logits=kind == "gemma2" and fields.capped("final_logit_softcapping"),
         context=fields.size("max_position_embeddings", 2048),
@@ -106,7 +111,7 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
 
 def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
     if kind == "mixtral":
-        count = fields.size("num_local_experts")
+        count = fields.one_of("num_local_experts", "num_experts")
         return Experts(count, fields.size("num_experts_per_tok"), width)
     if kind == "qwen3_moe":
         if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
@@ -114,7 +119,8 @@ def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
                 "mlp_only_layers, decoder_sparse_step: the formulas know models whose every "
                 "layer has experts"
             )
-        count = fields.size("num_experts")
+        # transformers 5 reads either name, and writes the second.
+        count = fields.one_of("num_experts", "num_local_experts")
         chosen = fields.size("num_experts_per_tok")
         return Experts(count, chosen, fields.size("moe_intermediate_size"))
     return None
@@ -213,6 +219,8 @@ READERS: dict[str, Callable[[str, _Fields], Architecture]] = {
     "mixtral": _llama,
     "gemma": _llama,
     "gemma2": _llama,
+    "gemma3_text": _llama,
+    "smollm3": _llama,
     "phi3": _phi3,
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,

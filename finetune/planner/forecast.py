@@ -12,18 +12,39 @@ from finetune.planner.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a run knows of its data and its machine before the first step."""
+
+    length: int
+    """Tokens of the longest row."""
+    padded: bool
+    """Whether rows of a micro-batch are padded."""
+    labelled: int
+    """Tokens of a micro-batch that have a label, at most."""
+    slots: float
+    """Token slots of a step over all processes, on average."""
+    document: float
+    """Tokens of a document on average, over which attention runs."""
+    cpu: bool
+    chained: bool
+    """Whether cheap operations are compiled from C."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Forecast:
     """Peak memory and times of a run on the machine that it runs on."""
 
     workload: Workload
+    facts: Facts
     machine: Machine | None
     """None where its speed is not known: only memory is predicted then."""
     steps: int
 
-    def peak(self, rows: int, length: int, padded: bool) -> int:
+    def peak(self, rows: int, length: int, padded: bool, labelled: int) -> int:
         """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens."""
         workload = dataclasses.replace(self.workload, rows=rows)
-        return round(memory.timeline(_of_length(workload, length, padded)).peak.total)
+        workload = _of_length(workload, length, padded, labelled)
+        return round(memory.timeline(workload).peak.total)
 
     def summary(self) -> dict[str, Any]:
         """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
@@ -35,7 +56,8 @@ class Forecast:
         }
         if self.machine is not None:
             moved = advice.volume(self.workload)
-            times = timing.times(self.workload, self.machine, moved)
+            each = self.facts.slots / self.workload.layout.processes
+            times = timing.times(self.workload, self.machine, moved, each, self.facts.document)
             found |= {
                 "step_seconds": times.step,
                 "tokens_per_second": times.tokens_per_second,
@@ -47,26 +69,21 @@ class Forecast:
         return found
 
 
-def forecast(
-    plan: Plan, steps: int, length: int, padded: bool, machine: Machine | None, cpu: bool
-) -> Forecast | None:
-    """What a plan will take, or None where the formulas do not know the model or its adapter.
-
-    Args:
-        length: tokens of the longest row.
-        padded: whether rows of a micro-batch differ in length.
-    """
+def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
+    """What a plan will take, or None where the formulas do not know the model or its adapter."""
     try:
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    workload = dataclasses.replace(workload, cpu=cpu)
-    return Forecast(_of_length(workload, length, padded), machine, steps)
+    workload = dataclasses.replace(workload, cpu=facts.cpu, chained=facts.chained)
+    workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
+    return Forecast(workload, facts, machine, steps)
 
 
-def _of_length(workload: Workload, length: int, padded: bool) -> Workload:
+def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:
     """Rows of other lengths are padded, and a mask tells so."""
     attention = workload.attention
     if attention != "eager":
         attention = "masked" if padded else "flash"
-    return dataclasses.replace(workload, length=length, attention=attention)
+    share = min(1.0, labelled / (workload.rows * length))
+    return dataclasses.replace(workload, length=length, attention=attention, labelled=share)

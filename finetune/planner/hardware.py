@@ -11,7 +11,7 @@ from finetune.errors import FinetuneError, did_you_mean
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 GIGA = 1e9
-Bound = Literal["compute", "communication", "offload"]
+Bound = Literal["compute", "launches", "communication", "offload"]
 """What a step waits for most."""
 
 
@@ -33,37 +33,52 @@ class GPU:
     bf16: bool = True
     mfu: float = 0.40
     """Share of `flops` that training reaches: an assumption, said on the page."""
-    single: float = 0.5
-    """Share of `flops` that fp32 products reach: TF32 runs at half the 16-bit rate."""
+    single: float = 0.25
+    """Share of `flops` that fp32 products have: PyTorch leaves TF32 off. Of a GPU described by
+    numbers, between the 1/16 of an A100 and the 1/2 of a consumer's card."""
+    context: float = 0.5e9
+    """Bytes of a CUDA context with cuBLAS workspaces, bitsandbytes and Triton modules."""
+    pairs: bool = False
+    """Whether NVLink is a bridge that joins two cards and no more."""
+    note: str = ""
+    """What to know about the name."""
+
+    @property
+    def half(self) -> float:
+        """Share of `flops` that bf16 products have: without units for it they run in fp32."""
+        return 1.0 if self.bf16 else self.single
 
 
 # Vendors' data sheets: dense rates (half of those "with sparsity"), NVLink halved to one direction.
 # Memory is what the driver reports where that is known: an "80 GB" A100 or H100 shows 79.15 GiB
-# (85.0e9 bytes), a 24 GB card 24 GiB less the ECC or driver share.
+# (85.0e9 bytes), a 24 GB card 24 GiB less ECC or driver share. A T4's context: fitcheck.
 # MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within what is published (torchtitan Llama-3.1
 # 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 elsewhere.
+# `single` is fp32 without TF32 over dense 16 bits; a T4 and a V100 compute bf16 at that rate too
+# (pytorch/pytorch#148322), since their tensor cores know fp16 only.
+_DIES = "an MI250X is two devices of 64 GiB each, and a process drives one: --gpus counts devices"
 _ROWS: tuple[GPU, ...] = (
-    GPU("A100-40", 42.3e9, 312e12, 1555e9, 300e9, 32e9, mfu=0.45),
-    GPU("A100-80", 85.0e9, 312e12, 2039e9, 300e9, 32e9, mfu=0.45),
-    GPU("A100-80-PCIe", 85.0e9, 312e12, 1935e9, 0, 32e9, mfu=0.45),
-    GPU("A100-40-PCIe", 42.3e9, 312e12, 1555e9, 0, 32e9, mfu=0.45),
-    GPU("H100-80", 85.0e9, 989e12, 3350e9, 450e9, 64e9),
-    GPU("H100-80-PCIe", 85.0e9, 756e12, 2000e9, 0, 64e9),
-    GPU("H100-96", 102.0e9, 989e12, 3350e9, 450e9, 64e9),
-    GPU("H200", 150.7e9, 989e12, 4800e9, 450e9, 64e9),
-    GPU("B200", 192.0e9, 2250e12, 8000e9, 900e9, 64e9),
-    GPU("MI250X", 137.4e9, 383e12, 3277e9, 400e9, 32e9),
-    GPU("MI300X", 206.1e9, 1307e12, 5300e9, 448e9, 64e9),
-    GPU("L4", 24.1e9, 121e12, 300e9, 0, 32e9),
-    GPU("L40S", 48.3e9, 362e12, 864e9, 0, 32e9),
-    GPU("A10G", 24.1e9, 70e12, 600e9, 0, 32e9),
-    GPU("A6000", 51.0e9, 155e12, 768e9, 56e9, 32e9),
-    GPU("RTX3090", 25.4e9, 71e12, 936e9, 56e9, 32e9),
-    GPU("RTX4090", 25.4e9, 165e12, 1008e9, 0, 32e9, mfu=0.5),
-    GPU("RTX5090", 34.2e9, 209e12, 1792e9, 0, 64e9, mfu=0.5),
-    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False),
-    GPU("V100", 34.1e9, 125e12, 900e9, 150e9, 16e9, bf16=False),
-    GPU("V100-16", 16.9e9, 125e12, 900e9, 150e9, 16e9, bf16=False),
+    GPU("A100-40", 42.3e9, 312e12, 1555e9, 300e9, 32e9, mfu=0.45, single=19.5 / 312),
+    GPU("A100-80", 85.0e9, 312e12, 2039e9, 300e9, 32e9, mfu=0.45, single=19.5 / 312),
+    GPU("A100-80-PCIe", 85.0e9, 312e12, 1935e9, 0, 32e9, mfu=0.45, single=19.5 / 312),
+    GPU("A100-40-PCIe", 42.3e9, 312e12, 1555e9, 0, 32e9, mfu=0.45, single=19.5 / 312),
+    GPU("H100-80", 85.0e9, 989e12, 3350e9, 450e9, 64e9, single=67 / 989),
+    GPU("H100-80-PCIe", 85.0e9, 756e12, 2000e9, 0, 64e9, single=51 / 756),
+    GPU("H100-96", 102.0e9, 989e12, 3350e9, 450e9, 64e9, single=67 / 989),
+    GPU("H200", 150.7e9, 989e12, 4800e9, 450e9, 64e9, single=67 / 989),
+    GPU("B200", 192.0e9, 2250e12, 8000e9, 900e9, 64e9, single=80 / 2250),
+    GPU("MI250X", 68.7e9, 191.5e12, 1638e9, 200e9, 32e9, single=47.9 / 191.5, note=_DIES),
+    GPU("MI300X", 206.1e9, 1307e12, 5300e9, 448e9, 64e9, single=163.4 / 1307),
+    GPU("L4", 24.1e9, 121e12, 300e9, 0, 32e9, single=30.3 / 121),
+    GPU("L40S", 48.3e9, 362e12, 864e9, 0, 32e9, single=91.6 / 362),
+    GPU("A10G", 24.1e9, 70e12, 600e9, 0, 32e9, single=31.5 / 70),
+    GPU("A6000", 51.0e9, 155e12, 768e9, 56e9, 32e9, single=38.7 / 155, pairs=True),
+    GPU("RTX3090", 25.4e9, 71e12, 936e9, 56e9, 32e9, single=35.6 / 71, pairs=True),
+    GPU("RTX4090", 25.4e9, 165e12, 1008e9, 0, 32e9, mfu=0.5, single=82.6 / 165),
+    GPU("RTX5090", 34.2e9, 209e12, 1792e9, 0, 64e9, mfu=0.5, single=104.8 / 209),
+    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False, single=8.1 / 65, context=0.14e9),
+    GPU("V100", 34.1e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
+    GPU("V100-16", 16.9e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
 )
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _ROWS}
 ALIASES = {
@@ -72,6 +87,16 @@ ALIASES = {
     "3090": "RTX3090", "5090": "RTX5090", "rtxa6000": "A6000", "a10": "A10G", "v100-32": "V100",
     "a100-80gb": "A100-80", "a100-40gb": "A100-40", "h100-80gb": "H100-80",
 }  # fmt: skip
+
+# Accelerators that PyTorch reaches by backends of their own, and Apple's: nothing here runs on one.
+_ELSEWHERE = {
+    r"gaudi\d*|hpu|hl-\d+.*": "Intel Gaudi",
+    r"tpu.*|v[2-6][ep]?-\d+": "a TPU",
+    r"(apple-?)?m[1-9](-?(pro|max|ultra))?|mps": "Apple silicon",
+    r"(aws-)?(trainium|trn|inferentia|inf)\d*.*": "AWS Trainium or Inferentia",
+    r"(intel-)?(arc|xpu|(data-center-)?max-\d+|ponte-vecchio).*": "an Intel GPU",
+    r"(huawei-)?(ascend|npu).*": "Huawei Ascend",
+}
 
 # Bytes per second and direction between the GPUs of a node. Peak rates of the standards.
 LINKS: dict[str, float] = {
@@ -92,6 +117,10 @@ _FORMS = re.compile(r"(sxm|hbm)\d*e?")
 # Share of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
 # 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
 EFFICIENCY = 0.8
+# NCCL's buffers and channels: 0.3 GB within a node, up to 1 GB over several.
+NCCL, NCCL_NODES = 0.3e9, 1.0e9
+# Share of a GPU's free memory that tensors may take; the rest is lost between blocks.
+RESERVE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +146,14 @@ class Machine:
         return self.count // self.nodes
 
     @property
+    def outside(self) -> float:
+        """Bytes of a process outside PyTorch's allocator: its context, and NCCL's buffers."""
+        return self.gpu.context + (NCCL if self.nodes == 1 else NCCL_NODES) * (self.count > 1)
+
+    @property
     def usable(self) -> float:
-        """Bytes that tensors may take: less context, kernels, NCCL, and a reserve of 5 %."""
-        context = 0.14e9 if self.gpu.name == "T4" else 0.5e9
-        several = (0.3e9 if self.nodes == 1 else 1.0e9) if self.count > 1 else 0.0
-        return (self.gpu.memory - context - several) * 0.95
+        """Bytes that tensors may take: less what is outside, and a reserve for the allocator."""
+        return (self.gpu.memory - self.outside) * RESERVE
 
 
 def _key(name: str) -> str:
@@ -156,6 +188,12 @@ def gpu(name: str) -> GPU:
     found = _named(name)
     if found is not None:
         return found
+    for pattern, what in _ELSEWHERE.items():
+        if re.fullmatch(pattern, _key(name)):
+            raise FinetuneError(
+                f"--gpu {name}: {what} does not run this toolkit, which trains on GPUs of CUDA and "
+                "ROCm and on CPUs; name one of those, such as A100-80 or MI300X"
+            )
     raise FinetuneError(
         f"--gpu {name}: unknown{did_you_mean(name, GPUS)}; known are {', '.join(GPUS)}; describe "
         "another by --gpu-memory 48 --tflops 362 --bandwidth 864"
@@ -224,6 +262,13 @@ def installed() -> list[GPU]:
 LOOPBACK = 1e9
 
 
+# Share of the measured rate of square products that a step's own reach on a CPU, and bytes a second
+# that its cheap operations move: both fit four steps of a Llama of 33.6 million parameters to 15 %
+# (`benchmarks/results/memory.md`, `single`).
+CPU_SHARE = 0.8
+CPU_BANDWIDTH = 8e9
+
+
 def processor(flops: float, processes: int, memory: float) -> Machine:
     """This machine's CPU, which every process has its cores of.
 
@@ -231,7 +276,9 @@ def processor(flops: float, processes: int, memory: float) -> Machine:
         flops: measured rate of one process, in the type that it computes in.
         memory: bytes of the whole machine.
     """
-    core = GPU("CPU", memory / processes, flops, 0.0, pcie=LOOPBACK, single=1.0)
+    core = GPU(
+        "CPU", memory / processes, flops, CPU_BANDWIDTH, pcie=LOOPBACK, mfu=CPU_SHARE, single=1.0
+    )
     return Machine(core, processes, link=LOOPBACK)
 
 
@@ -266,7 +313,8 @@ def machine(
     """A machine from the words that describe it.
 
     Args:
-        link: between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's best.
+        link: between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's best, PCIe
+            where a node has more GPUs than a bridge joins.
         network: between nodes; a port of each GPU, or of a node (`10gbe/node`), which share it.
         host_memory: bytes per node.
 
@@ -277,9 +325,16 @@ def machine(
     chosen = name if isinstance(name, GPU) else gpu(name)
     if count < 1 or nodes < 1 or count % max(nodes, 1):
         problems.append(f"--gpus {count}: does not divide over {nodes} nodes")
-    inside, fast = max(chosen.nvlink, chosen.pcie), chosen.nvlink > 0
+    crowded = chosen.pairs and count // max(nodes, 1) > 2
+    fast = chosen.nvlink > 0 and not crowded
+    inside = max(chosen.nvlink, chosen.pcie) if fast else chosen.pcie
     if link is not None:
         key = _link(link)
+        if crowded and key.startswith("nvlink"):
+            problems.append(
+                f"--link {link}: a bridge joins two {chosen.name}, and a node has "
+                f"{count // max(nodes, 1)}; use pcie4 or pcie5"
+            )
         rates = LINKS | {"nvlink": chosen.nvlink, "pcie": chosen.pcie}
         inside, fast = rates.get(key, inside), key.startswith("nvlink")
         if fast and not chosen.nvlink and (key == "nvlink" or chosen.name in GPUS):

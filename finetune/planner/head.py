@@ -26,23 +26,30 @@ def head(workload: Workload) -> Head:
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
+def _width(workload: Workload) -> int:
+    """Bytes of an element of the head's weight as it is held."""
+    copied = workload.adapter is not None and "head" in workload.adapter.saved
+    if workload.kbit_prepared or (copied and workload.scheme == "autocast"):
+        return 4
+    return workload.numerics.weights
+
+
 def _whole(workload: Workload) -> Head:
     shape, numerics = workload.shape, workload.numerics
-    fp32_head = workload.kbit_prepared
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
     tape: Tape = builder.tape
     source = Value(workload.tokens * shape.hidden * numerics.residual)
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
-    width = 4 if fp32_head else numerics.weights
-    weight = Value(shape.embedding * width, grad=numerics.trained, leaf=True)
+    width, trained = _width(workload), workload.trains("head")
+    weight = Value(shape.embedding * width, grad=trained, leaf=True)
     given, entries = normed, workload.tokens * shape.vocab
     inner = workload.tokens * shape.hidden * numerics.compute
     if numerics.autocast and normed.size != inner:
         given = tape.run(inner, (normed,))
     if numerics.autocast and width != numerics.compute:
         weight = tape.run(shape.embedding * numerics.compute, (weight,))
-    keeps = ([given] if numerics.trained else []) + ([] if weight.leaf else [weight])
+    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
     loss = workload.loss
     size = entries * numerics.compute if loss.logits else 0.0
     logits = tape.run(size, (given, weight), keeps)
@@ -78,7 +85,7 @@ def _chunked(workload: Workload) -> Head:
 
     The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
     states and, where it is trained, of the head. The trace's own `forward` is what lives when the
-    loss is there. Every token counts as labelled: of a row, all but the first may be.
+    loss is there.
     """
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -86,10 +93,10 @@ def _chunked(workload: Workload) -> Head:
     source = Value(stream * numerics.residual)
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
-    picked = tape.run(normed.size, (normed,))
-    width = 4 if workload.kbit_prepared else numerics.weights
-    weight = Value(float(shape.embedding * width), grad=numerics.trained, leaf=True)
-    kept = picked.size + (weight.size if numerics.trained else 0.0)
+    picked = tape.run(normed.size * workload.labelled, (normed,))
+    trained = workload.trains("head")
+    weight = Value(float(shape.embedding * _width(workload)), grad=trained, leaf=True)
+    kept = picked.size + (weight.size if trained else 0.0)
     tape.run(
         4,
         (picked, weight),
@@ -112,23 +119,26 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
         weight: bytes of the head's weight.
     """
     shape, compute = workload.shape, float(workload.compute)
-    stream, table = workload.tokens * shape.hidden * compute, shape.embedding * compute
-    trained = workload.numerics.trained
+    labelled = workload.labelled_tokens
+    stream, table = labelled * shape.hidden * compute, shape.embedding * compute
+    trained = workload.trains("head")
     # In the type of products: hidden states and weights where they are in another, and the
     # gradient of the hidden states; the gradient of the weight is in fp32.
     held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
     held += 4.0 * shape.embedding * trained
-    rows = min(workload.tokens, max(1, CHUNK_ENTRIES // shape.vocab))
+    rows = min(labelled, max(1, CHUNK_ENTRIES // shape.vocab))
     chunk = rows * shape.vocab * compute
     least = min(rows, max(1, TILE_ENTRIES // shape.vocab)) if workload.cpu else rows
     tile = 4.0 * least * shape.vocab
-    # A tile in fp32 and its shares; with a cap also the slope.
-    copies = 3 if shape.capped_logits else 2
+    # A tile in fp32, where it is not in that, and its shares; with a cap also the slope.
+    copies = 2 - (compute == 4) + shape.capped_logits
+    if workload.chained:
+        copies = 0
     product = table * trained
     if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
         product += 4.0 * shape.embedding * trained
     working = max(copies * tile, product)  # a tile is gone before the products are made
-    following = chunk if workload.tokens > rows else 0.0
+    following = chunk if labelled > rows else 0.0
     # In the end each gradient is put into the type of what it is the gradient of.
     returned = hidden if hidden != stream else 0.0
     returned += weight if trained and weight != 4.0 * shape.embedding else 0.0

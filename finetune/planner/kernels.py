@@ -153,6 +153,8 @@ def _head(recipe: Recipe, kind: str | None) -> Choice:
         return Choice("head", "whole")
     if recipe.adapter is not None and _on_head(recipe.adapter.targets):
         return Choice("head", "whole", "the head has an adapter (adapter.targets)")
+    if recipe.adapter is not None and recipe.adapter.trainable_token_indices:
+        return Choice("head", "whole", "rows of it are trained (adapter.trainable_token_indices)")
     if kind is not None and kind not in LOGITS:
         return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
     return Choice("head", "chunked")

@@ -51,7 +51,8 @@ class _Step:
         trained = workload.adapter is None
         per_layer = workload.shape.layer_parameters if trained else self._adapter_layer()
         self.trained_layer = per_layer
-        self.trained_outer = workload.shape.outer_parameters if trained else 0.0
+        whole = 0 if workload.adapter is None else workload.adapter.whole
+        self.trained_outer = float(workload.shape.outer_parameters if trained else whole)
         width = workload.gradient_width / workload.layout.share("grads")
         # Offloaded gradients leave for the host as soon as they are reduced.
         leaves = deepspeed.leave(workload)
@@ -76,7 +77,7 @@ class _Step:
 
     def _adapter_layer(self) -> float:
         adapter = self.workload.adapter
-        return self.workload.sharded / self.layers if adapter else 0.0
+        return (self.workload.sharded - adapter.whole) / self.layers if adapter else 0.0
 
     def earlier(self) -> float:
         """Gradients of earlier micro-batches of the same step."""
@@ -200,8 +201,9 @@ class _Step:
 
     def _trained_head(self) -> float:
         """Trained parameters of the head where it is a unit of its own."""
-        apart = not (self.workload.root_unit or self.workload.shape.tied)
-        return float(self.workload.shape.embedding) if apart and self.trained_outer else 0.0
+        workload = self.workload
+        apart = workload.trains("head") and not (workload.root_unit or workload.tied)
+        return float(workload.shape.embedding) if apart else 0.0
 
     def _early(self) -> float:
         """Gradients while layers run backwards, besides those of layers that were reached."""
@@ -211,7 +213,7 @@ class _Step:
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
-        if not self.trained_outer or self.immediate:
+        if not self.workload.trains("head") or self.immediate:
             return 0.0
         embedding = float(self.workload.shape.embedding)
         if self.fsdp and self.workload.root_unit:
@@ -221,16 +223,16 @@ class _Step:
 
     def _waiting(self) -> float:
         """The head's gradient until the embedding's comes, where they are added to earlier ones."""
-        tied = self.workload.shape.tied and not self.fsdp and self.earlier()
+        tied = self.workload.tied and not self.fsdp and self.earlier()
         return self._head_gradient() if tied else 0.0
 
     def _embedding(self) -> Moment:
         """Gradient of the embedding: one whole table, added to the head's where they are tied."""
         workload, shape = self.workload, self.workload.shape
-        table = shape.embedding * workload.trained_width if self.trained_outer else 0.0
-        extra = 2.0 * table if shape.tied else 0.0
+        table = shape.embedding * workload.trained_width if workload.trains("embedding") else 0.0
+        extra = 2.0 * table if workload.tied else 0.0
         if self.fsdp or workload.layout.share("grads") > 1:
-            extra = (2.0 if shape.tied else 1.0) * table
+            extra = (2.0 if workload.tied else 1.0) * table
         reduced = (
             float(workload.reduce_width) * self.trained_outer
             if self.fsdp and workload.root_unit

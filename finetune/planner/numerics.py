@@ -28,6 +28,8 @@ class Numerics:
     """Rank of adapters on experts: their product is added to the whole weights first."""
     dropout: bool = False
     """Adapters drop inputs: each keeps its own mask and what is left."""
+    dora: bool = False
+    """Adapters are PEFT's DoRA: a norm of each whole weight, and results scaled by it in fp32."""
     widened: bool = True
     """Under autocast PEFT casts an adapter's input to the adapter's fp32 first. Its layers over
     bitsandbytes leave that to CUDA's autocast (0.21)."""
@@ -46,5 +48,8 @@ class Numerics:
     """Gated units as `kernels.activation` computes them."""
     fused_rotations: bool = False
     """Rotary positions as `kernels.rotary` computes them."""
+    chained: bool = False
+    """Each cheap operation is one pass of compiled C, which copies nothing (`kernels.pointwise` on
+    a CPU)."""
     grouped_adapters: bool = False
     """Adapted matrices as `kernels.lora` computes them."""

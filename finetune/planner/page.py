@@ -69,8 +69,8 @@ def verdict(prediction: Prediction) -> str:
             f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "
             "same steps"
         )
-    if prediction.workload.compute == 2 and not prediction.machine.gpu.bf16:
-        lines.append(f"  note     {emulated(prediction.machine)}")
+    for note in machine_notes(prediction.machine, prediction.workload.compute == 2):
+        lines.append(f"  note     {note}")
     if prediction.arithmetic_only:
         lines.append(f"  note     arithmetic: this toolkit has no backend of {name}")
     if prediction.machine.nodes > 1:
@@ -85,11 +85,20 @@ def verdict(prediction: Prediction) -> str:
 
 
 def emulated(machine: Machine) -> str:
-    """What to know about bf16 on a GPU of before 2020."""
+    """How a GPU of before 2020 computes bf16."""
+    gpu = machine.gpu
     return (
-        f"{machine.gpu.name} has no bf16 units: it is emulated, slower than said here; use "
-        "--precision fp32"
+        f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
+        f"{gpu.flops * gpu.single / 1e12:.3g} TFLOPS instead of {gpu.flops / 1e12:.3g}, and the "
+        "time here is counted so; --precision fp32 is as fast and takes more memory. This toolkit "
+        "has no fp16, the 16-bit type of its tensor cores, which needs loss scaling"
     )
+
+
+def machine_notes(machine: Machine, bf16: bool) -> list[str]:
+    """What to know about a machine's GPUs."""
+    slow = [emulated(machine)] if bf16 and not machine.gpu.bf16 else []
+    return [*slow, *([machine.gpu.note] if machine.gpu.note else [])]
 
 
 def moments(prediction: Prediction) -> str:
@@ -131,6 +140,11 @@ def time(prediction: Prediction) -> str:
         f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
         f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
     ]
+    if times.bound == "launches":
+        lines.append(
+            f"  launches      {duration(times.launches)}: operations are started one by one, and "
+            "the GPU waits; more rows in a micro-batch take no longer"
+        )
     if volume.total:
         lines.append(
             f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"
@@ -152,7 +166,9 @@ def time(prediction: Prediction) -> str:
 def whole_run(prediction: Prediction) -> str:
     """Steps, time and cost of all of it."""
     if prediction.seconds is None or prediction.gpu_hours is None:
-        return "whole run: unknown until the rows are counted; give --rows"
+        packing = prediction.plan.recipe.batch.packing
+        more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
+        return f"whole run: unknown until the rows are counted; give --rows{more}"
     cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
     return (
         f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "

@@ -6,7 +6,9 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
+from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
+from finetune.planner.limits import fields_of
 from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
@@ -96,9 +98,7 @@ class Plan:
         recipe, backend = self.recipe, self.backend
         trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
-        stored = (
-            "" if recipe.model.quantization == "none" else f", base in {recipe.model.quantization}"
-        )
+        stored = f", {self._stored()}" if recipe.model.quantization != "none" else ""
         offload = (
             ""
             if backend.offload == "none"
@@ -119,6 +119,13 @@ class Plan:
             rules["attention"] = attention_rule(recipe, backend)
         lines += [f"             {lever}: {rule}" for lever, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
+
+    def _stored(self) -> str:
+        """How much of the base is quantised."""
+        kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
+        if share is None:
+            return f"linear layers of the base in {kind}, embeddings and head not"
+        return f"{share:.1%} of the base in {kind} (linear layers, without the head)"
 
     def _batch(self) -> str:
         batch = self.recipe.batch

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from finetune.planner import (
     published,
     totals,
 )
+from finetune.planner.adapters import named_expert_size
 from finetune.planner.architecture import Architecture
 from finetune.planner.configs import config_paths
 from finetune.planner.families import read
@@ -28,6 +30,8 @@ from finetune.planner.timing import Times
 from finetune.planner.workload import CHUNKED, OURS, Adapter, Workload, lora
 from finetune.recipe import Recipe
 
+LETTERS = 4
+"""Letters of English that a token stands for, on average."""
 HUB_SECONDS = 5
 """How long the hub may take to answer."""
 
@@ -149,9 +153,7 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
     given = recipe.adapter
     if given is None:
         return None
-    outer = {"embed_tokens": shape.embedding, "lm_head": shape.embedding}
-    whole = sum(outer.get(name.rsplit(".", 1)[-1], 0) for name in given.modules_to_save)
-    return lora(
+    made = lora(
         shape,
         given.r,
         given.targets,
@@ -161,7 +163,14 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         excluded=given.exclude_modules,
         only_layers=given.layers_to_transform,
         rank_pattern=given.rank_pattern,
-        saved_whole=whole,
+        saved=given.modules_to_save,
+    )
+    if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
+        return made
+    layers = len(given.layers_to_transform) or shape.layers
+    inner = layers * named_expert_size(shape, given.r, given.r, given.target_parameters)
+    return dataclasses.replace(
+        made, parameters=made.parameters + inner, experts=given.r if inner else 0
     )
 
 
@@ -259,12 +268,17 @@ def _machine_summary(machine: hardware.Machine) -> dict[str, Any]:
 
 
 def predict(
-    plan: Plan, machine: hardware.Machine, rows: int | None = None, replicas: int = 1
+    plan: Plan,
+    machine: hardware.Machine,
+    rows: int | None = None,
+    replicas: int = 1,
+    row_tokens: int | None = None,
 ) -> Prediction:
     """What a plan takes on a machine.
 
     Args:
         rows: rows of the training set, for the length of the whole run.
+        row_tokens: of a row on average, which packs are counted by; by default what is known.
         replicas: groups of processes that each hold a whole sharded copy (HSDP).
 
     Raises:
@@ -280,24 +294,53 @@ def predict(
     workload = dataclasses.replace(workload, layout=place)
     option = advice.option(workload, machine)
     timeline = memory.timeline(workload)
-    steps = plan.recipe.max_steps
-    if rows is not None:
-        steps = plan.steps(rows)
     return Prediction(
         plan,
         machine,
         source,
         workload,
         timeline,
-        totals.of(timeline, workload, machine.nodes),
+        totals.of(timeline, workload, machine),
         option.usable,
         option.status,
         option.host,
         nvme.disk(workload) * machine.per_node,
         option.moved,
         option.times,
-        steps,
+        steps_of(plan, rows, row_tokens),
     )
+
+
+def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int | None:
+    """Steps of a run over a data set of so many rows; None where that does not say."""
+    recipe = plan.recipe
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    if rows is None or not recipe.batch.packing:
+        return None if rows is None else plan.steps(rows)
+    each = row_tokens or known_row_tokens(recipe)
+    if each is None:
+        return None
+    length = recipe.batch.max_length
+    # Best fit leaves a hundredth of a pack empty where rows are short against it.
+    return plan.steps(math.ceil(rows * min(each, length) / length))
+
+
+def known_row_tokens(recipe: Recipe) -> int | None:
+    """Tokens of a row on average: of a published data set, or by the letters of local JSONL."""
+    if len(recipe.data) == 1 and recipe.data[0].source in published.ROW_TOKENS:
+        return published.ROW_TOKENS[recipe.data[0].source]
+    rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
+    if rows is None:
+        return None
+    whole = sum(Path(data.source).stat().st_size for data in recipe.data)
+    lines = sum(_lines(Path(data.source)) for data in recipe.data)
+    return max(1, round(whole / lines / LETTERS))
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
 
 
 def local_rows(recipe: Recipe) -> int | None:
@@ -307,7 +350,6 @@ def local_rows(recipe: Recipe) -> int | None:
         path = Path(data.source)
         if path.suffix != ".jsonl" or not path.is_file():
             return None
-        with path.open("rb") as lines:
-            rows = sum(1 for line in lines if line.strip())
+        rows = _lines(path)
         total += min(rows, data.first or rows) * data.repeat
     return total - (recipe.eval_rows or 0) if total else None

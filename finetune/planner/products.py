@@ -65,10 +65,56 @@ class Products:
         if n.autocast:
             a = tape.run(a.size / 2, (a,))
             b = tape.run(b.size / 2, (b,))
+        norm = self._norm_of_weight(matrix) if n.dora else None
         low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
         high = tape.run(output.size, (low, b), (low, b))
+        if norm is not None:
+            return self._decomposed(matrix, given, output, high, norm, held)
         scaled = tape.run(output.size, (high,))
         return tape.run(output.size, (output, scaled), passes=True, holds=held)
+
+    def _norm_of_weight(self, matrix: Matrix) -> Value:
+        """What PEFT 0.21's DoRA holds of a whole weight until its layer has run.
+
+        The product of B and A, by way of the unit matrix, and the weight, both in the type of the
+        input; their sum is made in two steps and gone when it has a norm.
+        """
+        n, weights = self.numerics, float(matrix.weights)
+        width = 4 if n.autocast and n.widened else n.compute
+        copied = n.dequantised or n.weights != width
+        unit = float(n.compute * matrix.inputs**2)
+        held = unit + width * weights * (1 + copied)
+        return self.tape.run(held, (), forward=2 * width * weights)
+
+    def _decomposed(
+        self,
+        matrix: Matrix,
+        given: Value,
+        output: Value,
+        high: Value,
+        norm: Value,
+        held: list[Value],
+    ) -> Value:
+        """The base's product and the adapter's, each times magnitude over norm, added to the first.
+
+        The magnitudes are in fp32, and so is what they multiply. Where inputs are thinned, the
+        base's product is made once more, from a copy of its weight that the backward pass needs.
+        """
+        n, tape = self.numerics, self.tape
+        wide = output.size * (4 / n.compute if n.autocast else 1)
+        magnitude = parameter(matrix.outputs * n.adapters, True)
+        base = output
+        if n.dropout:
+            base = tape.run(
+                output.size, (given,), (Value(float(n.compute * matrix.weights), False),)
+            )
+        narrow = wide - output.size
+        scaled = tape.run(wide, (base, magnitude), (base,), backward=wide + narrow)
+        added = tape.run(wide, (high, magnitude), (high,), backward=wide + narrow)
+        added = tape.run(wide, (added,))
+        both = tape.run(wide, (scaled, added), passes=True, holds=(norm,))
+        total = tape.run(wide, (output, both), passes=True, holds=held)
+        return tape.run(output.size, (total,)) if narrow else total
 
     def _of_group(self, matrix: Matrix, value: Value) -> Value:
         """The product of an adapted matrix; the first of a group makes those of all."""

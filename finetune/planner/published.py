@@ -76,6 +76,9 @@ phi-3-mini          phi3      3072  32  32  32   8192  32064
 phi-3-medium        phi3      5120  40  40  10  17920  32064
 """
 
+ROW_TOKENS = {"openai/gsm8k": 190}
+"""Tokens of a row on average, question and answer in ChatML, by SmolLM2's tokenizer."""
+
 _ENDINGS = re.compile(
     r"-(instruct|chat|base|it|hf|\d+k|\d{4}|intermediate.*|step.*|bnb.*|deduped|for.*)(?=-|$)"
 )

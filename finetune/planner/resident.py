@@ -4,17 +4,6 @@ from finetune.planner import deepspeed, nvme
 from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.planner.workload import Workload
 
-# What Python and the libraries allocate between the loading of a model and its second step, on a
-# CPU, where it is counted with the tensors. Measured with a Llama of 0.46 million parameters in two
-# layers and one row of 16 tokens under `single` in bf16 (AMD EPYC, 2 cores, torch 2.13, peft 0.21):
-# the count before the second step less the tensors' bytes was 9.2 MB, and 18.9 MB with an adapter
-# (19.1 MB on NF4).
-LIBRARIES = 9.2e6
-LIBRARIES_ADAPTER = 18.9e6
-# The same model on two processes under `fsdp_full_shard`: rank 0 counted 8.4 MB more, 8.7 MB with
-# an adapter. DDP and ZeRO-1 and 2 counted what their tensors take, to 1 MB.
-LIBRARIES_FSDP = 8.4e6
-
 
 def state(workload: Workload) -> dict[str, float]:
     """Bytes that stay on one process's device from step to step, by component."""
@@ -33,17 +22,14 @@ def state(workload: Workload) -> dict[str, float]:
         parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine
     moments = workload.moments * workload.sharded / layout.share("optimizer")
-    parts["optimizer"] = 0.0 if layout.offload != "none" and not workload.cpu else moments
+    elsewhere = layout.offload != "none" or workload.paged
+    parts["optimizer"] = 0.0 if elsewhere and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
     if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
         parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
         parts["optimizer"] = nvme.states(workload)
         parts["buckets"] += nvme.buffers(workload)
     parts["inputs"] = _inputs(workload)
-    if workload.cpu:
-        parts["libraries"] = LIBRARIES if workload.adapter is None else LIBRARIES_ADAPTER
-        if layout.engine == "fsdp":
-            parts["libraries"] += LIBRARIES_FSDP
     return parts
 
 
@@ -71,12 +57,16 @@ def _inputs(workload: Workload) -> float:
 def host(workload: Workload) -> float:
     """Bytes of host memory per process that offload needs.
 
-    What blocks keep for the backward pass, where it waits there; besides that, of offloaded states:
+    What blocks keep for the backward pass, where it waits there, and paged moments, which move
+    there when the GPU is full (bitsandbytes has them from cudaMallocManaged, which PyTorch's count
+    of the device leaves out); besides that, of offloaded states:
     FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
     the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
     """
     layout = workload.layout
     waiting = workload.waiting_activations
+    if workload.paged and not workload.cpu:
+        waiting += workload.moments * workload.sharded / layout.share("optimizer")
     if layout.offload == "none":
         return waiting
     if layout.device == "nvme":

@@ -1,28 +1,41 @@
 """Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
+from finetune.planner import limits
 from finetune.planner.padding import against, known_fields, padding
+from finetune.planner.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 
-WITHOUT_SDPA = ("gemma2", "gpt_oss", "vaultgemma", "mamba", "mamba2", "falcon_mamba")
-"""Types that transformers 5.23 builds with no SDPA; rows side by side have an attention of ours."""
+WITHOUT_SDPA = (
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
+    "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
+    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "megatron-bert",
+    "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
+    "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+)  # fmt: skip
+"""Types that transformers 5.23 builds without SDPA; rows side by side have an attention of ours."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
     """Every problem of a recipe on a backend, empty when it can run."""
     rules = (
         _completeness,
+        _limits,
         _mixture,
         _batch,
         _padding,
         _quantization,
+        prequantised,
         _adapter,
+        _vocabulary,
         _attention,
         _checkpointing,
         _disk,
@@ -43,7 +56,16 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "data: none; add a source with its format"
 
 
+def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    yield from limits.problems(recipe, limits.fields_of(recipe))
+
+
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    return mixture_problems(recipe)
+
+
+def mixture_problems(recipe: Recipe) -> Iterator[str]:
+    """Contradictions in the weights of the sources: no verb reads such data."""
     for section in ("data", "eval_data"):
         sources: tuple[Data, ...] = getattr(recipe, section)
         weighted = [data.weight is not None for data in sources]
@@ -151,15 +173,44 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
                 yield f"adapter.{field}: '{pattern}' is no regular expression: {error}"
 
 
+def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Added tokens whose rows nothing would train, and rows that a backend cannot train."""
+    added, adapter = recipe.model.add_tokens, recipe.adapter
+    repeated = sorted({token for token in added if added.count(token) > 1})
+    if repeated:
+        yield f"model.add_tokens: {', '.join(map(repr, repeated))} more than once; name it once"
+    if added and backend.device == "nvme":
+        yield (
+            f"model.add_tokens: tables that grow are not partitioned while they are loaded, and "
+            f"{backend.name} would round them; use zero3_offload"
+        )
+    if adapter is None:
+        return
+    rows = adapter.trainable_token_indices
+    if added and not rows and not adapter.modules_to_save:
+        words = ", ".join(json.dumps(token, ensure_ascii=False) for token in added)
+        yield (
+            f"model.add_tokens: the adapter would not train the rows of {words}; set "
+            f"adapter.trainable_token_indices=[{words}] to train these rows, "
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
+        )
+    if rows and backend.engine == "deepspeed" and backend.shard == "params":
+        yield (
+            "adapter.trainable_token_indices: PEFT reads whole tables in the forward pass, which "
+            f"{backend.name} gathers for their own module only; use fsdp_full_shard or zero2"
+        )
+
+
 def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     if recipe.model.attention != "sdpa":
         return
     fields = known_fields(recipe)
     kind = fields.get("model_type")
     if kind in WITHOUT_SDPA and not padding(recipe, fields).free:
+        free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
-            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager, or "
-            "batch.padding_free=auto"
+            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
+            f"{', or batch.padding_free=auto' if free else ''}"
         )
 
 

@@ -7,6 +7,7 @@ from finetune.planner import nvme
 from finetune.planner.architecture import Architecture
 from finetune.planner.communication import Volume
 from finetune.planner.hardware import EFFICIENCY, Bound, Machine
+from finetune.planner.operations import operations
 from finetune.planner.workload import Workload
 
 # Share of communication that runs beside computation: an assumption for NVLink (FSDP2 prefetches a
@@ -21,10 +22,15 @@ HOST_BANDWIDTH = 100e9
 NVME_BANDWIDTH = 4e9
 # Pinned copies reach about this share of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
 PCIE_EFFICIENCY = 0.78
+# Seconds until the next operation has been started, on the host: an assumption. A GPU runs at the
+# same time, and waits where its own work is shorter; transformers' Llama of 32 layers takes about
+# 25 ms to decode a token on any GPU. A CPU does one after the other.
+LAUNCH = 10e-6
+LAUNCH_CPU = 15e-6
 
 
 def flops_per_token(
-    shape: Architecture, length: int, causal: bool = True, adapter: bool = False,
+    shape: Architecture, length: float, causal: bool = True, adapter: bool = False,
     recompute: bool = False,
 ) -> float:  # fmt: skip
     """FLOPs of training per token: 2 per weight and pass, and attention's scores.
@@ -81,6 +87,10 @@ class Times:
     """Seconds of one optimizer step."""
 
     compute: float
+    launches: float
+    """Until all operations of the step were started, one by one."""
+    moves: float
+    """Of cheap operations, which a CPU is slow at; 0 on a GPU, whose `mfu` has them."""
     communication: float
     offload: float
     step: float
@@ -103,8 +113,8 @@ class Times:
 
 def attained(machine: Machine, workload: Workload) -> float:
     """FLOPs a second that a GPU is assumed to reach in the workload's precision."""
-    rate = machine.gpu.flops * machine.gpu.mfu
-    return rate * machine.gpu.single if workload.compute == 4 else rate
+    gpu = machine.gpu
+    return gpu.flops * gpu.mfu * (gpu.single if workload.compute == 4 else gpu.half)
 
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
@@ -157,25 +167,38 @@ def _disk_seconds(workload: Workload, lane: float) -> float:
     return (states + weights) / lane
 
 
-def times(workload: Workload, machine: Machine, moved: Volume) -> Times:
-    """The step as a roofline: the longer of computing and moving, and what they do not share."""
+def times(
+    workload: Workload, machine: Machine, moved: Volume, slots: float | None = None,
+    length: float | None = None,
+) -> Times:  # fmt: skip
+    """The step as a roofline: the longer of computing and moving, and what they do not share.
+
+    Args:
+        slots: tokens of a step of one process, padding counted; by default all rows are full.
+        length: tokens of a document on average, over which attention runs; by default a row's.
+    """
     per_token = flops_per_token(
-        workload.shape, workload.length, True, workload.adapter is not None,
+        workload.shape, length or workload.length, True, workload.adapter is not None,
         workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
-    tokens = workload.tokens * workload.accumulation
+    tokens = float(workload.tokens * workload.accumulation) if slots is None else slots
     work = per_token * tokens
     compute = work / attained(machine, workload)
+    rest = operations(workload, tokens)
+    launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)
+    moves = rest.moved / machine.gpu.bandwidth if workload.cpu else 0.0
+    here = compute + launches + moves if workload.cpu else max(compute, launches)
     links = communication_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
     moving = links + offload
-    step = max(compute, moving) + (1 - overlap) * min(compute, moving)
-    bound: Bound = "compute"
-    if moving > compute:
+    step = max(here, moving) + (1 - overlap) * min(here, moving)
+    bound: Bound = "launches" if launches > compute else "compute"
+    if moving > here:
         bound = "offload" if offload > links else "communication"
-    total = tokens * workload.layout.processes
+    total = round(tokens * workload.layout.processes)
     even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
-        compute, links, offload, step, bound, total, work, machine.gpu.mfu, overlap, per_token, even
+        compute, launches, moves, links, offload, step, bound, total, work, machine.gpu.mfu,
+        overlap, per_token, even,
     )  # fmt: skip

@@ -1,22 +1,18 @@
 """From bytes that tensors hold to what the allocator reserves and the process shows."""
 
 import dataclasses
+import math
 
+from finetune.planner.hardware import GPU, NCCL, Machine
 from finetune.planner.memory import Timeline
 from finetune.planner.workload import Workload
 
-# Published ratios of reserved to allocated: 1.03 to 1.08 on one GPU with steady shapes; 1.06 to
-# 1.35 with FSDP, whose units come and go (AnswerDotAI/fsdp_qlora, benchmarks of 2024-03). The
-# middle of each range is the estimate, its ends the band.
-FRAGMENTATION = (1.03, 1.08)
-FRAGMENTATION_SHARDED = (1.06, 1.35)
-# A CUDA context takes 0.14 GB (T4, measured by fitcheck) to 0.5 GB, cuBLAS workspaces 32 MiB on
-# Hopper, bitsandbytes and Triton modules 0.1 GB.
-CONTEXT = 0.5e9
-KERNELS = 0.1e9
-# NCCL's buffers and channels: 0.3 GB within a node, up to 1 GB over several.
-NCCL = 0.3e9
-NCCL_NODES = 1.0e9
+# Published ratios of reserved to allocated: least, usual, most. On one GPU with steady shapes 1.03
+# to 1.08. Sharded, where units come and go: 1.01 (Qwen-72B, LoRA under ZeRO-3, 8192 tokens: 72.3 GB
+# a card, 70.8 planned), 1.03 (AnswerDotAI/fsdp_qlora, 10 rows: 20.97 GiB reserved, 20.4 planned),
+# 1.19 (torchtitan, 8B under FSDP2); with FSDP1 in 2024 up to 1.35, which FSDP2's streams avoid.
+FRAGMENTATION = (1.03, 1.055, 1.08)
+FRAGMENTATION_SHARDED = (1.01, 1.12, 1.20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,25 +27,35 @@ class Totals:
     """What nvidia-smi shows."""
     low: float
     high: float
-    """Band of `process`: nothing lost in the allocator, and the most that was published."""
+    """Band of `process`: the least and the most that the allocator is taken to lose."""
 
 
-def overhead(workload: Workload, nodes: int = 1) -> float:
-    """Bytes outside PyTorch's allocator."""
-    several = workload.layout.processes > 1
-    return CONTEXT + KERNELS + (NCCL if nodes == 1 else NCCL_NODES) * several
-
-
-def of(timeline: Timeline, workload: Workload, nodes: int = 1) -> Totals:
-    allocated = timeline.peak.total
-    outside = overhead(workload, nodes)
+def _ratios(workload: Workload) -> tuple[float, float, float]:
     sharded = workload.layout.engine in ("fsdp", "deepspeed") and workload.layout.group > 1
-    lowest, highest = FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
-    reserved = allocated * (lowest + highest) / 2
+    return FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
+
+
+def expected(allocated: float, workload: Workload, machine: Machine) -> float:
+    """Bytes of a process whose tensors take so many, if the card had no end."""
+    return allocated * _ratios(workload)[1] + machine.outside
+
+
+def of(timeline: Timeline, workload: Workload, machine: Machine | None = None) -> Totals:
+    """The three totals of a workload's peak on a machine; by default nodes of usual GPUs.
+
+    PyTorch's allocator gives back what it keeps in reserve before it fails: where the tensors fit,
+    a process takes no more than the card has.
+    """
+    several = workload.layout.processes > 1
+    outside = GPU.context + NCCL * several if machine is None else machine.outside
+    allocated = timeline.peak.total
+    fits = machine is not None and allocated <= machine.usable
+    limit = machine.gpu.memory if machine is not None and fits else math.inf
+    least, usual, most = (allocated * ratio for ratio in _ratios(workload))
     return Totals(
         allocated,
-        reserved,
-        reserved + outside,
-        allocated * lowest + outside,
-        allocated * highest + outside,
+        min(usual, limit - outside),
+        min(usual + outside, limit),
+        least + outside,
+        min(most + outside, limit),
     )

@@ -34,18 +34,19 @@ def traces(workload: Workload) -> Traces:
         of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
         kept, least = (each + workload.tokens * of_token for each in (kept, least))
     if workload.checkpointing == "selective":
-        kept = least = _layer(workload).kept_selectively()
+        kept = least = layer_of(workload).kept_selectively()
     if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
     return Traces(layer, kept, least, head(workload))
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
-    tape, source, result = _layer(workload).build(enters)
+    tape, source, result = layer_of(workload).build(enters)
     return trace(tape, source, result, source_held=held)
 
 
-def _layer(workload: Workload) -> Layer:
+def layer_of(workload: Workload) -> Layer:
+    """The builder of a workload's layer, whose tape is not run yet."""
     return Layer(
         workload.shape,
         workload.numerics,

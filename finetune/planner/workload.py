@@ -1,10 +1,17 @@
 """What is trained on one process, in numbers: model, batch, numerics, adapter, loss, layout."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from finetune.planner.adapters import adapted, adapter_size, expert_adapter_size, outer
+from finetune.planner.adapters import (
+    HEADS,
+    TABLES,
+    adapted,
+    adapter_size,
+    expert_adapter_size,
+    outer,
+)
 from finetune.planner.architecture import Architecture, Matrix
 from finetune.planner.layout import Layout
 from finetune.planner.numerics import AttentionKind, Numerics
@@ -80,6 +87,13 @@ class Adapter:
     """Bytes per adapter weight."""
     dropout: bool = False
     """Whether its input is thinned at random."""
+    dora: bool = False
+    """Whether weights are decomposed: a norm of each whole matrix, and a product more of each."""
+    saved: frozenset[str] = frozenset()
+    """Which of `embedding` and `head` is trained whole beside the adapter (`modules_to_save`): an
+    fp32 copy under the name of the frozen one, which stays."""
+    whole: int = 0
+    """Parameters of those, which are among `parameters`."""
     experts: int = 0
     """Rank on experts, 0 where they have no adapter."""
     rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
@@ -138,6 +152,10 @@ class Workload:
     """`kernels.activation`: the unit of a gated feed-forward layer in one operation."""
     fused_rotations: bool = False
     """`kernels.rotary`: query and key are rotated in one operation."""
+    chained: bool = False
+    """`kernels.pointwise`: cheap operations are compiled from C, as on CPUs."""
+    labelled: float = 1.0
+    """Share of the tokens that have a label, at most: all but the first of each row may have."""
     grouped_adapters: bool = False
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
 
@@ -153,9 +171,23 @@ class Workload:
         return self.rows * self.length
 
     @property
+    def labelled_tokens(self) -> int:
+        """Tokens that have a label."""
+        return max(1, round(self.tokens * self.labelled))
+
+    @property
     def trained(self) -> int:
         """Parameters that get gradients."""
         return self.shape.parameters if self.adapter is None else self.adapter.parameters
+
+    def trains(self, part: Literal["embedding", "head"]) -> bool:
+        """Whether all weights of a part outside the layers get gradients."""
+        return self.adapter is None or part in self.adapter.saved
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are trained as one: copies of them are two."""
+        return self.shape.tied and self.adapter is None
 
     @property
     def sharded(self) -> int:
@@ -192,7 +224,9 @@ class Workload:
     def numerics(self) -> Numerics:
         full = self.adapter is None
         autocast = self.scheme == "autocast"
-        wide = self.scheme == "fp32" or (autocast and full) or self.kbit_prepared
+        # The embedding's type is that of the hidden states, which autocast leaves as they are.
+        wide = self.scheme == "fp32" or self.kbit_prepared
+        wide = wide or (autocast and self.trains("embedding"))
         return Numerics(
             residual=4 if wide else 2,
             compute=self.compute,
@@ -202,6 +236,7 @@ class Workload:
             adapters=0 if self.adapter is None else self.adapter.width,
             expert_rank=0 if self.adapter is None else self.adapter.experts,
             dropout=self.adapter is not None and self.adapter.dropout,
+            dora=self.adapter is not None and self.adapter.dora,
             widened=self.cpu or self.quantization == "none",
             wide_masks=self.cpu,
             inputs_kept=self.inputs_kept,
@@ -210,6 +245,7 @@ class Workload:
             fused_norms=self.fused_norms,
             fused_activations=self.fused_activations,
             fused_rotations=self.fused_rotations,
+            chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
         )
 
@@ -219,6 +255,11 @@ class Workload:
         matrices of GPT-2 lie the other way round."""
         gathered = self.layout.engine == "deepspeed" and self.layout.shard == "params"
         return not gathered and self.shape.kind != "gpt2"
+
+    @property
+    def paged(self) -> bool:
+        """Whether the optimizer's moments are in memory that moves between GPU and host."""
+        return self.update == "paged_adamw_8bit"
 
     @property
     def moments(self) -> float:
@@ -303,9 +344,9 @@ def lora(
     excluded: str | tuple[str, ...] = (),
     only_layers: tuple[int, ...] = (),
     rank_pattern: Mapping[str, int] | None = None,
-    saved_whole: int = 0,
+    saved: Iterable[str] = (),
 ) -> Adapter:
-    """The adapter that these settings make; `saved_whole` counts `modules_to_save`."""
+    """The adapter that these settings make; `saved` are names of `modules_to_save`."""
     chosen = adapted(shape, targets, excluded, only_layers)
     patterns = rank_pattern or {}
 
@@ -324,4 +365,11 @@ def lora(
     experts = rank if targets == "all-linear" and shape.experts is not None else 0
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
-    return Adapter(ranks, parameters + saved_whole, width, dropout, experts, rows)
+    names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
+    tables = {
+        TABLES.get(shape.kind, "embed_tokens"): "embedding",
+        HEADS.get(shape.kind, "lm_head"): "head",
+    }
+    parts = frozenset(part for name, part in tables.items() if name in names)
+    whole = shape.embedding * len(parts)
+    return Adapter(ranks, parameters + whole, width, dropout, dora, parts, whole, experts, rows)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from finetune.checkpoint import Reader, progress_of, read_manifest
+from finetune.checkpoint import progress_of, read_manifest
+from finetune.fragments import Reader
 from finetune.planner import Plan
 from finetune.prover.proof import Check, Grid, Tolerance
 from finetune.prover.runs import steps_of

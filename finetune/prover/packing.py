@@ -55,7 +55,8 @@ def make_packable(subject: Subject, shape: Shape, cache: Path) -> Packable:
     packed = recipe.with_batch(**{FIELD: True})
 
     def filled(each: Recipe) -> Recipe:
-        chat = load_chat(load_tokenizer(each), each.model.chat_template)
+        chosen = each.model
+        chat = load_chat(load_tokenizer(each), chosen.chat_template, chosen.chat_template_kwargs)
         rows = len(prepare(each, chat, cache).train)
         return each.with_batch(rows=rows * 2 * shape.processes, micro_rows=2)
 

@@ -16,6 +16,7 @@ from finetune.data.render import load_chat
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.planner import published
+from finetune.prover.shrink import shrink
 from finetune.prover.standin import write_data, write_tokenizer
 from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
 
@@ -25,14 +26,6 @@ SMALL_BYTES = 16 * 2**20
 """Weights of at most so many bytes are proved as they are."""
 ROWS, EVAL_ROWS, LENGTH = 200, 8, 256
 FEWEST_ROWS = 16
-
-SIZES: dict[str, int] = {
-    "num_hidden_layers": 2, "n_layer": 2, "hidden_size": 64, "n_embd": 64,
-    "intermediate_size": 128, "n_inner": 128, "head_dim": 16, "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "n_head": 4,
-}  # fmt: skip
-"""Fields of a config and the most that they are in a shrunk model; attention heads see below."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +105,7 @@ def _prepared(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, notes: list[str]
 ) -> Subject:
     """Read the data once here: its rows are what the check of the result is made with."""
-    chat = load_chat(tokenizer, recipe.model.chat_template)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     found = prepare(recipe, chat, cache)
     if len(found.train) < FEWEST_ROWS and recipe.batch.overlong == "drop":
         recipe = recipe.with_batch(overlong="truncate")
@@ -209,38 +202,6 @@ def _config(model: Model, notes: list[str]) -> dict[str, Any]:
     return AutoConfig.for_model("llama", tie_word_embeddings=True).to_dict()
 
 
-def shrink(config: dict[str, Any], vocabulary: int, length: int) -> dict[str, Any]:
-    """A config of the same architecture with two narrow layers.
-
-    Whether key heads are shared, embeddings tied, layers of several types and experts routed
-    stays as it is: those are what an engine can get wrong.
-    """
-    fields = {key: value for key, value in config.items() if value is not None}
-    for name, most in SIZES.items():
-        if isinstance(fields.get(name), int):
-            fields[name] = min(fields[name], most)
-    heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if heads is not None:
-        fields["num_attention_heads"] = 4
-        if keys is not None:
-            fields["num_key_value_heads"] = 4 if keys == heads else min(keys, 2)
-    layers = fields.get("num_hidden_layers", 2)
-    for name, value in list(fields.items()):
-        if isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
-            fields[name] = value[:layers]
-    for name in ("rope_scaling", "rope_parameters"):  # factors by the width of the real heads
-        rope = fields.get(name)
-        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
-            del fields[name]
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        if name in fields:
-            fields[name] = max(min(fields[name], length), min(length, 4 * LENGTH), LENGTH)
-    drop = ("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures")
-    kept = {key: value for key, value in fields.items() if key not in drop}
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's
-    return kept | special | {"vocab_size": vocabulary}
-
-
 def _adapter(adapter: LoRA | None, shape: Shape) -> LoRA | None:
     if adapter is None or shape.whole or not adapter.layers_to_transform:
         return adapter
@@ -275,10 +236,11 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
     """The first rows of the recipe's data and evaluation data, or generated ones."""
     train, held_out = _local(recipe.data, ROWS), _local(recipe.eval_data, EVAL_ROWS)
     if not train:
-        named = ", ".join(data.source for data in recipe.data) or "no data"
+        named = ", ".join(data.source for data in recipe.data)
         if shape.whole:
             raise FinetuneError(f"data: {named} is not on this machine; --full takes the real data")
-        notes.append(f"{named} is not on this machine: rows are generated")
+        absent = f"{named} is not on this machine" if recipe.data else "no data is named"
+        notes.append(f"{absent}: rows are generated")
         text = recipe.method == "pretrain"
         write_data(folder / "rows.jsonl", text)
         rows = str((folder / "rows.jsonl").resolve())

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
+from finetune.planner.configs import config_paths
+from finetune.planner.prequantised import stored_kind
 from finetune.record import units
 from finetune.record.metrics import History, read_history
 from finetune.record.summary import (
@@ -58,6 +60,7 @@ def write_card(
         kind=kind,
         technique=technique(recipe),
         quantization=(recipe.get("model") or {}).get("quantization", "none"),
+        stored=_stored_kind(recipe.get("model") or {}),
         step=f"{step:,}",
         best=history.best is not None and history.best.step == step,
         training=[row(*pair) for pair in _training(recipe, history)],
@@ -68,6 +71,7 @@ def write_card(
         answers=exact_answers(read_samples(run)),
         software=[row(*pair) for pair in _software(read_record(run.environment))],
         code=_loading(recipe, kind, folder),
+        stops=_stops(folder),
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
@@ -150,10 +154,15 @@ def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
 def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(source, format, use) of the recipe's data."""
     return [
-        (code(str(data.get("source"))), code(str(data.get("format"))), use)
+        (code(_place(str(data.get("source")))), code(str(data.get("format"))), use)
         for name, use in (("data", "training"), ("eval_data", "held out"))
         for data in recipe.get(name, ())
     ]
+
+
+def _place(source: str) -> str:
+    """A source without the folders of the training machine, which say nothing elsewhere."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _losses(history: History) -> list[tuple[str, str, str]]:
@@ -180,17 +189,22 @@ def _software(environment: Mapping[str, Any]) -> list[Row]:
 
 
 def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
-    """Python that loads the folder it is run in and continues a prompt."""
-    name = (recipe.get("model") or {}).get("name") or "the folder of the base model"
-    base = json.dumps(name, ensure_ascii=False)
-    load = 'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
-    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    """Python that loads the folder it is run in and continues a prompt.
+
+    An adapter is given the stop tokens of its folder: PEFT takes those of the base model.
+    """
+    trusting = (recipe.get("model") or {}).get("trust_remote_code")
+    more = ", trust_remote_code=True" if trusting else ""
+    auto = "AutoPeftModelForCausalLM" if kind == "adapter" else "AutoModelForCausalLM"
+    load = f'model = {auto}.from_pretrained(".", dtype="auto"{more})'
+    imports = f"from transformers import {auto}, AutoTokenizer"
+    arguments = "max_new_tokens=64"
     if kind == "adapter":
-        imports = f"from peft import PeftModel\n{imports}"
-        load = (
-            f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")\n'
-            'model = PeftModel.from_pretrained(base, ".")'
-        )
+        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
+        if (folder / "generation_config.json").exists():
+            imports += ", GenerationConfig"
+            load += '\nsettings = GenerationConfig.from_pretrained(".")  # where answers end'
+            arguments = "generation_config=settings, max_new_tokens=64"
     if (folder / "chat_template.jinja").exists():
         prompt = (
             'messages = [{"role": "user", "content": "Hello!"}]\n'
@@ -200,12 +214,30 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
     else:
         prompt = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
     generate = (
-        "output = model.generate(**inputs, max_new_tokens=64)\n"
+        f"output = model.generate(**inputs, {arguments})\n"
         'answer = output[0, inputs["input_ids"].shape[1] :]\n'
         "print(tokenizer.decode(answer, skip_special_tokens=True))"
     )
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
     return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _stored_kind(model: Mapping[str, Any]) -> str | None:
+    """How the base's own files are quantised, where they are and its config.json is here."""
+    name = model.get("name")
+    for path in config_paths(name, model.get("revision")) if name else ():
+        if path.is_file():
+            return stored_kind(read_record(path))
+    return None
+
+
+def _stops(folder: Path) -> tuple[list[int], str]:
+    """Ids of the tokens at which answers end, and their names; none where no file names them."""
+    found = read_record(folder / "generation_config.json").get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    added = read_record(folder / "tokenizer.json").get("added_tokens", ())
+    names = {each["id"]: each["content"] for each in added}
+    return ids, " or ".join(f"{code(names[id])} ({id})" if id in names else str(id) for id in ids)
 
 
 def _written(value: Any) -> str:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from finetune.data.audit import describe
+from finetune.data.audit import EMPTY, describe
 from finetune.record import units
 from finetune.record.metrics import (
     Ended,
@@ -223,6 +223,7 @@ def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
         f"lr {units.learning_rate(record.lr)}",
         f"{units.count(record.tokens_per_second)} tokens/s",
         f"{record.real_tokens / record.slots:.0%} real",
+        *([] if math.isnan(record.router_aux_loss) else [f"router {record.router_aux_loss:.4f}"]),
         *([] if math.isnan(record.mfu) else [f"{record.mfu:.0%} MFU"]),
         units.size(record.memory),
         left,
@@ -254,9 +255,13 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
         f"{held_out}",
     )
-    counted = read_record(run.data).get("train")
-    for line in describe(counted) if counted else ():
+    counted = read_record(run.data)
+    lines = describe(counted["train"]) if counted.get("train") else []
+    lines += [f"held out: {line}" for line in describe(counted.get("eval") or EMPTY)[1:]]
+    for line in lines:
         table.add_row("", escape(line))
+    if run.bad_rows.is_file():
+        table.add_row("", escape(f"bad rows are listed in {run.bad_rows}"))
     table.add_row("backend", f"{start.backend}, {start.precision}, {processes}")
     if start.resumed_from is not None:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")

@@ -70,6 +70,8 @@ def inspect(
             "the padding token is the end token: here padding is known by its place, so the end is "
             "trained; a collator that masks it by its id would never train it"
         )
+    if prepared.bad_rows is not None:
+        notes.append(f"the bad rows that were dropped are listed in {prepared.bad_rows}")
     train = prepared.train
     chosen = permutation(len(train), recipe.seed, 0)[:rows] if len(train) else np.empty(0, int)
     shown = [

@@ -103,6 +103,8 @@ class Trained(Record):
     """Of `seconds`: waited for rows, on the process that speaks."""
     mfu: float = math.nan
     """Share of what matrix products alone reach here; nan where the model's shape is not known."""
+    router_aux_loss: float = math.nan
+    """Of `loss`: the load-balancing loss of experts times its factor; nan where there is none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

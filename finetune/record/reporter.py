@@ -134,6 +134,7 @@ def _charts(history: History) -> list[Chart]:
     scale, unit = (2**30, "GiB") if history.peak_memory >= 2**30 else (2**20, "MiB")
     for name, points, show in (
         ("learning rate", [(r.step, r.lr) for r in trained], units.learning_rate),
+        ("load-balancing loss", [(r.step, r.router_aux_loss) for r in trained], _short),
         ("gradient norm", [(r.step, r.grad_norm) for r in trained], _short),
         ("tokens per second", [(r.step, r.tokens_per_second) for r in trained], _thousands),
         (f"memory, {unit}", [(r.step, r.memory / scale) for r in trained], _short),

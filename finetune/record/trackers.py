@@ -5,6 +5,7 @@ All go through Accelerate's trackers, which act on the main process only.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ def tracked(record: Record) -> dict[str, float]:
         f"{record.kind}/{name}": float(value)
         for name, value in fields.items()
         if name not in ("step", "time", "best")
+        if name != "router_aux_loss" or math.isfinite(value)
     }
 
 

@@ -1,18 +1,18 @@
 """How often a model's greedy answer is exactly the reference."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from finetune.data.formats import Completion, Conversation, RowProblem, find_format, read_row
+from finetune.data.formats import Completion, Conversation
 from finetune.data.render import load_chat
-from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
-from finetune.recipe import Data
-from finetune.result.inference import Loaded, generate_from_ids, turn
+from finetune.result.inference import Loaded, continue_ids, turn
+from finetune.result.questions import Asked, Question, references, unanswerable
 
-Question = Conversation | Completion
-"""A conversation that ends with the reference answer, or a prompt with its completion."""
+__all__ = ["Example", "Score", "answers", "exact_match", "references", "samples", "score_asked"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Example:
     answer: str
     expected: str
     matched: bool
+    cut: bool = False
+    """Whether the answer was still going on after the most tokens that it may have."""
+    source: str = ""
+    place: str = ""
+    """File and row of the question, where it is from a source."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,20 @@ class Score:
     def share(self) -> float:
         return self.matched / self.rows
 
+    @property
+    def cut(self) -> int:
+        """Answers that the limit of tokens cut."""
+        return sum(example.cut for example in self.examples)
+
+    def of_sources(self) -> dict[str, "Score"]:
+        """The score of each source."""
+        names = dict.fromkeys(example.source for example in self.examples)
+        return {name: _score([e for e in self.examples if e.source == name]) for name in names}
+
+
+def _score(examples: Sequence[Example]) -> Score:
+    return Score(len(examples), sum(example.matched for example in examples), tuple(examples))
+
 
 def answers(
     loaded: Loaded,
@@ -49,6 +68,13 @@ def answers(
 
     Text that the template itself puts before an answer (an empty block of thought) is left out.
     """
+    return [text for text, _ in _answered(loaded, questions, max_new_tokens, batch_rows)]
+
+
+def _answered(
+    loaded: Loaded, questions: Sequence[Question], max_new_tokens: int, batch_rows: int
+) -> list[tuple[str, bool]]:
+    """Each answer, and whether the limit cut it."""
     _check(questions)
     chat = load_chat(loaded.tokenizer, None)
     if chat.template is None and any(isinstance(each, Conversation) for each in questions):
@@ -64,8 +90,8 @@ def answers(
         for question in questions
     ]
     scaffold = turn(loaded.tokenizer).scaffold.strip() if chat.template is not None else ""
-    texts = generate_from_ids(loaded, prompts, max_new_tokens, batch_rows)
-    return [text.strip().removeprefix(scaffold).strip() for text in texts]
+    found = continue_ids(loaded, prompts, max_new_tokens, batch_rows)
+    return [(text.strip().removeprefix(scaffold).strip(), cut) for text, cut in found]
 
 
 def exact_match(
@@ -76,14 +102,33 @@ def exact_match(
     batch_rows: int = 8,
 ) -> Score:
     """Compare greedy answers with the references, both stripped of outer whitespace."""
-    chosen = questions[:limit]
-    given = answers(loaded, chosen, max_new_tokens, batch_rows)
-    examples = tuple(
-        Example(_asked(question), answer, expected, answer == expected)
-        for question, answer in zip(chosen, given, strict=True)
-        for expected in [_expected(question)]
-    )
-    return Score(len(examples), sum(example.matched for example in examples), examples)
+    chosen = [Asked(question, "", "") for question in questions[:limit]]
+    return score_asked(loaded, chosen, max_new_tokens, batch_rows)
+
+
+def score_asked(
+    loaded: Loaded, asked: Sequence[Asked], max_new_tokens: int = 256, batch_rows: int = 8
+) -> Score:
+    """`exact_match` of questions that say where they are from."""
+    given = _answered(loaded, [each.question for each in asked], max_new_tokens, batch_rows)
+    return _score([
+        Example(
+            _asked(each.question), answer, expected, answer == expected, cut, each.source,
+            each.place,
+        )
+        for each, (answer, cut) in zip(asked, given, strict=True)
+        for expected in [_expected(each.question)]
+    ])  # fmt: skip
+
+
+def write_samples(score: Score, path: Path) -> None:
+    """One JSON object a line: question, answer, reference, and how it went."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(dataclasses.asdict(e), ensure_ascii=False) for e in score.examples)
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise FinetuneError(f"{path}: the samples cannot be written: {error.strerror}") from None
 
 
 def samples(
@@ -115,44 +160,7 @@ def _check(questions: Sequence[Question]) -> None:
     problems = [
         f"question {i}: {problem}"
         for i, question in enumerate(questions)
-        if (problem := _unanswerable(question)) is not None
+        if (problem := unanswerable(question)) is not None
     ]
     if problems:
         raise FinetuneError(*problems)
-
-
-def _unanswerable(question: Question) -> str | None:
-    """Why there is no reference in words to compare with; None where there is one."""
-    if isinstance(question, Completion):
-        return None
-    if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
-        return "needs a question and, at its end, an assistant message to compare with"
-    if not question.messages[-1].get("content"):
-        return "its last assistant message calls a tool and says nothing to compare with"
-    return None
-
-
-def references(data: Data) -> list[Question]:
-    """Questions of a data source, each with an answer to compare with.
-
-    Raises:
-        FinetuneError: the source cannot be read, or a row has no such answer.
-    """
-    find_format(data.format)
-    rows: list[Question] = []
-    for row in find_source(data).rows():
-        try:
-            sample = read_row(data.format, row.value)
-        except RowProblem as problem:
-            raise FinetuneError(f"{row.place}: {problem}") from None
-        if sample is None:
-            continue
-        if not isinstance(sample, Conversation | Completion):
-            raise FinetuneError(f"{row.place}: a text has no answer to compare with")
-        if (problem := _unanswerable(sample)) is not None:
-            raise FinetuneError(f"{row.place}: {problem}")
-        rows.append(sample)
-        if data.first is not None and len(rows) >= data.first:
-            break
-    _check(rows)
-    return rows

@@ -24,8 +24,10 @@ from transformers import (
 
 from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
+from finetune.pretrained import cast
 from finetune.recipe import Recipe
-from finetune.result.inference import stop_ids
+from finetune.record.card import Kind, write_card
+from finetune.result.inference import stop_ids, turn
 from finetune.result.trained import (
     ADAPTER_WEIGHTS,
     RECOMPUTED,
@@ -43,6 +45,13 @@ from finetune.result.trained import (
     tensor_shapes,
 )
 from finetune.run import Run, open_run, write_json
+from finetune.serving import (
+    base_reference,
+    follow_umask,
+    generation_config,
+    saved_config,
+    saved_tokenizer,
+)
 
 MARKER = "export.json"
 """Lists the files of an export, so that only a folder of nothing else is ever replaced."""
@@ -73,24 +82,35 @@ def export(
     _refuse_foreign(to)
     recipe = catalog.load(run.recipe)
     checkpoint = open_checkpoint(run, step)
+    adapter, model = checkpoint / "adapter", checkpoint / "model"
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
+    generation = _generation(recipe, tokenizer, adapter if adapter.is_dir() else model)
+    at = int(checkpoint.name.removeprefix("step-"))
     with _replacing(to) as folder:
-        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
-        if not (checkpoint / "adapter").is_dir():
-            model = load_weights(checkpoint / "model", torch.float32, device="cpu")
-            _write_model(model, recipe, tokenizer, dtype, folder, shard_size)
+        kind: Kind = "adapter"
+        if not adapter.is_dir():
             kind = "model"
+            whole = load_weights(
+                model,
+                dtype or _stored_dtype(recipe),
+                trust_remote_code=recipe.model.trust_remote_code,
+                attention=recipe.model.attention,
+                device="cpu",
+            )
+            _write_model(whole, recipe, generation, folder, shard_size)
         elif merge:
-            model = _merge(recipe, checkpoint / "adapter", initial_adapter(run), tokenizer)
-            _write_model(model, recipe, tokenizer, dtype, folder, shard_size)
             kind = "merged"
+            merged = _merge(recipe, adapter, initial_adapter(run), tokenizer)
+            cast(merged, dtype or _stored_dtype(recipe))
+            _write_model(merged, recipe, generation, folder, shard_size)
         else:
-            _write_adapter(recipe, checkpoint / "adapter", initial_adapter(run), folder)
-            _generation(recipe, tokenizer).save_pretrained(folder)
-            kind = "adapter"
-        (folder / "README.md").write_text(_readme(recipe, kind, checkpoint.name))
+            _write_adapter(recipe, adapter, initial_adapter(run), folder)
+            generation.save_pretrained(folder)
+        saved_tokenizer(tokenizer, _turn_end(tokenizer)).save_pretrained(folder)
+        write_card(run, folder, kind=kind, step=at)
+        follow_umask(folder)
         files = sorted(path.name for path in folder.iterdir())
-        source = {"run": str(run.root.resolve()), "checkpoint": checkpoint.name, "kind": kind}
+        source = {"run": run.root.resolve().name, "checkpoint": checkpoint.name, "kind": kind}
         write_json(folder / MARKER, {**source, "files": [*files, MARKER]})
     return to
 
@@ -159,9 +179,7 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
         before = _initial_tensors(recipe, config, initial)
         tensors = _difference(tensors, before)
         config = _twice_the_rank(config)
-    name = str(recipe.model.name)
-    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() else name
-    config.revision = recipe.model.revision
+    config.base_model_name_or_path, config.revision = base_reference(recipe.model)
     config.task_type = TaskType.CAUSAL_LM
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -263,21 +281,24 @@ def _untie(model: PeftModel) -> None:
 def _write_model(
     model: PreTrainedModel,
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype | None,
+    generation: GenerationConfig,
     folder: Path,
     shard_size: str,
 ) -> None:
-    weights: Any = model  # torch's hint for `Module.to` hides that of a model
-    weights.to(dtype=dtype or _stored_dtype(recipe))
-    model.generation_config = _generation(recipe, tokenizer)
+    model.generation_config = generation
+    model.config = saved_config(model, model.config.dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    _refuse_lost(folder, recipe.model.trust_remote_code)
+    _refuse_lost(folder, recipe)
 
 
-def _refuse_lost(folder: Path, trust_remote_code: bool) -> None:
+def _refuse_lost(folder: Path, recipe: Recipe) -> None:
     """Read the files back: they give every tensor of the model its shape, and none is empty."""
-    load_weights(folder, trust_remote_code=trust_remote_code, device="meta")
+    load_weights(
+        folder,
+        trust_remote_code=recipe.model.trust_remote_code,
+        attention=recipe.model.attention,
+        device="meta",
+    )
     for path in folder.glob("model*.safetensors"):
         empty = [name for name, shape in tensor_shapes(path).items() if 0 in shape]
         if empty:
@@ -290,46 +311,20 @@ def _stored_dtype(recipe: Recipe) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
 
 
-def _generation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The base model's own settings, and the tokens that end an answer and fill a batch."""
-    config = GenerationConfig.from_model_config(base_config(recipe))
-    if recipe.model.name is not None:
+def _generation(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, saved: Path
+) -> GenerationConfig:
+    """The settings that the checkpoint was saved with, else the base's with the stop tokens."""
+    own = GenerationConfig.from_model_config(base_config(recipe))
+    if (saved / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(saved)
+    elif recipe.model.name is not None:
         with contextlib.suppress(OSError):  # it ships none
-            config = GenerationConfig.from_pretrained(
+            own = GenerationConfig.from_pretrained(
                 recipe.model.name, revision=recipe.model.revision or "main"
             )
-    config.eos_token_id = list(stop_ids(config, tokenizer)) or None
-    config.pad_token_id = tokenizer.pad_token_id
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        # Some models ship a temperature without `do_sample`, which transformers refuses to save.
-        config.do_sample = True
-    return config
+    return generation_config(own, stop_ids(own, tokenizer), tokenizer.pad_token_id)
 
 
-def _readme(recipe: Recipe, kind: str, checkpoint: str) -> str:
-    base = recipe.model.name or "a model from scratch"
-    what, how = {
-        "adapter": (
-            f"A LoRA adapter in PEFT format for `{base}`.",
-            "AutoPeftModelForCausalLM",
-        ),
-        "merged": (
-            f"`{base}` with a LoRA adapter merged into its weights.",
-            "AutoModelForCausalLM",
-        ),
-        "model": (f"A whole model; training started from `{base}`.", "AutoModelForCausalLM"),
-    }[kind]
-    package = "peft" if kind == "adapter" else "transformers"
-    text = f"# {recipe.method} of {base}, {checkpoint}\n\n{what}\n"
-    if kind == "merged" and recipe.model.quantization != "none":
-        text += (
-            f"\nThe adapter was trained on the base in {recipe.model.quantization} and is merged "
-            "into the unquantised base: answers may differ slightly from those during training.\n"
-        )
-    return text + (
-        f"\n```python\nfrom {package} import {how}\nfrom transformers import AutoTokenizer\n\n"
-        f'model = {how}.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
-    )
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return turn(tokenizer).end if tokenizer.chat_template is not None else None

@@ -16,8 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
+from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
-from finetune.loading import context_length
+from finetune.loading import context_length, token_rows
 from finetune.recipe import Recipe
 from finetune.result.trained import (
     Step,
@@ -31,6 +32,7 @@ from finetune.result.trained import (
     trained_dtype,
 )
 from finetune.run import Run, open_run
+from finetune.vocabulary import pad_id
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -82,8 +84,10 @@ def load(
         return _loaded(model, tokenizer)
     if recipe.model.quantization != "none":
         dtype = dtype or trained_dtype(run)
-    adapted = attach(base_model(recipe, dtype), checkpoint / "adapter", initial_adapter(run))
-    return _loaded(adapted, tokenizer)
+    adapter = checkpoint / "adapter"
+    return _loaded(
+        attach(base_model(recipe, dtype), adapter, initial_adapter(run)), tokenizer, adapter
+    )
 
 
 def load_base(
@@ -98,25 +102,37 @@ def load_base(
 
 
 def open_model(path: str | Path) -> Loaded:
-    """The model of a run directory, or of a folder that was exported."""
-    return load(path) if (Path(path) / "recipe.json").is_file() else load_folder(path)
+    """The model of a run directory, of a folder with a model or an adapter, or of a hub name."""
+    if (Path(path) / "recipe.json").is_file():
+        return load(path)
+    if not Path(path).exists() and HUB_NAME.fullmatch(str(path)):
+        return _loaded(load_weights(path), load_tokenizer(path))
+    return load_folder(path)
 
 
 def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
-    """An exported folder: a whole model, or an adapter with the base that it names."""
+    """An exported folder: a complete model, or an adapter with the base that it names."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         config = adapter_config(folder)
         base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
-        return _loaded(attach(base, folder), load_tokenizer(folder))
+        return _loaded(attach(base, folder), load_tokenizer(folder), folder)
     if not (folder / "config.json").is_file():
         raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
     return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
 
 
-def _loaded(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+def _loaded(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Path | None = None,
+) -> Loaded:
+    """A model with every stop token: of its own, of a folder's settings, and of the tokenizer."""
     network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     stops = stop_ids(network.generation_config, tokenizer)
+    if settings is not None and (settings / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(settings)
+        stops = tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
     # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
     network.generation_config = GenerationConfig()
     return Loaded(model, tokenizer, stops, context_length(network.config))
@@ -218,6 +234,19 @@ def generate_from_ids(
     top_p: float = 1.0,
 ) -> list[str]:
     """`generate` for prompts that are token ids already."""
+    found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
+    return [text for text, _ in found]
+
+
+def continue_ids(
+    loaded: Loaded,
+    rows: Sequence[list[int]],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[tuple[str, bool]]:
+    """The new text for each prompt of token ids, and whether it was cut before it ended."""
     rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
     problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
     problems += [
@@ -227,11 +256,11 @@ def generate_from_ids(
     ]
     if problems:
         raise FinetuneError(*problems)
-    answers = [""] * len(rows)
+    answers = [("", False)] * len(rows)
     for room, batch in _batches(rows, rooms, batch_rows):
         new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
         for i, ids in zip(batch, new, strict=True):
-            answers[i] = new_text(loaded.tokenizer, rows[i], ids)
+            answers[i] = new_text(loaded.tokenizer, rows[i], ids), len(ids) >= room
     return answers
 
 
@@ -292,5 +321,5 @@ def _pad_id(loaded: Loaded) -> int:
 
     Answers are cut at their first stop token, so any id does, even one that is also an eos.
     """
-    pad = loaded.tokenizer.pad_token_id
-    return pad if isinstance(pad, int) else 0
+    network: Any = loaded.model
+    return pad_id(loaded.tokenizer, token_rows(network))

@@ -28,10 +28,13 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
 from finetune.integrity import differing, read_manifest
-from finetune.loading import unfilled
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.loading import unfilled, unread
+from finetune.planner.prequantised import DEQUANTISED, stored_kind
+from finetune.pretrained import forget_stored_form
+from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
+from finetune.vocabulary import grow, without_lost_pad
 
 Step = int | Literal["best", "last"]
 
@@ -113,11 +116,18 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
         return AutoConfig.for_model(**fields)
     try:
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        return _config(model.name, model.revision, model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _unloadable(model.name, error) from None
+
+
+def _config(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """A configuration from which a model can be built: its pad token has a row, or is left out."""
+    config = AutoConfig.from_pretrained(
+        str(name), revision=revision or "main", trust_remote_code=trust_remote_code
+    )
+    config.update(without_lost_pad(config))
+    return config
 
 
 def base_model(
@@ -136,7 +146,7 @@ def base_model(
         torch.manual_seed(recipe.seed)
         config = base_config(recipe)
         return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
-    return load_weights(
+    loaded = load_weights(
         model.name,
         dtype,
         revision=model.revision,
@@ -146,6 +156,18 @@ def base_model(
         quantization=model.quantization if quantized else "none",
         device=device,
     )
+    return loaded if quantized else _unquantised(loaded)
+
+
+def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
+    """Plain weights of a model whose files are quantised by bitsandbytes."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    quantised: Any = model
+    dtype = model.dtype
+    plain = quantised.dequantize(dtype)
+    forget_stored_form(plain, dtype)
+    return plain.eval()
 
 
 def load_weights(
@@ -155,16 +177,22 @@ def load_weights(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pickle: bool = False,
-    attention: str = "sdpa",
+    attention: str | None = None,
     quantization: str = "none",
     device: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless said."""
+    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless given.
+
+    `attention` is that of the recipe. Without one, and where it needs a GPU that is not used, the
+    model has what transformers chooses for it: SDPA, or eager for a model without it.
+    """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     try:
+        fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name),
+            config=_config(name, revision, trust_remote_code),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,
@@ -172,19 +200,31 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if pickle else True,
             weights_only=True,
-            attn_implementation=attention,
-            quantization_config=quantization_config(quantization, dtype),
+            attn_implementation=_attention(attention, device),
+            **loading_arguments(fields, quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise _unloadable(name, error) from None
     model, info = loaded
-    problems = unfilled(info)
+    unused, _ = unread(info, model)
+    problems = unfilled(info) + unused
     if problems:
         raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
-    if quantization == "nf4":
-        keep_unpacked(model)
+    if stored_kind(fields) in DEQUANTISED and device != "meta":
+        forget_stored_form(model, dtype)
+    compute_in(model, dtype)
+    keep_unpacked(model)
     return model.eval()
+
+
+def _attention(asked: str | None, device: str) -> str | None:
+    """What transformers is asked for; None leaves the choice to it.
+
+    `sdpa` is what a recipe has by default, also for packed rows of models that have none.
+    """
+    on_gpu = device not in ("cpu", "meta")
+    return asked if asked == "eager" or (asked != "sdpa" and on_gpu) else None
 
 
 def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
@@ -248,7 +288,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     """
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
-    _resize_to(base, stored)
+    _resize_to(base, config, stored)
     with torch.device("meta"):  # names and shapes, no numbers
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
@@ -296,10 +336,13 @@ def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
         weight.data = (weight.data.float() - lost).to(weight.dtype)
 
 
-def _resize_to(model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
+def _resize_to(model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]) -> None:
     """Give the base the vocabulary of an adapter that was trained with added tokens."""
     table: Any = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is table)
-    for key in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):
-        if key in stored and stored[key][0] != table.weight.shape[0]:
-            model.resize_token_embeddings(stored[key][0], mean_resizing=False)
+    places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
+    rows = [stored[key][0] for key in places if key in stored]
+    given = config.trainable_token_indices or {}
+    for ids in given.values() if isinstance(given, dict) else (given,):
+        rows += [max(ids, default=-1) + 1]
+    grow(model, max(rows, default=0))

@@ -244,7 +244,7 @@ class _Step:
             loss = recipe.loss(engine.model, batch)
             self.forwards = False
             tracker.begin("backward: loss and head")
-            engine.backward(loss * 1.0, last)
+            engine.backward(loss.sum() * 1.0, last)
 
     def _collectives(self) -> dict[str, dict[str, tuple[int, int]]]:
         found: dict[str, dict[str, tuple[int, int]]] = {}

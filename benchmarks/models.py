@@ -1,0 +1,143 @@
+"""Which architectures are trained, exported and reloaded right, or refused and why.
+
+    python -m benchmarks models
+
+writes the table of `docs/models.md`. Each architecture is a tiny model with random weights of its
+own kind, examined as `finetune doctor` examines one: losses and gradients against plain
+transformers + PEFT, documents side by side, two steps, and its result in a process without this
+project.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune.diagnosis.examination import Examination
+from finetune.diagnosis.finding import Finding
+from finetune.methods import SFT
+from finetune.prover.delivery import Delivery, check_deliveries
+from finetune.prover.pairs import FP32
+from finetune.prover.shrink import shrink
+from finetune.prover.standin import write_data, write_tokenizer
+from finetune.prover.subject import Kind, of_kind
+from finetune.recipe import Data, Model
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- table: python -m benchmarks models -->", "<!-- end of the table -->"
+SIDE_BY_SIDE = "documents side by side"
+KINDS: dict[Kind, str] = {"lora": "LoRA", "qlora": "QLoRA", "full": "all weights"}
+COLUMNS = (*KINDS.values(), "export", "side by side")
+Answer = Literal["right", "refused", "padded", "wrong", ""]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {}, "mixtral": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {},
+    "qwen3_moe": {}, "qwen3_next": {}, "qwen3_5_text": {}, "gemma": {}, "gemma2": {},
+    "gemma3_text": {}, "gemma3": {}, "phi": {}, "phi3": {}, "gpt2": {}, "gpt_neox": {}, "gptj": {},
+    "opt": {}, "bloom": {}, "falcon": {}, "stablelm": {}, "starcoder2": {}, "olmo2": {},
+    "smollm3": {}, "glm4": {}, "granite": {}, "granitemoe": {}, "cohere2": {},
+    "deepseek_v3": {}, "gpt_oss": {}, "minimax": {}, "mamba": {}, "jamba": {}, "nemotron_h": {},
+    "lfm2": {},
+    # what must be refused
+    "bert": {}, "roberta": {}, "llama4_text": {}, "t5": {}, "whisper": {},
+}  # fmt: skip
+"""Types of models, with fields that differ from those of a shrunk default configuration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An architecture with its answers by column, and the reasons for refusals and padding."""
+
+    name: str
+    answers: dict[str, Answer]
+    reasons: dict[str, str]
+
+
+def measure(folder: Path, names: Sequence[str] = tuple(ARCHITECTURES)) -> list[Row]:
+    """Examine each architecture with LoRA, QLoRA and all weights."""
+    answers: dict[str, dict[str, Answer]] = {name: {} for name in names}
+    reasons: dict[str, dict[str, str]] = {name: {} for name in names}
+    deliveries: list[tuple[str, Delivery]] = []
+    write_data(folder / "rows.jsonl", text=False)
+    for name in names:
+        model = build(name, folder / name)
+        for kind, column in KINDS.items():
+            recipe = of_kind(SFT(model, data=(Data(str(folder / "rows.jsonl"), "messages"),)), kind)
+            examined = Examination(recipe, folder / f"{name}-{kind}", folder / "cache", alone=False)
+            found = {each.name: each for each in examined.findings()}
+            answer, reason = judged(found)
+            answers[name][column] = answer
+            if reason:
+                reasons[name][column] = reason
+            if answer == "right" and kind != "qlora":
+                deliveries.append((name, examined.delivery))
+            side = found.get(SIDE_BY_SIDE)
+            if side is not None and answer == "right" and kind == "lora":
+                answers[name]["side by side"] = "padded" if side.passed is None else "right"
+                if side.passed is None:
+                    reasons[name]["side by side"] = side.why
+        print(name, answers[name], reasons[name], flush=True)
+    checks = check_deliveries([delivery for _, delivery in deliveries], FP32)
+    for (name, _), check in zip(deliveries, checks, strict=True):
+        if check.passed is not True:
+            answers[name]["export"] = "wrong"
+            reasons[name]["export"] = check.summary
+        else:
+            answers[name].setdefault("export", "right")
+    return [Row(name, answers[name], reasons[name]) for name in names]
+
+
+def build(name: str, home: Path) -> Model:
+    """A tiny model of a type with random weights, and a small tokenizer."""
+    write_tokenizer(home)
+    tokenizer = AutoTokenizer.from_pretrained(home)
+    try:
+        fields = shrink(AutoConfig.for_model(name).to_dict(), len(tokenizer), 256)
+        fields |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        fields |= {"bos_token_id": None} | ARCHITECTURES[name]
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**fields)
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError):  # no causal language model of transformers: named by its config
+        AutoConfig.for_model(name).save_pretrained(home)
+    else:
+        network.save_pretrained(home)
+    return Model(str(home))
+
+
+def judged(found: dict[str, Finding]) -> tuple[Answer, str]:
+    """Whether a kind of training is right, refused before it began, or wrong; and the reason."""
+    for each in found.values():
+        if each.passed is False:
+            refused = each.refused and each.name in ("plan", "two layers of it", "loss")
+            return ("refused" if refused else "wrong"), each.why
+    return "right", ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown, with their reasons below."""
+    lines = [f"| architecture | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    for row in rows:
+        cells = (row.answers.get(column, "") for column in COLUMNS)
+        lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_told(rows)])
+
+
+def _told(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        by_reason: dict[str, list[str]] = {}
+        for column, reason in row.reasons.items():
+            by_reason.setdefault(reason, []).append(column)
+        for reason, columns in by_reason.items():
+            yield f"- `{row.name}`, {', '.join(columns)}: {reason}"
+
+
+def write(rows: Sequence[Row], page: Path = PAGE) -> None:
+    """Put the table between its marks."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")

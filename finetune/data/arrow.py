@@ -1,0 +1,208 @@
+"""Rows of Parquet and Arrow files, as the same rows in JSON would be.
+
+A column of objects has the keys of all rows, and null where a row has none: those nulls are taken
+out again. In a column of maps, and in lists, a null is a value of the row and stays.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.data.values import Unreadable
+from finetune.errors import FinetuneError
+
+AT_ONCE = 1024
+"""Rows that are converted at a time."""
+Restore = Callable[[Any], Any]
+"""A value of a column, as JSON would hold it."""
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        yield from _numbered(table.iter_batches(batch_size=AT_ONCE))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
+
+
+def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of an Arrow file, in the form of `datasets` (a stream) or of Feather (a file)."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            yield from _numbered(_batches(source))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
+
+
+def _batches(source: Any) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        stream = pyarrow.ipc.open_stream(source)
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        file = pyarrow.ipc.open_file(source)
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
+    else:
+        yield from stream
+
+
+def _numbered(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    restored: dict[str, Restore] | None = None
+    for batch in batches:
+        restored = restorers(batch.schema) if restored is None else restored
+        for start in range(0, batch.num_rows, AT_ONCE):
+            for row in _values(batch.slice(start, AT_ONCE)):
+                number += 1
+                if not isinstance(row, Unreadable):
+                    for name, restore in restored.items():
+                        row[name] = restore(row[name])
+                yield number, row
+
+
+def _values(batch: Any) -> list[Any]:
+    """Rows of a batch; Unreadable for one with text that is not UTF-8, which no writer has to
+    check, or a date out of Python's reach."""
+    import pyarrow
+
+    unreadable = (ValueError, OverflowError, KeyError, pyarrow.ArrowException)
+    try:
+        return batch.to_pylist(maps_as_pydicts="strict")
+    except unreadable:
+        rows = list[Any]()
+        for number in range(batch.num_rows):
+            try:
+                rows += batch.slice(number, 1).to_pylist(maps_as_pydicts="strict")
+            except unreadable as error:
+                rows.append(Unreadable(f"column '{_unreadable_column(batch, number)}' cannot be "
+                                       f"read: {error}"))  # fmt: skip
+        return rows
+
+
+def _unreadable_column(batch: Any, number: int) -> str:
+    import pyarrow
+
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.slice(number, 1).to_pylist(maps_as_pydicts="strict")
+        except (ValueError, OverflowError, KeyError, pyarrow.ArrowException):
+            return name
+    raise AssertionError("a row cannot be read whose columns can")
+
+
+# Types.
+
+
+def restorers(schema: Any, is_decoded: bool = False) -> dict[str, Restore]:
+    """How the values of each column are brought back, of columns where anything has to be.
+
+    Args:
+        schema: of Arrow, where `datasets` notes which texts are JSON.
+        is_decoded: those texts were parsed already.
+    """
+    noted = (schema.metadata or {}).get(b"huggingface")
+    features = json.loads(noted).get("info", {}).get("features") if noted else None
+    found: dict[str, Restore] = {}
+    for field in schema:
+        feature = features.get(field.name) if isinstance(features, Mapping) else None
+        restore = _restorer(field.type, feature, is_decoded)
+        if restore is not None:
+            found[field.name] = restore
+    return found
+
+
+def _restorer(kind: Any, feature: Any, is_decoded: bool) -> Restore | None:
+    import pyarrow.types as types
+
+    name = feature.get("_type") if isinstance(feature, Mapping) else None
+    if name == "Json" or getattr(kind, "extension_name", None) == "arrow.json":
+        return None if is_decoded else _parsed
+    if isinstance(kind, _extension()):
+        return _restorer(kind.storage_type, None, is_decoded)
+    if types.is_dictionary(kind):
+        return _restorer(kind.value_type, feature, is_decoded)
+    if types.is_map(kind):
+        return _of_map(_restorer(kind.item_type, None, is_decoded))
+    if types.is_struct(kind):
+        inner = {
+            field.name: _restorer(
+                field.type, feature.get(field.name) if isinstance(feature, Mapping) else None,
+                is_decoded,
+            )
+            for field in kind
+        }  # fmt: skip
+        return _of_struct(inner)
+    if _is_list(kind):
+        inside = feature[0] if isinstance(feature, list) and feature else None
+        inside = feature.get("feature") if isinstance(feature, Mapping) else inside
+        return _of_list(_restorer(kind.value_type, inside, is_decoded))
+    return None
+
+
+def _extension() -> Any:
+    import pyarrow
+
+    return pyarrow.BaseExtensionType
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view,
+             types.is_large_list_view)  # fmt: skip
+    return any(test(kind) for test in tests)
+
+
+def _parsed(value: Any) -> Any:
+    """What a text of JSON holds; a text that is none stays."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _of_struct(inner: Mapping[str, Restore | None]) -> Restore:
+    def restore(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            name: restored(each) if (restored := inner.get(name)) is not None else each
+            for name, each in value.items()
+            if each is not None
+        }
+
+    return restore
+
+
+def _of_map(inner: Restore | None) -> Restore | None:
+    if inner is None:
+        return None
+
+    def restore(value: Any) -> Any:
+        return value if value is None else {name: inner(each) for name, each in value.items()}
+
+    return restore
+
+
+def _of_list(inner: Restore | None) -> Restore | None:
+    if inner is None:
+        return None
+
+    def restore(value: Any) -> Any:
+        return value if value is None else [inner(each) for each in value]
+
+    return restore
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the nulls of its objects, where nothing is known of its type."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,204 @@
+"""Rows of files by their ending. A reader yields (row number, row).
+
+A row that its file does not hold in a readable form is yielded as `Unreadable`, where the rows
+behind it can still be read.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.data.arrow import read_arrow, read_parquet
+from finetune.data.lines import ARCHIVES, COMPRESSED, NotUTF8, decode, lines, raw_lines
+from finetune.data.values import Unreadable
+from finetune.errors import FinetuneError
+
+DOCUMENT_END = "<|endoftext|>"
+"""A line of a text file that separates documents, as published corpora write it."""
+EXCERPT = 2000
+"""Characters that are kept of a row that cannot be read."""
+
+NumberedRow = tuple[int, Any]
+
+
+class BrokenJSON(ValueError):
+    """Text that is not JSON, with the place of the mistake."""
+
+
+def read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    is_first = True
+    for number, raw in enumerate(raw_lines(path), 1):
+        try:
+            line = decode(raw, number == 1).strip()
+            if not line:
+                continue
+            row = _parse(line)
+        except (NotUTF8, BrokenJSON) as problem:
+            text = raw.decode("utf-8", "replace").strip()
+            if is_first:
+                _check_shape(path, text)
+            row = Unreadable(str(problem), text[:EXCERPT])
+        if is_first and isinstance(row, list) and any(isinstance(each, dict) for each in row):
+            _check_shape(path, "[")
+        is_first = False
+        yield number, row
+
+
+def _check_shape(path: Path, first: str) -> None:
+    """Refuse a file whose first line shows that rows do not stand one to a line."""
+    if first.startswith("["):
+        raise FinetuneError(
+            f"{path}: it holds a JSON list, expected one row a line; let its name end in .json"
+        )
+    if first in ("{", '{"'):
+        raise FinetuneError(
+            f"{path}: its first row is written over several lines, expected one row a line; write "
+            "each on one line (jq -c . does), or a list of them under a name that ends in .json"
+        )
+
+
+def read_json(path: Path) -> Iterator[NumberedRow]:
+    """A list of rows, or rows one to a line under the name of JSON."""
+    text = "".join(lines(path))
+    if text.lstrip().startswith("{") and len(text.strip().splitlines()) > 1:
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data":  # a second value follows the first: JSON lines
+                yield from read_jsonl(path)
+                return
+        except (ValueError, RecursionError):
+            pass  # told below
+    try:
+        value = _parse(text)
+    except BrokenJSON as problem:
+        raise FinetuneError(f"{path}: {problem}") from None
+    if not isinstance(value, list):
+        raise FinetuneError(
+            f"{path}: it holds one JSON value, expected a list of rows{_list_inside(value)}"
+        )
+    yield from enumerate(value, 1)
+
+
+def _list_inside(value: Any) -> str:
+    """Where the rows may be, in an object that holds a list of them."""
+    inside = value.items() if isinstance(value, dict) else ()
+    lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
+    return f"; write the list of '{lists[0]}' alone (jq .{lists[0]})" if len(lists) == 1 else ""
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
+    """Rows of a CSV file with a header; a field may be as long as it likes."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(lines(path), strict=True, delimiter=delimiter)
+    number = 0
+    try:
+        _check_header(path, list(reader.fieldnames or ()), delimiter)
+        for row in reader:
+            number += 1
+            surplus = row.get(None)  # where the csv module puts cells without a column
+            if surplus:
+                text = json.dumps({str(name): value for name, value in row.items()})
+                problem = f"{len(surplus)} more cells than the header has columns"
+                yield number, Unreadable(problem, text[:EXCERPT])
+            else:
+                yield number, row
+    except csv.Error as error:
+        kind = "CSV" if delimiter == "," else "TSV"
+        raise FinetuneError(f"{path} row {number + 1}: broken {kind}: {error}") from None
+
+
+def _check_header(path: Path, names: list[str], delimiter: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise FinetuneError(f"{path}: the header has the column '{name}' more than once")
+    others = {";": "';'", "\t": "a tab", "|": "'|'", ",": "','"}
+    found = [other for other in others if other != delimiter and other in names[0]] if names else []
+    if len(names) == 1 and found:
+        instead = {"\t": "let its name end in .tsv", ",": "let its name end in .csv"}
+        raise FinetuneError(
+            f"{path}: its header is one column, '{names[0]}': the delimiter is {others[found[0]]}, "
+            f"expected {others[delimiter]}; {instead.get(found[0], 'write it with commas')}"
+        )
+
+
+def read_tsv(path: Path) -> Iterator[NumberedRow]:
+    return read_csv(path, "\t")
+
+
+def read_text(path: Path) -> Iterator[NumberedRow]:
+    """Documents of a text file: the whole of it, or what stands between `<|endoftext|>` lines."""
+    document, first = list[str](), 1
+    for number, line in enumerate(lines(path), 1):
+        if line.strip() != DOCUMENT_END:
+            document.append(line.replace("\r\n", "\n"))
+            continue
+        if "".join(document).strip():
+            yield first, {"text": "".join(document).strip("\n")}
+        document, first = [], number + 1
+    if "".join(document).strip():
+        yield first, {"text": "".join(document).strip("\n")}
+
+
+Reader = Callable[[Path], Iterator[NumberedRow]]
+
+READERS: dict[str, Reader] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".txt": read_text,
+}
+WHOLE = (".parquet", ".arrow")
+"""Kinds that are compressed inside, and are not read out of a compressed file."""
+
+
+def kind_of_file(path: Path) -> str | None:
+    """The ending of a file that can be read, less that of its compression; None for others."""
+    endings = [each.lower() for each in path.suffixes]
+    if endings and endings[-1] in COMPRESSED:
+        kind = endings[-2] if len(endings) > 1 else ""
+        return kind if kind in READERS and kind not in WHOLE else None
+    return endings[-1] if endings and endings[-1] in READERS else None
+
+
+def read_file(path: Path) -> Iterator[NumberedRow]:
+    """Rows of a file of a known kind; raises FinetuneError where it cannot be read on."""
+    if not path.stat().st_size:
+        raise FinetuneError(f"{path}: the file is empty")
+    kind = kind_of_file(path)
+    assert kind is not None
+    yield from READERS[kind](path)
+
+
+def why_not_read(path: Path) -> str:
+    """What to do with a file of no kind that is read."""
+    ending = path.suffix.lower()
+    known = f"{', '.join(READERS)} (text also as {', '.join(COMPRESSED)})"
+    if ending in ARCHIVES or ".tar" in (each.lower() for each in path.suffixes):
+        return f"{path} is an archive; unpack it"
+    if ending in COMPRESSED:
+        return f"{path} is not a {known} file; unpack it"
+    return f"{path} is not a {known} file"
+
+
+def _parse(text: str) -> Any:
+    """Raises BrokenJSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in text else ""
+        near = text[max(0, error.pos - 20) : error.pos + 20]
+        raise BrokenJSON(
+            f"broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
+        ) from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BrokenJSON(f"broken JSON: {error}") from None
+    except RecursionError:
+        raise BrokenJSON("JSON nested too deeply") from None

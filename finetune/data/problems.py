@@ -1,0 +1,80 @@
+"""Problems of the data, gathered so that all of them are told at once."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from finetune.data.tally import Tally
+from finetune.errors import FinetuneError
+from finetune.recipe import Batch, Data
+
+MOST_PROBLEMS = 10
+MOST_PLACES = 1000
+
+
+class Problems:
+    """What is wrong with the data; reading goes on until there is enough to say.
+
+    The same problem of several rows is told once, whatever texts and numbers it quotes.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[tuple[str, str]]] = {}  # kind -> place and problem
+        self.places = 0
+
+    @property
+    def enough(self) -> bool:
+        return len(self.found) >= MOST_PROBLEMS or self.places >= MOST_PLACES
+
+    def add(self, place: str, problem: str) -> None:
+        kind = _kind(problem) if place else problem
+        if len(self.found) < MOST_PROBLEMS or kind in self.found:
+            self.found.setdefault(kind, []).append((place, problem))
+        self.places += bool(place)
+
+    def add_all(self, problems: Iterable[str]) -> None:
+        """Problems that say themselves where they are."""
+        for problem in problems:
+            self.add("", problem)
+
+    def raise_any(self) -> None:
+        """Raise FinetuneError where there is a problem."""
+        if not self.found:
+            return
+        told = []
+        for told_of in self.found.values():
+            place, problem = told_of[0]
+            others = len(told_of) - 1
+            more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
+            told.append(f"{place}{more}: {problem}" if place else problem)
+        if self.enough:
+            told.append("reading stopped here; there may be more")
+        raise FinetuneError(*told)
+
+
+def _kind(problem: str) -> str:
+    """A problem less what it quotes of a row, and less every number."""
+    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
+
+
+def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[str]:
+    """What is wrong with a source as a whole, of which so many rows are left."""
+    source, longest = data.source, tally.longest_sample
+    if not tally.samples:
+        yield f"{source}: it holds no rows"
+    elif batch.overlong == "error" and tally.overlong:
+        yield (
+            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
+            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
+            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
+            "drop, truncate or split"
+        )
+    elif not rows:
+        bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
+        eaten = f", {tally.eaten} of them because truncation ate their answer"
+        yield (
+            f"{source}: none of its {tally.samples} rows is left to train on "
+            f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
+            f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
+            f"{tally.passed_over} passed over by format '{data.format}'{bad if tally.bad else ''})"
+        )

@@ -1,0 +1,122 @@
+"""Tool calls and schemas of functions, in the one form that chat templates read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.data.values import RowProblem, json_of, kind_of, list_of, text_of
+
+PLAIN = (str, bool, int, float, type(None))
+
+
+class WrittenArguments(dict[str, Any]):
+    """Arguments of a tool call that the row holds as JSON text.
+
+    Its attribute is out of reach of templates, which read no name that begins with an underscore.
+    """
+
+    def __init__(self, values: Mapping[str, Any], written: str) -> None:
+        super().__init__(values)
+        self._written = written
+
+
+def written_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """The JSON text of a call's arguments, where the row holds one."""
+    return arguments._written if isinstance(arguments, WrittenArguments) else None
+
+
+def calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Take the calls out of a message: `tool_calls`, or the older `function_call`."""
+    calls, call = message.pop("tool_calls", None), message.pop("function_call", None)
+    if calls and call:
+        raise RowProblem(f"{where} has both tool_calls and function_call; keep one of them")
+    if call:
+        return [tool_call(call, f"{where}.function_call")]
+    if isinstance(calls, str) and calls.lstrip().startswith("["):
+        calls = json_of(calls, f"{where}.tool_calls")
+    if not calls:
+        return []
+    return [
+        tool_call(each, f"{where}.tool_calls[{index}]")
+        for index, each in enumerate(list_of(calls, f"{where}.tool_calls"))
+    ]
+
+
+def tool_call(raw: Any, where: str) -> dict[str, Any]:
+    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowProblem(f"{where} has no function name")
+    arguments = written = function.get("arguments")
+    if isinstance(written, str):
+        arguments = json_of(written, f"{where}.arguments") if written.strip() else {}
+        if isinstance(arguments, dict):
+            arguments = WrittenArguments(arguments, written)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise RowProblem(f"{where}.arguments is {kind_of(arguments)}, expected an object")
+    check_plain(arguments, f"{where}.arguments")
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = raw.get("id") if isinstance(raw, Mapping) else None
+    return {"id": identity, **call} if identity else call
+
+
+def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Function schemas of a row: its `tools`, or the older `functions`; lists or their JSON text.
+
+    Each is brought into the `{"type": "function"}` form.
+    """
+    if row.get("tools") and row.get("functions"):
+        raise RowProblem("the row has both 'tools' and 'functions'; keep one of them")
+    column = "functions" if row.get("functions") else "tools"
+    value = row.get(column)
+    if isinstance(value, str):
+        value = json_of(value, column) if value.strip() else None
+    if value is None:
+        return ()
+    return tuple(
+        _schema(tool, f"{column}[{index}]") for index, tool in enumerate(list_of(value, column))
+    )
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = json_of(tool, where)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowProblem(f"{where} has no function name")
+    check_plain(tool, where)
+    return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse what JSON does not have: dates, bytes and decimals of typed columns."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            check_plain(inner, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            check_plain(inner, f"{where}[{index}]")
+    elif not isinstance(value, PLAIN):
+        raise RowProblem(
+            f"{where} is {kind_of(value)}, which JSON does not have, so its text is not known; "
+            "store it as text"
+        )
+
+
+def spoken_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The calls of a ShareGPT turn from `function_call`, whose value is their JSON text."""
+    value = json_of(text_of(turn, "value", where), where)
+    return [tool_call(each, where) for each in (value if isinstance(value, list) else [value])]
+
+
+def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a row sets, an object or its JSON text."""
+    value = row.get("chat_template_kwargs")
+    if isinstance(value, str) and value.strip():
+        value = json_of(value, "chat_template_kwargs")
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowProblem(f"chat_template_kwargs is {kind_of(value)}, expected an object")
+    check_plain(value, "chat_template_kwargs")
+    return dict(value)

@@ -1,0 +1,53 @@
+"""Values of a row by kind, and the problem that is raised where one is of another kind."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Raw = Mapping[str, Any]
+
+
+class RowProblem(ValueError):
+    """A row that does not have the shape its format needs; the reader adds file and row number."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Takes the place of a row that its file does not hold in a readable form."""
+
+    problem: str
+    text: str = ""
+    """The beginning of what the file holds there."""
+
+
+def json_of(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RowProblem(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise RowProblem(f"{where} is JSON nested too deeply") from None
+
+
+def text_of(row: Raw, column: str, where: str = "") -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        place = f"{where}.{column}" if where else column
+        raise RowProblem(f"{place} is {kind_of(value)}, expected text")
+    return value
+
+
+def list_of(value: Any, where: str) -> list[Any]:
+    """A list, or the list that a JSON text holds, as columns of text do."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = json_of(value, where)
+    if not isinstance(value, list):
+        raise RowProblem(f"{where} is {kind_of(value)}, expected a list")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    kinds = {str: "text", dict: "an object", list: "a list", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"of type {type(value).__name__}")

@@ -1,0 +1,171 @@
+"""Ask a model every question that decides whether it is trained right, on two layers of it."""
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from finetune.data.render import load_chat
+from finetune.diagnosis import twins
+from finetune.diagnosis.finding import Finding
+from finetune.diagnosis.subject import ROWS, described, small
+from finetune.errors import FinetuneError
+from finetune.model import load_tokenizer
+from finetune.planner import plan
+from finetune.prover.delivery import Delivery, check_deliveries
+from finetune.prover.pairs import FP32
+from finetune.prover.subject import Subject
+from finetune.recipe import Data, Recipe
+from finetune.run import Run
+
+LOSS, GRADIENT = 1e-5, 1e-3
+"""Largest relative differences of a mean loss, and of a whole gradient, that fp32 rounding gives.
+
+Sums in another order differ by about 1e-7 a product; a gradient passes through two layers of them,
+and a wrong mask, scale or position differs by more than one part in a hundred."""
+
+
+class Examination:
+    """The questions, and what earlier answers leave for later ones."""
+
+    def __init__(self, recipe: Recipe, folder: Path, cache: Path, alone: bool = True) -> None:
+        """`alone`: whether the result is loaded elsewhere here; else the caller asks for that."""
+        self.alone = alone
+        self.asked = recipe
+        self.folder = folder
+        self.cache = cache
+        self.about = ""
+        """The shrunk model in a line."""
+        self.notes: tuple[str, ...] = ()
+        """What the shrunk model and its data differ in from what was asked for."""
+
+    def findings(self) -> Iterator[Finding]:
+        """Answers in order; the first that leaves nothing more to ask ends them."""
+        yield self._ask("plan", self._plan)
+        prepared = self._ask("two layers of it", self._prepare)
+        yield prepared
+        if not prepared.passed:
+            return
+        answered = dict[str, bool]()
+        for name, question, needs in (
+            ("loss", self._loss, None),
+            ("gradients", self._gradients, "loss"),
+            ("documents side by side", self._side_by_side, "loss"),
+            ("activation checkpointing", self._checkpointing, "loss"),
+            ("two steps", self._train, None),
+            ("saved, reloaded, merged", self._reload, "two steps"),
+            ("stop tokens", self._stops, "two steps"),
+        ):
+            if question == self._reload and not self.alone:
+                continue
+            if needs is not None and not answered[needs]:
+                yield Finding(name, None, f"not asked, because of `{needs}`")
+                continue
+            finding = self._ask(name, question)
+            answered[name] = finding.passed is True
+            yield finding
+
+    def _ask(self, name: str, question: Callable[[], tuple[bool | None, str]]) -> Finding:
+        """The answer; whatever a model's code raises is an answer as well."""
+        quiet = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                passed, why = question()
+        except FinetuneError as error:
+            return Finding(name, False, "; ".join(error.problems), refused=True)
+        except Exception as error:  # code of transformers, PEFT or the model's repository
+            first = str(error).strip().split("\n")[0]
+            return Finding(name, False, f"{type(error).__name__}: {first}")
+        return Finding(name, passed, why)
+
+    def _plan(self) -> tuple[bool, str]:
+        # A model that is named alone has no data, and the plan is the same for any data.
+        data = self.asked.data or (Data("rows.jsonl", "messages"),)
+        settled = plan(dataclasses.replace(self.asked, data=data))
+        notes = "".join(f"; {note}" for note in settled.notes())
+        count = settled.processes
+        return True, f"{settled.backend.name}, {count} process{'es' * (count > 1)}{notes}"
+
+    def _prepare(self) -> tuple[bool, str]:
+        self.subject: Subject = small(self.asked, self.folder, self.cache)
+        self.recipe: Recipe = self.subject.recipe
+        self.about, self.notes = described(self.subject), self.subject.notes
+        self.pad_id = load_tokenizer(self.recipe).pad_token_id or 0
+        self.rows = self.subject.data.train
+        return True, self.about
+
+    def _outcome(self, recipe: Recipe) -> twins.Outcome:
+        with twins.ours(recipe, self.folder / "offload") as engine:
+            found = twins.outcome(engine, recipe, self.rows, self.pad_id)
+            self.values = twins.values(engine.module)
+        return found
+
+    def _loss(self) -> tuple[bool, str]:
+        self.ours = self._outcome(self.recipe)
+        self.plain = twins.plain_outcome(self.recipe, self.rows, self.values)
+        loss, self.gradient_apart = self.ours.apart(self.plain)
+        return loss <= LOSS, (
+            f"{self.ours.loss:.6f}, in transformers{self._and_peft} {self.plain.loss:.6f} "
+            f"({loss:.1e} apart)"
+        )
+
+    @property
+    def _and_peft(self) -> str:
+        return "" if self.recipe.adapter is None else " + PEFT"
+
+    def _gradients(self) -> tuple[bool, str]:
+        missing = sorted(self.plain.gradients.keys() - self.ours.gradients.keys())
+        told = f"; none of {missing[0]}" if missing else ""
+        return self.gradient_apart <= GRADIENT, (
+            f"{len(self.ours.gradients)} tensors, {self.gradient_apart:.1e} from those of "
+            f"transformers{self._and_peft}{told}"
+        )
+
+    def _compared(self, changed: Recipe) -> tuple[bool, str]:
+        """The same rows under a change that must change nothing."""
+        loss, gradient = self._outcome(changed).apart(self.ours)
+        return loss <= LOSS and gradient <= GRADIENT, (
+            f"loss {loss:.1e} and gradient {gradient:.1e} from rows by themselves"
+        )
+
+    def _side_by_side(self) -> tuple[bool | None, str]:
+        return self._compared(self.recipe)
+
+    def _checkpointing(self) -> tuple[bool | None, str]:
+        model = dataclasses.replace(self.recipe.model, activation_checkpointing=True)
+        passed, why = self._compared(dataclasses.replace(self.recipe, model=model))
+        return passed, why.replace("rows by themselves", "a step that keeps activations")
+
+    def _train(self) -> tuple[bool, str]:
+        from finetune.worker import train
+
+        self.run: Run = train(self.recipe, "single", "fp32", self.folder / "run")
+        losses = [record["loss"] for record in self.run.read_metrics("train")]
+        return True, f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+
+    @property
+    def delivery(self) -> Delivery:
+        """The finished run, to be loaded without this project."""
+        return Delivery("own", "single", self.subject, self.run, bf16=False)
+
+    def _reload(self) -> tuple[bool, str]:
+        (check,) = check_deliveries([self.delivery], FP32)
+        return bool(check.passed), check.summary
+
+    def _stops(self) -> tuple[bool | None, str]:
+        tokenizer = load_tokenizer(self.recipe)
+        chosen = self.recipe.model
+        chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
+        picked = (self.rows.row(index) for index in range(min(ROWS, len(self.rows))))
+        ends = {int(ids[said][-1]) for ids, said in picked} & chat.end_tokens
+        named = ", ".join(repr(tokenizer.decode([end])) for end in sorted(ends))
+        if not ends:
+            return False, "rows are not trained to end, so the model would never stop"
+        stored = json.loads((self.run.final / "generation_config.json").read_text("utf-8"))
+        stops = stored.get("eos_token_id")
+        lost = ends - set(stops if isinstance(stops, list) else [stops])
+        if lost:
+            return False, f"trained to end with {named}, but final/ stops at {stops}"
+        return True, f"trained to end with {named}, and final/ stops there"

@@ -1,0 +1,291 @@
+"""Pass a row of text forward and backward through a model on `meta` tensors.
+
+These have shapes and no numbers: a model of any size, partitioned by ZeRO-3 or packed in four bits,
+is checked in seconds and in no memory for which trained parameters a gradient reaches.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from torch import nn
+from torch.distributions import Distribution
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS = 2
+"""Rows of the pass on `meta` tensors."""
+SHORT = 8
+"""Tokens of a row in the first pass on `meta` tensors."""
+LONG = 288
+"""Tokens of a row in the second one: compressed attention begins after 128 (DeepSeek-V4)."""
+SECONDS = 30.0
+"""Seconds that longer rows may take: a recurrence written as a loop takes long for them."""
+INDEXED_EXPERT = re.compile(r"^(.*?)\.?\bexperts?\.\d+(\.|$)")
+"""A tensor of one expert among several that are modules of their own."""
+
+
+def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
+    """Names of trained parameters that no gradient reaches from the logits of a text.
+
+    An expert that gets no token is reached where its router is: it may get one in the next row. A
+    quantised layer counts as the plain layer that it stands for, because a result is also used on
+    the plain base. None where neither `meta` tensors nor real ones could pass through the model.
+
+    Args:
+        model: before an engine wraps it; its weights may be partitioned by ZeRO-3.
+        longest: tokens of a row of the training.
+    """
+    begun = time.perf_counter()
+    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
+    left: set[str] | None = None
+    for length in sorted({min(length, longest) for length in (SHORT, LONG, 8 * LONG)}):
+        if left is not None and time.perf_counter() - begun > SECONDS / 4:
+            break
+        try:
+            with _as_text(model), _seconds_left(model, begun + SECONDS):
+                found = _pass_on_meta(model, wanted, length)
+        except Exception:  # an operation that needs numbers; which one depends on the model
+            if left is not None:  # the shorter row passed
+                break
+            found = _pass_of_numbers(model, wanted)
+        if found is None:
+            return None
+        left = found if left is None else left & found
+        if not left:
+            return []
+    return [name for name in wanted if name in (left or ())]
+
+
+def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] | None:
+    """Parameters among the `wanted` that no gradient reaches in rows of a length.
+
+    Where a branch of the model depends on numbers, what one branch leaves out is tried with real
+    ones.
+    """
+    leaves = _leaves(model)
+    with _entered() as entered, _plain_linear(model), _no_validation(), torch.device("meta"):
+        pretended = _Pretended()
+        with pretended, _Lists():
+            ids = torch.ones(ROWS, length, dtype=torch.long)
+            logits_of(_call(model, leaves, ids)).float().sum().backward()
+    left = {name for name in wanted if leaves[name].grad is None}
+    left -= {name for name in left if _may_get_a_token(name, model, entered)}
+    if left and pretended.branches:
+        measured = _pass_of_numbers(model, wanted)
+        return None if measured is None else left & measured
+    return left
+
+
+def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
+    """The same with the model's own weights; None where they are partitioned or it fails."""
+    reached = set[str]()
+    handles: list[Any] = []
+    named = dict(model.named_parameters())
+    if any(hasattr(p, "ds_id") or p.is_meta for p in named.values()):  # ds_id: ZeRO-3 only
+        return None
+
+    def noting(name: str) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:
+            reached.add(name)
+            parameter.grad = None  # one gradient in memory at a time
+
+        return note
+
+    device = next(iter(named.values())).device
+    try:
+        for name in wanted:
+            handles.append(named[name].register_post_accumulate_grad_hook(noting(name)))
+        with _entered() as entered, _as_text(model), _autocast(named.values(), device):
+            ids = torch.arange(3, 3 + SHORT, device=device).repeat(ROWS, 1)
+            logits_of(model(input_ids=ids, use_cache=False)).float().sum().backward()
+    except Exception:  # as above
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    left = set(wanted) - reached
+    return {name for name in left if not _may_get_a_token(name, model, entered)}
+
+
+def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) -> Any:
+    buffers = {
+        name: _empty(buffer.shape, buffer.dtype, False) for name, buffer in model.named_buffers()
+    }
+    given = {"input_ids": ids, "use_cache": False}
+    return torch.func.functional_call(model, leaves | buffers, (), given)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits of a forward pass, whatever form its output has.  # (rows, tokens, vocabulary)"""
+    return output[0] if isinstance(output, tuple) else output.logits
+
+
+def _leaves(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A tensor without numbers for each parameter, in fp32, with the shape that it stands for."""
+    shapes = {
+        f"{name}.weight" if name else "weight": torch.Size([layer.out_features, layer.in_features])
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear4bit | Linear8bitLt)
+    }
+    return {
+        name: _empty(
+            shapes.get(name) or getattr(p, "ds_shape", p.shape),  # ds_shape: ZeRO-3 only
+            torch.float32 if name in shapes else p.dtype,
+            p.requires_grad,
+        )
+        for name, p in model.named_parameters()
+    }
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, trained: bool) -> torch.Tensor:
+    wide = torch.float32 if dtype.is_floating_point else dtype
+    return torch.empty(shape, dtype=wide, device="meta", requires_grad=trained)
+
+
+def _may_get_a_token(name: str, model: nn.Module, entered: set[nn.Module]) -> bool:
+    """Whether a parameter is that of one expert, whose router may choose it for another token."""
+    found = INDEXED_EXPERT.match(name)
+    return found is not None and model.get_submodule(found[1]) in entered
+
+
+class _Pretended(TorchDispatchMode):
+    """Answers for operations that need numbers: a truth is false, a number is 0, all are nonzero.
+
+    `branches` says whether a truth was asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, dict(kwargs or {})
+        if name == "aten::_to_copy":
+            kwargs["device"] = torch.device("meta")
+        if name == "aten::_local_scalar_dense":
+            self.branches |= args[0].dtype == torch.bool
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        if name == "aten::equal":
+            self.branches = True
+            return False
+        if name == "aten::nonzero":
+            shape = (args[0].numel(), args[0].dim())
+            return torch.empty(shape, dtype=torch.long, device="meta")
+        return func(*args, **kwargs)
+
+
+class _Lists(TorchFunctionMode):
+    """`tolist` gives zeros: it does not pass through the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].is_meta:
+            with torch._C.DisableTorchFunction():
+                return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _as_text(model: nn.Module) -> Generator[None]:
+    """Inside, without dropout and checkpoints, with implementations that take `meta` tensors."""
+    training = {module: module.training for module in model.modules()}
+    chosen = {
+        "_attn_implementation_internal": "eager",
+        "_experts_implementation_internal": "batched_mm",
+    }
+    configs: dict[int, Any] = {
+        id(config): config
+        for module in model.modules()
+        for config in [module.__dict__.get("config")]
+        if config is not None
+    }
+    before = {
+        (key, field): config.__dict__[field]
+        for key, config in configs.items()
+        for field in (*chosen, "_pre_quantization_dtype")
+        if field in getattr(config, "__dict__", {})
+    }
+    try:
+        model.eval()
+        for key, field in before:
+            if field in chosen:
+                configs[key].__dict__[field] = chosen[field]
+            else:  # by it Jamba and Mamba see that they are quantised
+                del configs[key].__dict__[field]
+        yield
+    finally:
+        for (key, field), value in before.items():
+            configs[key].__dict__[field] = value
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _plain_linear(model: nn.Module) -> Generator[None]:
+    """Inside, a quantised layer computes with the plain weight that it is given."""
+
+    def plain(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: F.linear(x, layer.weight, layer.bias)
+
+    layers = [each for each in model.modules() if isinstance(each, Linear4bit | Linear8bitLt)]
+    before = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            layer.forward = plain(layer)
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+@contextlib.contextmanager
+def _entered() -> Generator[set[nn.Module]]:
+    """The modules whose forward pass begins inside."""
+    seen = set[nn.Module]()
+    handle = register_module_forward_pre_hook(lambda module, _: seen.add(module))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
+    """Inside, a forward pass that is not done in time ends in a TimeoutError."""
+
+    def check(*_: object) -> None:
+        if time.perf_counter() > until:
+            raise TimeoutError
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _no_validation() -> Generator[None]:
+    """Inside, distributions of torch do not look at their arguments' values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def _autocast(
+    parameters: Iterable[nn.Parameter], device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    narrow = any(p.dtype == torch.bfloat16 for p in parameters)
+    return torch.autocast(device.type, torch.bfloat16) if narrow else contextlib.nullcontext()

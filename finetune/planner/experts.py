@@ -1,0 +1,71 @@
+"""Knows the load-balancing loss that transformers adds for mixtures of experts, by model type."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner.families import read
+from finetune.recipe import Model
+
+BALANCED = (
+    "mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "gpt_oss", "phimoe",
+    "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe",
+    "flex_olmo", "ernie4_5_moe", "jamba",
+)  # fmt: skip
+"""Types whose loss is `load_balancing_loss_func` of transformers 5.23."""
+EXPERT_FIELDS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
+)  # fmt: skip
+"""Names that configs give to the number of routed experts."""
+DEFAULT = 0.001
+"""`router_aux_loss_coef` of a config that does not state it; OLMoE's and FlexOlmo's is 0.01."""
+DEFAULTS = {"olmoe": 0.01, "flex_olmo": 0.01}
+
+
+def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, str]:
+    """What the load-balancing loss is multiplied by (None: it is left out), or why it cannot be.
+
+    Args:
+        fields: the model's config; empty where it is not known yet.
+    """
+    asked = model.router_aux_loss
+    kind = fields.get("model_type")
+    if asked == "none" or not fields:
+        return None, ""
+    if asked == "model":
+        if not fields.get("output_router_logits"):
+            return None, ""
+        stated = fields.get("router_aux_loss_coef")
+        factor = DEFAULTS.get(str(kind), DEFAULT) if stated is None else float(stated)
+    else:
+        factor = float(asked)
+    if factor == 0:
+        return None, ""
+    if kind in BALANCED and expert_count(fields) > 1:
+        return factor, ""
+    source = "config.json has output_router_logits=true" if asked == "model" else f"got {asked}"
+    return None, (
+        f"model.router_aux_loss: {source}, but no load-balancing loss is known here for {kind}; "
+        "set model.router_aux_loss=none to train without one"
+    )
+
+
+def expert_count(fields: Mapping[str, Any]) -> int:
+    """Routed experts of a layer, as a config states them; 0 for a model without experts."""
+    inner: list[Mapping[str, Any]] = [
+        fields.get("text_config") or {}, fields.get("ffn_config") or {}
+    ]  # fmt: skip
+    counts: list[Any] = [place.get(name) for place in (fields, *inner) for name in EXPERT_FIELDS]
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def quantised_share(fields: Mapping[str, Any]) -> float | None:
+    """Share of a model's weights that are in linear layers but the head; None where not known.
+
+    bitsandbytes packs these: not the embeddings, the head, or the tensors of experts.
+    """
+    try:
+        shape = read(fields)
+    except FinetuneError:
+        return None
+    return shape.layers * shape.linear_weights / shape.parameters

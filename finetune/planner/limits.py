@@ -1,0 +1,188 @@
+"""Refuses what transformers or PEFT cannot train, by the model's type and the adapter's fields.
+
+Types are looked up in the installed transformers' own tables, which are read as text: importing
+them takes seconds.
+"""
+
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.planner import published
+from finetune.planner.experts import coefficient, expert_count
+from finetune.planner.kernels import model_fields
+from finetune.recipe import LoRA, Recipe
+
+SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
+BESIDE_TEXT = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
+MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+MAMBA_UNREACHED = ("out_proj", "conv1d")
+"""Types, and names of their modules, that PEFT 0.21 refuses: kernels read the weights directly."""
+MAMBA_TARGETS = {
+    "mamba": "in_proj,x_proj", "falcon_mamba": "in_proj,x_proj", "mamba2": "in_proj",
+    "falcon_h1": "q_proj,k_proj,v_proj,o_proj,in_proj,gate_proj,up_proj,down_proj",
+    "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
+}  # fmt: skip
+"""What to name in these types instead of `all-linear`."""
+TRANSPOSED = ("gpt2", "openai-gpt")
+"""Types whose linear maps are `Conv1D` of transformers."""
+WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
+
+
+def fields_of(recipe: Recipe) -> Mapping[str, Any]:
+    """The config of a recipe's model, on this machine or published; empty where not known."""
+    found = model_fields(recipe)
+    if not found and recipe.model.name is not None:
+        found = published.find(recipe.model.name) or {}
+    return found
+
+
+@functools.cache
+def types(table: str) -> frozenset[str]:
+    """Model types of a table of `transformers.models.auto`, such as `MODEL_FOR_CAUSAL_LM`.
+
+    Empty where the table is not found: loading the model reports what is wrong with it.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    path = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    found = re.search(rf"^{table}_MAPPING_NAMES = OrderedDict\((.*?)^\)", text, re.M | re.S)
+    return frozenset(re.findall(r'^ +\(\s*"([^"]+)",', found[1], re.M)) if found else frozenset()
+
+
+def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Everything that transformers or PEFT cannot train of a recipe, for a model of this config."""
+    yield from architecture(recipe, fields)
+    yield from adapter(recipe, fields)
+    yield from router_loss(recipe, fields)
+
+
+def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model is not a decoder of text that `AutoModelForCausalLM` builds."""
+    kind = fields.get("model_type")
+    if not isinstance(kind, str):
+        return
+    if recipe.model.trust_remote_code and fields.get("auto_map"):
+        return  # the repository's own code says what it is
+    field = "model.config" if recipe.model.config is not None else "model.name"
+    causal = types("MODEL_FOR_CAUSAL_LM")
+    both = any(kind in types(table) for table in SEQ_TO_SEQ) and not _beside(kind)
+    if fields.get("is_encoder_decoder", both):
+        yield (
+            f"{field}: {kind} is an encoder-decoder model, and only decoders are trained here; "
+            "use a decoder such as Qwen3, Llama or Gemma"
+        )
+    elif causal and kind not in causal:
+        reason = _not_causal(kind)
+        if reason:
+            yield f"{field}: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
+
+
+def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Why a load-balancing loss that is asked for cannot be added."""
+    _, problem = coefficient(recipe.model, fields)
+    if problem:
+        yield problem
+
+
+def _beside(kind: str) -> bool:
+    """Whether a type is a decoder that reads images or audio."""
+    return any(kind in types(table) for table in BESIDE_TEXT)
+
+
+def _not_causal(kind: str) -> str:
+    """What a type is that has no causal language model; empty for one that nothing is known of."""
+    if _beside(kind):
+        return "reads images or audio beside text, which are not trained here"
+    if kind in types("MODEL_FOR_MASKED_LM"):
+        return "is an encoder that predicts masked tokens, not the next token"
+    return "has no causal language model in transformers" if kind in types("MODEL") else ""
+
+
+def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """What PEFT 0.21 refuses of an adapter, on models whose config is known where it matters."""
+    given = recipe.adapter
+    if given is None:
+        return
+    yield from _layers(given, fields)
+    yield from _orthogonal(given)
+    if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
+        yield (
+            f"adapter.init_lora_weights: PEFT's olora does not know that {fields['model_type']} "
+            "keeps its matrices transposed; use true, pissa or orthogonal"
+        )
+    yield from _mamba(given, str(fields.get("model_type")))
+    experts = expert_count(fields) > 1 and given.targets == "all-linear"
+    if experts or given.target_parameters:
+        yield from against_parameters(given)
+
+
+def _layers(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
+    if not given.layers_to_transform:
+        return
+    if isinstance(given.targets, str):
+        yield (
+            f"adapter.layers_to_transform: PEFT chooses layers among modules that are named, and "
+            f"adapter.targets is '{given.targets}'; name them, as in "
+            "adapter.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+        )
+    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
+    beyond = [str(n) for n in given.layers_to_transform if isinstance(layers, int) and n >= layers]
+    beyond += [str(n) for n in given.layers_to_transform if n < 0]
+    if beyond:
+        last = f"0 to {layers - 1}" if isinstance(layers, int) else "0 and more"
+        yield f"adapter.layers_to_transform: got {', '.join(beyond)}, expected layers {last}"
+
+
+def _orthogonal(given: LoRA) -> Iterator[str]:
+    if given.init_lora_weights != "orthogonal":
+        return
+    ranks = {"adapter.r": given.r, **{f"adapter.rank_pattern.{n}": r for n, r in
+                                      given.rank_pattern.items()}}  # fmt: skip
+    for field, rank in ranks.items():
+        if rank % 2:
+            yield f"{field}: orthogonal needs an even rank, got {rank}; use {rank + 1}"
+
+
+def _mamba(given: LoRA, kind: str) -> Iterator[str]:
+    if kind not in MAMBA:
+        return
+    use = f"use adapter.targets=[{MAMBA_TARGETS[kind]}]"
+    if given.targets == "all-linear":
+        yield (
+            f"adapter.targets: all-linear reaches out_proj of {kind}, which PEFT refuses, because "
+            f"kernels of Mamba read its weights directly; {use}"
+        )
+    elif not isinstance(given.targets, str):
+        for name in given.targets:
+            if name.rsplit(".", 1)[-1] in MAMBA_UNREACHED:
+                yield (
+                    f"adapter.targets: PEFT refuses {name} of {kind}, because kernels of Mamba "
+                    f"read its weights directly; {use}"
+                )
+
+
+def against_parameters(given: LoRA) -> Iterator[str]:
+    """What `ParamWrapper` of PEFT 0.21 cannot do."""
+    init = given.init_lora_weights
+    whole = {
+        f"adapter.dropout: {given.dropout} cannot be applied inside": given.dropout > 0,
+        "adapter.use_dora: DoRA has no": given.use_dora,
+        f"adapter.init_lora_weights: '{init}' has no": isinstance(init, str) and init != "gaussian",
+    }
+    instead = {"dropout": "0", "use_dora": "false", "init_lora_weights": "true"}
+    for told, is_asked in whole.items():
+        if is_asked:
+            field = told.split(":")[0].removeprefix("adapter.")
+            yield (
+                f"{told} {WITHOUT_3D}; use adapter.{field}={instead[field]}, or name modules of "
+                "attention in adapter.targets and leave adapter.target_parameters empty"
+            )

@@ -1,0 +1,174 @@
+"""Rows of Parquet, Arrow and the hub library are those of the same rows in JSON."""
+
+import datetime
+import decimal
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+from conftest import ROOT
+from test_prepare import CHAT, prepare, problems_of, recipe_of, texts, write_jsonl
+
+from finetune.data.files import READERS
+from finetune.data.sources import Source
+from finetune.recipe import Data
+
+
+def called(name: str, arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    messages = [
+        {"role": "user", "content": f"Call {name}"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]},
+        {"role": "tool", "content": "done", "tool_call_id": "a"},
+        {"role": "assistant", "content": "Done"},
+    ]
+    tool = {"type": "function", "function": {"name": name, "parameters": schema}}
+    return {"messages": messages, "tools": [tool]}
+
+
+CALLS = [
+    called(
+        "weather",
+        {"city": "Oslo", "days": [1, 2], "place": {"lat": 1.5}},
+        {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", None]}}},
+    ),
+    called(
+        "add",
+        {"place": {"name": "here"}, "terms": [{"a": 2**60}, {"b": "x"}]},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": []},
+    ),
+    called("now", {}, {"type": "object", "properties": {}}),
+]
+
+
+def write_table(path: Path, rows: list[Any], schema: pyarrow.Schema | None = None) -> None:
+    table = pyarrow.Table.from_pylist(rows, schema)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.stem == "feather":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "feather.arrow"])
+def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path: Path, name: str):
+    path = tmp_path / name
+    write_table(path, CALLS)
+    assert [row for _, row in READERS[path.suffix](path)] == CALLS
+    lines = write_jsonl(tmp_path / "a.jsonl", CALLS)
+    ours, json_rows = (
+        prepare(recipe_of(each, "messages", max_length=10**4), CHAT, tmp_path / "cache").train
+        for each in (str(path), lines)
+    )
+    assert texts(ours) == texts(json_rows)
+    assert '"city": "Oslo"' in texts(ours)[0]
+    assert "null" not in texts(ours)[1]
+
+
+def test_a_null_that_stands_in_json_stays(tmp_path: Path):
+    row = called("f", {"a": None, "b": {"c": None}}, {"properties": {"a": {"default": None}}})
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").train)
+    assert '{"a": null, "b": {"c": null}}' in text
+    assert '"default": null' in text
+
+
+def test_maps_lists_dictionaries_and_json_columns_keep_their_nulls(tmp_path: Path):
+    text = pyarrow.string()
+    map_kind = pyarrow.map_(text, pyarrow.struct([("x", text), ("y", text)]))
+    rows = [
+        {
+            "map": [("a", {"x": "1", "y": None}), ("b", None)],
+            "list": [None, {"x": None}],
+            "dictionary": "often",
+            "top": None,
+            "json": '{"a": null}',
+            "large": [{"x": None, "y": "2"}],
+        }
+    ]
+    schema = pyarrow.schema(
+        [
+            ("map", map_kind),
+            ("list", pyarrow.list_(pyarrow.struct([("x", text)]))),
+            ("dictionary", pyarrow.dictionary(pyarrow.int32(), text)),
+            ("top", text),
+            ("json", pyarrow.json_(text)),
+            ("large", pyarrow.large_list(pyarrow.struct([("x", text), ("y", text)]))),
+        ]
+    )
+    path = tmp_path / "a.arrow"
+    write_table(path, rows, schema)
+    ((_, row),) = READERS[".arrow"](path)
+    assert row == {
+        "map": {"a": {"x": "1"}, "b": None},
+        "list": [None, {}],
+        "dictionary": "often",
+        "top": None,
+        "json": {"a": None},
+        "large": [{"y": "2"}],
+    }
+
+
+VALUES: dict[str, tuple[Any, str]] = {
+    "a date": (datetime.datetime(2024, 5, 1), "of type datetime"),
+    "bytes": (b"a", "of type bytes"),
+    "a decimal": (decimal.Decimal("1.5"), "of type Decimal"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path: Path, name: str):
+    value, kind = VALUES[name]
+    path = tmp_path / "a.parquet"
+    why = f"is {kind}, which JSON does not have, so its text is not known; store it as text"
+    write_table(path, [called("f", {"when": [value]}, {"type": "object"})])
+    assert problems_of(recipe_of(str(path), "messages"), tmp_path / "cache") == [
+        f"{path} row 1: messages[1].tool_calls[0].arguments.when[0] {why}"
+    ]
+    write_table(path, [called("f", {"a": 1}, {"default": value}) | {"when": value}])
+    assert problems_of(recipe_of(str(path), "messages"), tmp_path / "cache") == [
+        f"{path} row 1: tools[0].function.parameters.default {why}"
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path: Path, stream: bool):
+    """In a process of its own: that library is asked for a folder, which it reads as the hub."""
+    write_table(tmp_path / "a.parquet", CALLS)
+    script = f"""
+import json
+from datasets import load_dataset
+from finetune.data.sources import Source
+from finetune.recipe import Data
+data = Data({str(tmp_path)!r}, "messages", stream={stream})
+print(json.dumps([row.value for row in Source(data, ()).rows()]))
+load_dataset({str(tmp_path)!r}, split="train").save_to_disk({str(tmp_path / "saved")!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == CALLS
+    saved = sorted((tmp_path / "saved").glob("*.arrow"))
+    rows = Source(Data(str(tmp_path / "saved"), "messages"), tuple(saved)).rows()
+    assert [row.value for row in rows] == CALLS
+
+
+def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path: Path):
+    from datasets import Dataset, Features, Json, List, Value
+
+    kinds = {"role": Value("string"), "content": Value("string"), "extra": Json()}
+    features = Features({"messages": List(kinds), "meta": Json()})
+    row = {
+        "messages": [{"role": "user", "content": "Hi", "extra": {"a": None}}],
+        "meta": [{"b": None}],
+    }
+    Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
+    assert [each for _, each in READERS[".parquet"](tmp_path / "a.parquet")] == [row]

@@ -1,0 +1,107 @@
+"""The doctor finds what is wrong with a model in seconds, and says yes where nothing is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.prover.shrink import shrink
+
+QUESTIONS = [
+    "plan", "two layers of it", "loss", "gradients", "documents side by side",
+    "activation checkpointing", "two steps", "saved, reloaded, merged", "stop tokens",
+]  # fmt: skip
+
+
+def examined(finetune: Finetune, *words: str | Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit status, and findings by name."""
+    done = finetune("doctor", *words, "--json")
+    assert done.status in (0, 1), done.output
+    return done.status, {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+@pytest.mark.parametrize("kind", [{"adapter": {"r": 4}}, {}], ids=["lora", "full"])
+def test_a_sound_recipe_gets_yes_everywhere(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    status, found = examined(finetune, write_recipe(tmp_path / "r.json", tiny.fields(**kind)))
+    assert status == 0, found
+    assert list(found) == QUESTIONS
+    assert {each["passed"] for each in found.values()} == {True}
+    tensors = 28 if kind else 21
+    assert found["gradients"]["why"].startswith(f"{tensors} tensors")
+
+
+def test_a_model_alone_is_examined_with_lora(tiny: Tiny, finetune: Finetune) -> None:
+    done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2")
+    assert done.status == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [line[:4].strip() for line in lines[: len(QUESTIONS)]] == ["yes"] * len(QUESTIONS)
+    assert "gradients                  4 tensors" in done.stdout  # A and B of two layers
+    assert "note no data is named: rows are generated" in lines
+
+
+def test_what_the_plan_refuses_is_a_no_and_the_rest_is_still_examined(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    fields = tiny.fields(adapter={"r": 4}, backend="zero3", optim={"name": "muon"})
+    status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
+    assert status == 1
+    assert found["plan"]["passed"] is False
+    assert "muon orthogonalises whole matrices" in found["plan"]["why"]
+    assert found["loss"]["passed"] is True
+
+
+def test_rows_that_never_end_are_a_no(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    fields = tiny.fields(model={"chat_template": str(template)})
+    status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
+    assert status == 1
+    last = list(found.values())[-1]
+    assert last["passed"] is False
+    assert "could not learn to stop" in last["why"]
+
+
+def test_the_machine_is_described_for_a_bug_report(finetune: Finetune) -> None:
+    done = finetune("doctor")
+    assert done.status == 0
+    assert f"torch {torch.__version__}" in done.stdout
+    for title in ("versions", "devices", "works here", "missing"):
+        assert f"{title}\n" in done.stdout
+    assert "backends: ddp, fsdp_full_shard" in done.stdout
+
+
+def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path) -> None:
+    done = finetune("doctor", "qwen3_0_6b_lorra")
+    assert done.status == 2
+    assert "did you mean 'qwen3_0_6b_lora'" in done.stderr
+    done = finetune("doctor", tmp_path)
+    assert done.status == 2
+    assert "the folder has no config.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama", "gpt2", "gptj", "opt", "bloom", "mamba", "mamba2", "jamba", "deepseek_v3",
+        "qwen3_next", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "llama4_text", "nemotron_h", "lfm2",
+        "glm4_moe", "minimax", "whisper",
+    ],
+)  # fmt: skip
+def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
+    config = AutoConfig.for_model(kind).to_dict()
+    fields = shrink(config, 300, 128) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    small = AutoConfig.for_model(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    assert small.model_type == kind
+    layers = max(len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    assert layers <= 4  # of layers, or of experts

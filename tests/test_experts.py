@@ -1,0 +1,256 @@
+"""Mixtures of experts: what an adapter reaches, and the load-balancing loss."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Finetune, write_recipe
+from documents import documents_of
+from families import SIZES, build, distance, gradients
+from test_plan import ROWS, refused
+from tiny_run import VOCABULARY, byte_tokenizer, save_base
+from transformers import AutoConfig
+
+from finetune.attention import DOCUMENTS
+from finetune.data.batch import MicroBatch, collate
+from finetune.data.rows import Rows, single_rows
+from finetune.kernels.balance import Balance, balance_of, parts
+from finetune.kernels.balance import documents_of as documents_of_tokens
+from finetune.kernels.head import give_loss
+from finetune.losses import token_loss_sum
+from finetune.methods import SFT
+from finetune.model import recompute
+from finetune.planner.experts import coefficient
+from finetune.recipe import Model
+
+FACTOR = 0.1
+ASKED = {"output_router_logits": True, "router_aux_loss_coef": FACTOR}
+PLAIN = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": LOCAL,
+    "qwen3_moe": PLAIN | {"moe_intermediate_size": 24, "head_dim": 16},
+    "qwen2_moe": PLAIN
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "olmoe": PLAIN,
+    "gpt_oss": LOCAL | {"head_dim": 16, "sliding_window": 16},
+    "granitemoe": LOCAL,
+    "phimoe": LOCAL,
+    "ernie4_5_moe": PLAIN | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "qwen3_next": PLAIN
+    | {
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
+
+
+def balanced(kind: str, attention: str | None = None) -> Any:
+    model = build(kind, **(MOE[kind] | ASKED)).train()
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    chunked = kind in ("mixtral", "qwen3_moe")  # and the others from all logits
+    give_loss(model, chunked=chunked, balance=balance_of(model, Model()))
+    return model
+
+
+def rows_of(lengths: list[int]) -> Rows:
+    made = np.random.default_rng(3)
+    return single_rows(
+        documents_of(
+            (made.integers(3, 300, n).astype(np.int32), made.random(n) < 0.6) for n in lengths
+        )
+    )
+
+
+def step(model: Any, batches: list[MicroBatch]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss of a step, its share of balance, and the gradients, as the training loop makes them."""
+    model.zero_grad()
+    terms = sum(batch.trained_tokens for batch in batches)
+    real = sum(batch.real_tokens for batch in batches)
+    loss = balance = 0.0
+    for batch in batches:
+        whole, share = parts(token_loss_sum(model, batch), real / terms)
+        (whole / terms).backward()
+        loss += whole.item() / terms
+        balance += share.item() / terms
+    return loss, balance, gradients(model)
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> None:
+    model = balanced(kind)
+    (batch,) = [collate(rows_of([19]), np.array([0]), 0, "cpu")]
+    plain = build(kind, **(MOE[kind] | ASKED)).train()
+    output = plain(input_ids=batch.ids, labels=batch.labels)
+    output.loss.backward()
+    loss, balance, found = step(model, [batch])
+    assert output.aux_loss.item() > 1
+    assert balance == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-6)
+    assert loss == pytest.approx(output.loss.item(), rel=1e-6)
+    assert distance(found, gradients(plain)) < 3e-5  # sums in another order
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_a_step_is_the_same_however_its_rows_are_cut(kind: str) -> None:
+    """Any accumulation, padded or side by side, and beside ranks that have no rows."""
+    rows = rows_of([19, 7, 12, 3, 16, 5, 9, 11])
+    numbers = np.arange(8)
+    packed = dataclasses.replace(rows, bounds=np.array([0, 3, 4, 8]), packed=True)
+    cuts = {
+        "each": [collate(rows, numbers[n : n + 1], 0, "cpu") for n in range(8)],
+        "padded by 2": [collate(rows, numbers[n : n + 2], 0, "cpu") for n in range(0, 8, 2)],
+        "padded by 4": [collate(rows, numbers[n : n + 4], 0, "cpu") for n in range(0, 8, 4)],
+        "padded by 8": [collate(rows, numbers, 0, "cpu")],
+        "idle rank": [collate(rows, numbers, 0, "cpu"), collate(rows, numbers[:0], 0, "cpu")],
+        "packed": [collate(packed, np.array([n]), 0, "cpu") for n in range(3)],
+        "one pack": [collate(packed, np.arange(3), 0, "cpu")],
+    }
+    plain, side = balanced(kind), balanced(kind, DOCUMENTS)
+    steps = {name: step(side if "pack" in name else plain, cut) for name, cut in cuts.items()}
+    loss, balance, wanted = steps["each"]
+    for name, (other, share, found) in steps.items():
+        assert other == pytest.approx(loss, rel=1e-6), name
+        assert share == pytest.approx(balance, rel=1e-6), name
+        # Products of another shape are summed in another order.
+        assert distance(found, wanted) < 2e-5, name
+
+
+def test_padding_of_a_long_pack_is_not_counted() -> None:
+    """On a CPU a pack of 1,024 tokens or more is filled up, with a document of padding."""
+    rows = rows_of([1000, 30])
+    packed = dataclasses.replace(rows, bounds=np.array([0, 2]), packed=True)
+    batch = collate(packed, np.array([0]), 0, "cpu")
+    assert batch.ids.numel() == 1088
+    assert batch.real_tokens == 1030
+    assert batch.boundaries is not None
+    found, number = documents_of_tokens(batch.ids, None, batch.boundaries.ends, 1030)
+    assert (number, found.bincount().tolist()) == (3, [1000, 30, 0, 58])
+
+
+def test_evaluation_leaves_the_balance_out() -> None:
+    model = balanced("mixtral").eval()
+    batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
+    labels = batch.labels
+    with torch.no_grad():
+        logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask).logits
+        wanted = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
+        assert token_loss_sum(model, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
+    """Two layers of two experts, one chosen: even choices give N * 2 * (1/2 * 1/2) = 1."""
+    even = torch.tensor([[9.0, -9.0], [-9.0, 9.0]])
+    single = torch.tensor([[9.0, -9.0], [9.0, -9.0]])
+    tokens = torch.tensor([0, 0])
+    balance = Balance(experts=2, chosen=1, coefficient=0.5)
+    assert balance.sum((even, even), tokens, 1).item() == pytest.approx(0.5 * 2 * 1.0, rel=1e-6)
+    assert balance.sum((single, single), tokens, 1).item() == pytest.approx(0.5 * 2 * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_recomputed_blocks_give_the_same_gradient(checkpointed: bool) -> None:
+    model = balanced("qwen3_moe")
+    batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
+    _, _, wanted = step(model, [batch])
+    if checkpointed:
+        recompute(model, True)
+    _, _, found = step(model, [batch])
+    assert distance(found, wanted) < 1e-6
+
+
+# What a recipe asks for.
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "factor"),
+    [
+        ("model", {"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02),
+        ("model", {"output_router_logits": True}, 0.001),
+        ("model", {"output_router_logits": False, "router_aux_loss_coef": 0.02}, None),
+        ("none", {"output_router_logits": True}, None),
+        (0.3, {"output_router_logits": False, "router_aux_loss_coef": 0.02}, 0.3),
+        (0.0, {"output_router_logits": True}, None),
+    ],
+)
+def test_the_factor_is_that_of_the_recipe_or_of_the_config(
+    asked: Any, fields: dict[str, Any], factor: float | None
+) -> None:
+    config = {"model_type": "mixtral", "num_local_experts": 4} | fields
+    assert coefficient(Model(router_aux_loss=asked), config) == (factor, "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "source"),
+    [
+        (0.1, {"model_type": "llama"}, "got 0.1"),
+        (0.1, {"model_type": "deepseek_v3", "n_routed_experts": 8}, "got 0.1"),
+        (
+            "model",
+            {"model_type": "jetmoe", "num_local_experts": 8, "output_router_logits": True},
+            "config.json has output_router_logits=true",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_known_is_refused_by_the_plan(
+    asked: Any, config: dict[str, Any], source: str
+) -> None:
+    model = Model(config=config, tokenizer="t", router_aux_loss=asked)
+    assert refused(SFT(model).with_data(ROWS), "single") == [
+        f"model.router_aux_loss: {source}, but no load-balancing loss is known here for "
+        f"{config['model_type']}; set model.router_aux_loss=none to train without one"
+    ]
+
+
+@pytest.mark.parametrize("kind", sorted({"olmoe", "flex_olmo", "mixtral", "qwen3_moe", "jamba"}))
+def test_default_factors_are_those_of_transformers(kind: str) -> None:
+    config = AutoConfig.for_model(kind, output_router_logits=True)
+    stated = config.router_aux_loss_coef
+    fields = config.to_dict() | {"router_aux_loss_coef": None}
+    assert coefficient(Model(), fields) == (stated, "")
+
+
+def test_a_run_records_the_balance_and_says_so(finetune: Finetune, tmp_path: Path) -> None:
+    """The first step of all weights has the loss of transformers on each row, by its tokens."""
+    fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
+    model = build("qwen3_moe", **fields)
+    save_base(model, tmp_path / "base")
+    samples = [("the cat", " sat on it"), ("a dog ran to the old tree", " and back")] * 2
+    rows = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    recipe = {
+        "method": "sft", "model": {"name": str(tmp_path / "base")}, "max_steps": 1,
+        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion"}],
+        "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False},
+        "train_on": "all",
+    }  # fmt: skip
+    write_recipe(tmp_path / "r.json", recipe)
+    run = tmp_path / "run"
+    done = finetune("train", tmp_path / "r.json", "--precision", "fp32", "--output", run)
+    assert done.status == 0, done.stderr
+    told = "model.router_aux_loss: 0.1 x the load-balancing loss of the experts, by document, is"
+    assert told in " ".join(done.output.split())
+    (line,) = [
+        record
+        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if record["kind"] == "train"
+    ]
+    tokenizer = byte_tokenizer()
+    cross = balance = terms = tokens = 0.0
+    for prompt, completion in samples:
+        ids = torch.tensor([[*tokenizer(prompt + completion).input_ids, 256]])
+        output = model.eval()(input_ids=ids, labels=ids)
+        alone = output.loss.item() - FACTOR * output.aux_loss.item()
+        cross, terms = cross + alone * (ids.numel() - 1), terms + ids.numel() - 1
+        balance, tokens = balance + output.aux_loss.item() * ids.numel(), tokens + ids.numel()
+    assert line["trained_tokens"] == terms
+    assert line["real_tokens"] == tokens
+    assert line["router_aux_loss"] == pytest.approx(FACTOR * balance / tokens, rel=1e-5)
+    assert line["loss"] == pytest.approx(cross / terms + FACTOR * balance / tokens, rel=1e-5)

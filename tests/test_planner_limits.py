@@ -1,0 +1,201 @@
+"""What transformers or PEFT cannot train is refused by the plan, with what to do instead."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from conftest import Finetune
+from test_plan import ROWS, refused
+from transformers.models.auto import modeling_auto
+
+from finetune.methods import SFT
+from finetune.planner import limits
+from finetune.planner.experts import expert_count
+from finetune.planner.rules import WITHOUT_SDPA
+from finetune.recipe import Model, Recipe
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+
+
+def of(kind: str, **fields: Any) -> Recipe:
+    model = Model(config={"model_type": kind} | fields, tokenizer="t", attention="eager")
+    return SFT(model).with_data(ROWS)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+        *limits.SEQ_TO_SEQ,
+    ],
+)  # fmt: skip
+def test_the_tables_of_transformers_are_read_without_importing_it(table: str) -> None:
+    assert limits.types(table) == set(getattr(modeling_auto, f"{table}_MAPPING_NAMES"))
+
+
+def test_a_table_that_transformers_lacks_refuses_nothing() -> None:
+    assert limits.types("MODEL_FOR_NOTHING") == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "pegasus", "marian", "led", "whisper"])
+def test_encoder_decoder_models_are_refused(kind: str) -> None:
+    assert refused(of(kind), "single") == [
+        f"model.config: {kind} is an encoder-decoder model, and only decoders are trained here; "
+        "use a decoder such as Qwen3, Llama or Gemma"
+    ]
+
+
+def test_the_decoder_of_bart_alone_is_not_an_encoder_decoder() -> None:
+    assert refused(of("bart", is_encoder_decoder=False), "single") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("qwen2_vl", "reads images or audio beside text, which are not trained here"),
+        ("llava", "reads images or audio beside text, which are not trained here"),
+        ("voxtral", "reads images or audio beside text, which are not trained here"),
+        ("deberta", "is an encoder that predicts masked tokens, not the next token"),
+        ("vit", "has no causal language model in transformers"),
+        ("wav2vec2", "has no causal language model in transformers"),
+    ],
+)
+def test_types_without_a_causal_language_model_are_refused(kind: str, reason: str) -> None:
+    assert refused(of(kind), "single") == [
+        f"model.config: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt_oss", "unheard_of"])
+def test_causal_models_and_types_that_are_not_known_pass(kind: str) -> None:
+    assert refused(of(kind), "single") == []
+
+
+def test_code_of_a_repository_says_what_its_model_is() -> None:
+    config = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    model = Model(config=config, tokenizer="t", trust_remote_code=True)
+    assert refused(of("vit").with_model(model), "single") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "instead"),
+    [
+        ({"dropout": 0.1}, "dropout", "dropout=0"),
+        ({"use_dora": True}, "use_dora", "use_dora=false"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights", "init_lora_weights=true"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights", "init_lora_weights=true"),
+    ],
+)
+def test_adapters_on_experts_are_refused_what_peft_cannot_do(
+    fields: dict[str, Any], field: str, instead: str
+) -> None:
+    (problem,) = refused(of("qwen3_moe", **EXPERTS).with_lora(**fields), "single")
+    assert problem.startswith(f"adapter.{field}: ")
+    assert f"; use adapter.{instead}, or name modules of attention in adapter.targets" in problem
+    named: dict[str, Any] = fields | {"targets": ("q_proj", "o_proj")}
+    assert refused(of("qwen3_moe", **EXPERTS).with_lora(**named), "single") == []
+    assert refused(of("qwen3").with_lora(**fields), "single") == []
+    given: dict[str, Any] = named | {"target_parameters": ("experts.down_proj",)}
+    assert len(refused(of("unheard_of").with_lora(**given), "single")) == 1
+
+
+def test_a_published_mixture_is_known_without_its_config() -> None:
+    recipe = SFT(Model("mistralai/Mixtral-8x7B-v0.1")).with_data(ROWS)
+    (problem,) = refused(recipe.with_lora(dropout=0.1), "single")
+    assert problem.startswith("adapter.dropout: 0.1 cannot be applied inside adapters on expert")
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"num_local_experts": 8}, 8),
+        ({"n_routed_experts": 64, "n_shared_experts": 2}, 64),
+        ({"text_config": {"num_experts": 128}}, 128),
+        ({"ffn_config": {"moe_num_experts": 16}}, 16),
+        ({"num_local_experts": 0}, 0),
+        ({"num_hidden_layers": 8}, 0),
+    ],
+)
+def test_experts_are_counted_from_every_spelling(fields: dict[str, Any], count: int) -> None:
+    assert expert_count(fields) == count
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.q_proj"])
+def test_layers_need_modules_that_are_named(targets: str) -> None:
+    recipe = of("llama").with_lora(layers_to_transform=(0,), targets=targets)
+    (problem,) = refused(recipe, "single")
+    assert problem.startswith("adapter.layers_to_transform: ")
+    assert f"adapter.targets is '{targets}'; name them" in problem
+    assert refused(recipe.with_lora(layers_to_transform=(0,), targets=("q_proj",)), "single") == []
+
+
+def test_layers_that_a_model_lacks_are_refused() -> None:
+    recipe = of("llama", num_hidden_layers=2)
+    adapted = recipe.with_lora(layers_to_transform=(1, 2, 7), targets=("q_proj",))
+    assert refused(adapted, "single") == [
+        "adapter.layers_to_transform: got 2, 7, expected layers 0 to 1"
+    ]
+
+
+def test_an_odd_rank_has_no_orthogonal_start() -> None:
+    given: dict[str, Any] = {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 5}}
+    assert refused(of("llama").with_lora(r=3, **given), "single") == [
+        "adapter.r: orthogonal needs an even rank, got 3; use 4",
+        "adapter.rank_pattern.q_proj: orthogonal needs an even rank, got 5; use 6",
+    ]
+
+
+def test_olora_on_transposed_matrices_is_refused() -> None:
+    assert refused(of("gpt2").with_lora(init_lora_weights="olora"), "single") == [
+        "adapter.init_lora_weights: PEFT's olora does not know that gpt2 keeps its matrices "
+        "transposed; use true, pissa or orthogonal"
+    ]
+    assert refused(of("gpt2").with_lora(init_lora_weights="pissa"), "single") == []
+
+
+@pytest.mark.parametrize("kind", limits.MAMBA)
+def test_what_kernels_of_mamba_read_directly_is_refused(kind: str) -> None:
+    (problem,) = refused(of(kind).with_lora(), "single")
+    assert problem.startswith(f"adapter.targets: all-linear reaches out_proj of {kind}, which PEFT")
+    named = problem.rsplit("[", 1)[1].rstrip("]").split(",")
+    assert refused(of(kind).with_lora(targets=tuple(named)), "single") == []
+    (problem,) = refused(of(kind).with_lora(targets=("in_proj", "mixer.out_proj")), "single")
+    assert "PEFT refuses mixer.out_proj" in problem
+
+
+@pytest.mark.slow
+def test_types_without_sdpa_are_those_of_transformers() -> None:
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    without = {
+        kind
+        for kind, name in names.items()
+        if not getattr(transformers, name if isinstance(name, str) else name[0])._supports_sdpa
+    }
+    assert without == set(WITHOUT_SDPA)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "bloom", "gptj"])
+def test_types_without_sdpa_are_refused(kind: str) -> None:
+    recipe = of(kind)
+    model = dataclasses.replace(recipe.model, attention="sdpa")
+    assert refused(dataclasses.replace(recipe, model=model), "single") == [
+        f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
+    ]
+
+
+def test_the_command_refuses_with_status_2_and_without_a_traceback(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {
+        "method": "sft",
+        "model": {"config": {"model_type": "t5"}, "tokenizer": "t"},
+    }
+    fields["data"] = [{"source": "rows.jsonl", "format": "messages"}]
+    (tmp_path / "r.json").write_text(json.dumps(fields))
+    done = finetune("plan", tmp_path / "r.json")
+    assert done.status == 2
+    assert "t5 is an encoder-decoder model" in done.stderr
+    assert "Traceback" not in done.output

@@ -1,0 +1,321 @@
+"""A model trains what a gradient reaches, sees no later token, and has weights that are numbers."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, write_recipe
+from families import SIZES, adapt, build
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from test_backends import FP32, largest, losses
+from test_training import own_cache, train  # noqa: F401 (a fixture)
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from finetune.errors import FinetuneError
+from finetune.gradients import excluded, grouped
+from finetune.meta import unreached
+from finetune.run import Run
+from finetune.soundness import (
+    causality,
+    cross_attention,
+    hold_in_fp32,
+    noncausal,
+    not_finite,
+)
+
+SIGHT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+IMAGES: dict[str, Any] = {
+    "text_config": {**SIZES, "head_dim": 16}, "vision_config": SIGHT, "mm_tokens_per_image": 4,
+    "image_token_index": 319, "boi_token_index": 318, "eoi_token_index": 317,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts_per_tok": 2,
+    "mamba_d_state": 8,
+}  # fmt: skip
+WITHOUT_END = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma3": IMAGES, "jamba": SIZES | HYBRID,
+    "xlnet": WITHOUT_END | {"d_head": 16}, "rwkv": WITHOUT_END,
+}  # fmt: skip
+
+
+def model_of(kind: str, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    given = fields or KINDS.get(kind, SIZES)
+    config = AutoConfig.for_model(kind, **given)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def without_gradient(model: nn.Module) -> set[str]:
+    """What plain PyTorch gives no gradient to, in rows that are long and many."""
+    ids = torch.randint(3, 300, (4, 40), generator=torch.Generator().manual_seed(1))
+    model.eval()(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    return {n for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+
+
+def saved(model: PreTrainedModel, folder: Path, tiny: Tiny) -> dict[str, Any]:
+    """A folder of a model with the tests' tokenizer, as the section of a recipe."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    return {"name": str(folder)}
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "jamba", "mixtral", "mamba", "xlnet"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_what_no_gradient_reaches_is_found_without_numbers(kind: str, adapted: bool) -> None:
+    """On `meta` tensors the same as in a backward pass, with nothing changed by it."""
+    model = model_of(kind)
+    trained = adapt(model) if adapted and kind not in ("xlnet", "mamba") else model
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    implementation = model.config._attn_implementation
+    found = unreached(trained)
+    assert found is not None
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.state_dict().items())
+    assert all(parameter.grad is None for parameter in trained.parameters())
+    assert model.config._attn_implementation == implementation
+    assert set(found) == without_gradient(trained)
+    assert bool(found) == (kind in ("gemma3", "jamba" if adapted else "", "xlnet"))
+
+
+def test_an_expert_without_a_token_is_not_left_out() -> None:
+    """Experts that are modules of their own; the second kind is never called."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shares, chosen = self.gate(x).softmax(-1).max(-1)
+            result = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                where = torch.where(chosen == number)
+                if len(where[0]) and number < 2:
+                    result[where] = expert(x[where]) * shares[where][:, None]
+            return result
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(320, 8)
+            self.mlp, self.unused = Layer(), Layer()
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> tuple[torch.Tensor]:
+            return (self.mlp(self.embed(input_ids)) @ self.embed.weight.T,)
+
+    found = unreached(Model())
+    assert found is not None
+    assert {name.split(".")[0] for name in found} == {"unused"}
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize("given", ["", ("gate_proj",), r".*\.gate_proj"])
+def test_the_pattern_that_leaves_adapters_out_keeps_those_that_are_reached(given: Any) -> None:
+    model = adapt(model_of("gemma3"))
+    names = unreached(model)
+    assert names is not None
+    pattern = excluded(names, model, given)
+    narrower = adapt(model.unload(), exclude_modules=pattern)
+    left = {name for name, p in narrower.named_parameters() if p.requires_grad}
+    text = {name for name in left if "language_model" in name}
+    assert left == text
+    assert len(text) == 2 * 2 * (7 if not given else 6)
+
+
+def test_a_pattern_with_numbers_is_used_only_where_every_layer_is_left_out() -> None:
+    model = adapt(build("llama"))
+    names = [name for name, _ in model.named_parameters() if "lora" in name]
+    one = [name for name in names if "layers.1.mlp.up_proj" in name]
+    assert excluded(one, model, ()) == r"(?:model\.layers\.1\.mlp\.up_proj(?:\..*)?)"
+    both = [name for name in names if "mlp.up_proj" in name]
+    assert excluded(both, model, ()) == r"(?:model\.layers\.\d+\.mlp\.up_proj(?:\..*)?)"
+
+
+def test_names_are_grouped_by_layer() -> None:
+    assert grouped([f"layers.{n}.up" for n in range(9)] + ["head"]) == "layers.N.up (9), head"
+
+
+def test_an_adapter_that_is_read_past_is_left_out_of_run_and_result(
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Jamba multiplies with the weight of `dt_proj` itself: counted, saved and configured so."""
+    model = saved(model_of("jamba"), tmp_path / "jamba", tiny)
+    run = train(tiny, tmp_path / "run", model=model, adapter={"r": 4}, max_steps=1)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "no gradient of a text reaches it: model.layers.N.mamba.dt_proj (2): 2 adapters" in told
+    tensors = load_file(run.final / "adapter_model.safetensors")
+    assert not any("dt_proj" in name for name in tensors)
+    assert all(tensor.any() for tensor in tensors.values())
+    again = PeftModel.from_pretrained(model_of("jamba"), str(run.final))
+    assert {n for n, _ in again.named_parameters() if "lora" in n} == {
+        name.replace(".weight", ".default.weight") for name in tensors
+    }
+    settled = json.loads((run.root / "realised.json").read_text())
+    assert settled["trainable_parameters"] == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_what_a_recipe_names_and_no_gradient_reaches_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    model = saved(model_of("gemma3"), tmp_path / "gemma3", tiny)
+    adapter = {"r": 4, "targets": ["q_proj", "fc1"], "modules_to_save": ["multi_modal_projector"]}
+    with pytest.raises(FinetuneError) as caught:
+        train(tiny, tmp_path / "run", model=model, adapter=adapter)
+    saves, targets = caught.value.problems
+    assert saves.startswith("adapter.modules_to_save: no gradient of a text reaches 'multi_modal_")
+    assert targets.startswith("adapter.targets: no gradient reaches an adapter on 'fc1' (model.vis")
+    assert not (tmp_path / "run" / "recipe.json").exists()
+
+
+@pytest.mark.parametrize("adapter", [{"r": 4}, None])
+def test_ddp_trains_the_text_part_of_a_model_for_images_as_one_process_does(
+    tiny: Tiny, tmp_path: Path, finetune: Finetune, adapter: dict[str, Any] | None
+) -> None:
+    model = saved(model_of("gemma3"), tmp_path / "gemma3", tiny)
+    sections: dict[str, Any] = {"model": model, "adapter": adapter, "max_steps": 2}
+    single = train(tiny, tmp_path / "single", **copy.deepcopy(sections))
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    done = finetune(
+        "launch", recipe, "--backend", "ddp", "--processes", "2", "--precision", "fp32",
+        "--output", tmp_path / "ddp",
+    )  # fmt: skip
+    assert done.status == 0, done.output
+    assert largest(losses(single), losses(Run(tmp_path / "ddp"))) < FP32
+    assert "model.vision_tower" in done.stdout
+
+
+# --- causality ---------------------------------------------------------------------------------
+
+BIDIRECTIONAL = ("bert", "roberta", "xlm", "electra", "xlnet")
+CAUSAL = ("llama", "gemma2", "mixtral", "mamba", "gpt2", "opt", "bloom", "rwkv", "jamba")
+
+
+@pytest.mark.parametrize("kind", [*BIDIRECTIONAL, *CAUSAL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sees_later_tokens_is_found(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(kind).to(dtype)
+    problem = noncausal(model, 320, dtype=dtype)
+    assert (problem is not None) == (kind in BIDIRECTIONAL)
+    if problem is not None:
+        assert problem.startswith("its attention is not causal: later tokens change the logits")
+
+
+def test_a_decoder_with_windows_and_one_made_causal_are_no_mistake() -> None:
+    assert noncausal(build("gemma2", sliding_window=4), 320) is None
+    assert noncausal(model_of("bert", **SIZES, is_decoder=True), 320) is None
+
+
+@pytest.mark.parametrize("kind", ["whisper", "bart", "trocr", "prophetnet"])
+def test_the_decoder_of_an_encoder_decoder_is_found(kind: str) -> None:
+    with torch.device("meta"):
+        problem = cross_attention(model_of(kind, vocab_size=320, pad_token_id=0))
+    assert problem is not None
+    assert problem.startswith("it is the decoder of an encoder-decoder: every block has cross att")
+
+
+def test_models_of_other_kinds_are_refused_before_training(tiny: Tiny, tmp_path: Path) -> None:
+    instead = "name a decoder-only language model (Llama, Qwen, Mistral, Gemma, ...)"
+    told: dict[str, str] = {}
+    for kind in ("bert", "whisper", "t5", "vit"):
+        fields = {"model_type": kind, **({} if kind == "vit" else SIZES)}
+        fields |= {"max_position_embeddings": 256} if kind == "bert" else {}
+        fields |= {"decoder_attention_heads": 4} if kind == "whisper" else {}
+        model = {"name": None, "config": fields, "tokenizer": str(tiny.model)}
+        with pytest.raises(FinetuneError) as caught:
+            train(tiny, tmp_path / kind, model=model)
+        told[kind] = str(caught.value)
+        assert told[kind].endswith(instead)
+        assert "\n" not in told[kind]
+    assert told["bert"].startswith("model: 'bert' cannot be trained here: its attention is not ca")
+    assert told["whisper"].startswith("model: 'whisper' cannot be trained here: it is the decoder ")
+    assert told["t5"].startswith("model.config: Unrecognized configuration class")
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def test_weights_that_are_no_numbers_are_blamed_on_the_base(tiny: Tiny, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    model = saved(build("llama"), tmp_path / "base", tiny)
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(FinetuneError) as caught:
+        train(tiny, tmp_path / "run", model=model, adapter={"r": 4})
+    assert caught.value.problems == (
+        f"model.name: 1 tensor of '{tmp_path / 'base'}' hold NaN or infinity: {name}; name a "
+        "folder whose weights are intact",
+    )
+
+
+def test_a_row_of_the_embedding_that_is_no_number_is_blamed_when_it_is_read(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The check before the first step draws tokens of its own."""
+    base = AutoModelForCausalLM.from_pretrained(tiny.model)
+    with torch.no_grad():
+        base.model.embed_tokens.weight[2] = float("inf")  # the end of each turn
+    model = saved(base, tmp_path / "base", tiny)
+    with pytest.raises(FinetuneError, match=r"inf.*: model\.embed_tokens\.weight; name a folder"):
+        train(tiny, tmp_path / "run", model=model, adapter={"r": 4})
+
+
+def test_a_quantised_weight_keeps_that_it_was_no_number() -> None:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    weight = torch.randn(64, 64)
+    weight[0, 0] = float("nan")
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
+    assert not_finite(nn.ModuleDict({"up": layer.to("cpu")})) == ["up.weight"]
+
+
+def test_masks_of_infinities_are_finite_enough() -> None:
+    model = build("llama")
+    model.register_buffer("mask", torch.full((4,), -torch.inf))
+    assert not_finite(model) == []
+    assert causality(model, 320).finite
+
+
+def test_all_that_is_trained_is_held_in_fp32() -> None:
+    model = adapt(build("qwen3", torch.bfloat16), modules_to_save=["embed_tokens", "lm_head"])
+    hold_in_fp32(model)
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert model.get_input_embeddings()(torch.tensor([3])).dtype == torch.bfloat16
+
+
+def test_a_module_that_is_saved_whole_moves_in_bf16(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of 1e-5 is rounded away in bf16, where weights are 0.02."""
+    import finetune as ft
+    from finetune import catalog
+
+    fields = tiny.fields(
+        adapter={"r": 4, "modules_to_save": ["lm_head"]}, max_steps=2,
+        optim={"lr": 1e-5, "warmup": 0, "schedule": "constant", "weight_decay": 0.0},
+    )  # fmt: skip
+    run = ft.train(catalog.from_fields(fields), precision="bf16", output=tmp_path / "run")
+    key = "base_model.model.lm_head.weight"
+    head = load_file(run.final / "adapter_model.safetensors")[key]
+    base = load_file(tiny.model / "model.safetensors")["lm_head.weight"].bfloat16().float()
+    assert head.dtype == torch.float32
+    moved = (head - base).abs()
+    assert float((moved > 0).float().mean()) > 0.99
+    # Two steps of AdamW at 1e-5 with gradients of one sign.
+    assert 0.5e-5 < float(moved.mean()) <= 2.1e-5

@@ -1,0 +1,407 @@
+"""Files of every ending, splits of folders, columns by other names, and rows that are dropped."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
+
+from finetune.data.audit import describe, mistakes
+from finetune.data.prepare import prepare
+from finetune.data.sources import find_source
+from finetune.errors import FinetuneError
+from finetune.methods import SFT
+from finetune.recipe import Data
+
+# Endings.
+
+
+def zstandard(content: bytes) -> bytes:
+    buffer = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(buffer, "zstd") as file:
+        file.write(content)
+    return buffer.getvalue().to_pybytes()
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".BZ2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard,
+}
+ROWS = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_compressed_files_are_read_also_of_several_parts(tmp_path: Path, ending: str):
+    path = tmp_path / f"a.v1.jsonl{ending}"
+    half = len(b"".join(ROWS.splitlines(keepends=True)[:3]))
+    path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
+    assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").train) == SAID
+    path.write_bytes(path.read_bytes()[:-5])
+    (problem,) = problems_of(recipe_of(str(path)), tmp_path / "empty")
+    assert problem.startswith(f"{path}: it cannot be decompressed: ")
+
+
+TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.ndjson", ROWS),
+        ("a.JSONL", ROWS),
+        ("a.Json.gz", gzip.compress(json.dumps(PAIRS).encode())),
+        ("a.tsv", ("question\tanswer\n" + TABLE).encode()),
+        ("a.CSV.gz", gzip.compress(("question,answer\n" + TABLE.replace("\t", ",")).encode())),
+    ],
+)
+def test_other_endings_are_read(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    recipe = recipe_of(str(tmp_path / name))
+    assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.jsonl.tar.gz", "a.gz", "a.parquet.gz"])
+def test_what_has_to_be_unpacked_is_named(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(FinetuneError, match=r"unpack it$"):
+        find_source(Data(str(tmp_path / name), "text"))
+
+
+# Splits.
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: some/*.jsonl}
+  - {split: test, path: [other/a.jsonl, other/b.jsonl]}
+- config_name: small
+  data_files: some/a.jsonl
+---
+# A data set
+"""
+
+SPLITS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
+    "keywords in names of files": (
+        ["my_train.jsonl", "TEST-1.jsonl", "val.v2.jsonl", "trains.jsonl", "x/dev 0.jsonl"],
+        {
+            "train": ["my_train.jsonl"],
+            "test": ["TEST-1.jsonl"],
+            "validation": ["val.v2.jsonl", "x/dev 0.jsonl"],
+        },
+    ),
+    "keywords in names of folders go first": (
+        ["training/test.jsonl", "a/eval_1/x.jsonl", "train.jsonl"],
+        {"train": ["training/test.jsonl"], "test": ["a/eval_1/x.jsonl"]},
+    ),
+    "shards": (
+        [
+            "data/train_sft-00000-of-00002.jsonl",
+            "data/train_sft-00001-of-00002-ab12.jsonl",
+            "data/test-00000-of-00001.jsonl",
+            "train.jsonl",
+        ],
+        {
+            "train_sft": [
+                "data/train_sft-00000-of-00002.jsonl",
+                "data/train_sft-00001-of-00002-ab12.jsonl",
+            ],
+            "test": ["data/test-00000-of-00001.jsonl"],
+        },
+    ),
+    "no names of splits": (["a.jsonl", "x/b.jsonl"], {"train": ["a.jsonl", "x/b.jsonl"]}),
+}
+
+
+def write_files(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / name, PAIRS)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_split_of_a_folder_is_the_files_that_the_hub_would_give(tmp_path: Path, name: str):
+    names, splits = SPLITS[name]
+    write_files(tmp_path, names)
+    for split, files in splits.items():
+        source = find_source(Data(str(tmp_path), "text", split=split))
+        assert [str(path.relative_to(tmp_path)) for path in source.files] == files
+    inside = {file for files in splits.values() for file in files}
+    outside = find_source(Data(str(tmp_path), "text", split=next(iter(splits)))).outside
+    assert {str(path.relative_to(tmp_path)) for path in outside} == set(names) - inside
+    with pytest.raises(FinetuneError, match=f"data.split: {tmp_path} has no split 'trane'"):
+        find_source(Data(str(tmp_path), "text", split="trane"))
+
+
+def test_the_hub_library_gives_the_same_splits(tmp_path: Path):
+    from datasets.data_files import get_data_patterns, resolve_pattern
+
+    for name, (names, _) in SPLITS.items():
+        folder = tmp_path / name.replace(" ", "_")
+        write_files(folder, [each.lower() for each in names])
+        for split, patterns in get_data_patterns(str(folder)).items():
+            theirs = {
+                path for each in patterns for path in _resolved(resolve_pattern, each, folder)
+            }
+            ours = find_source(Data(str(folder), "text", split=str(split))).files
+            assert {str(path) for path in ours} == theirs
+
+
+def _resolved(resolve: Any, pattern: str, folder: Path) -> list[str]:
+    try:
+        return [path for path in resolve(pattern, str(folder)) if path.endswith(".jsonl")]
+    except FileNotFoundError:
+        return []
+
+
+def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path: Path):
+    write_files(tmp_path, ["some/a.jsonl", "some/b.jsonl", "other/a.jsonl", "other/c.jsonl"])
+    (tmp_path / "README.md").write_text(CARD)
+
+    def names(**fields: Any) -> list[str]:
+        source = find_source(Data(str(tmp_path), "text", **fields))
+        return [str(path.relative_to(tmp_path)) for path in source.files]
+
+    assert names() == ["some/a.jsonl", "some/b.jsonl"]
+    assert names(split="test") == ["other/a.jsonl"]
+    assert names(subset="small") == ["some/a.jsonl"]
+    with pytest.raises(FinetuneError, match="got 'smal'; did you mean 'small'"):
+        names(subset="smal")
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(FinetuneError, match=r"data.subset: .* has no subsets"):
+        names(subset="small")
+
+
+def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl", "test.jsonl"])
+    with pytest.raises(FinetuneError) as error:
+        find_source(Data(str(tmp_path), "text"))
+    assert str(error.value) == (
+        f"data.split: {tmp_path} has no split 'train'; it has test (test.jsonl); a.jsonl in none "
+        "of them"
+    )
+
+
+def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
+    write_files(tmp_path, ["a.jsonl"])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    source = find_source(Data(str(tmp_path), "text"))
+    assert source.files == (tmp_path / "a.jsonl",)
+    assert source.unread == (tmp_path / "dataset_infos.json",)
+
+
+def test_a_file_of_two_splits_is_refused(tmp_path: Path):
+    write_files(tmp_path, ["train-eval.jsonl", "train.jsonl"])
+    with pytest.raises(FinetuneError, match="belongs to the splits train and test"):
+        find_source(Data(str(tmp_path), "text"))
+
+
+def test_a_file_has_no_splits(tmp_path: Path):
+    source = write_jsonl(tmp_path / "test.jsonl", PAIRS)
+    for name in (source, str(tmp_path / "*.jsonl")):
+        assert find_source(Data(name, "text")).files == (tmp_path / "test.jsonl",)
+        with pytest.raises(FinetuneError, match=r"data.split: .*, got split='test'; leave it out"):
+            find_source(Data(name, "text", split="test"))
+        with pytest.raises(FinetuneError, match=r"data.subset: .*, got 'a'; leave it out"):
+            find_source(Data(name, "text", subset="a"))
+
+
+def test_files_in_no_split_are_named(tmp_path: Path):
+    write_files(tmp_path / "data", ["train.jsonl", "other.jsonl", "test.jsonl"])
+    counts = prepare(recipe_of(str(tmp_path / "data")), CHAT, tmp_path / "cache").counts["train"]
+    assert describe(counts)[-1] == (
+        f"not read, in no split by their names: {tmp_path}/data/other.jsonl"
+    )
+
+
+# Columns.
+
+
+def test_columns_are_read_by_other_names(tmp_path: Path):
+    rows = [{"text": row["question"], "code": row["answer"], "answer": 0} for row in PAIRS]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    columns = {"text": "question", "code": "answer", "answer": None}
+    data = Data(source, "question_answer", columns=columns)
+    prepared = prepare(SFT(data=(data,)), CHAT, tmp_path / "cache")
+    assert answers(prepared.train) == SAID
+    assert prepared.counts["train"]["columns_unread"] == {}
+
+
+COLUMNS: dict[str, tuple[dict[str, str | None], str]] = {
+    "a name that the format does not read": (
+        {"a": "qestion"},
+        "data.columns: format 'question_answer' reads no column 'qestion'; did you mean "
+        "'question'?; it reads question, answer, system, tools, functions, chat_template_kwargs, "
+        "history",
+    ),
+    "the wrong way round": (
+        {"question": "a"},
+        "data.columns: format 'question_answer' reads no column 'a'; it reads question, answer, "
+        "system, tools, functions, chat_template_kwargs, history; columns maps names of the file "
+        "to those of the format",
+    ),
+    "two of one name": (
+        {"a": "question", "b": "question"},
+        "data.columns: two columns would be 'question'; name one of them",
+    ),
+    "a name that no row has": (
+        {"sistem": "system"},
+        "data.columns: no row of {source} has a column 'sistem'; its columns are answer, "
+        "question, system",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_names_that_are_not_there_are_refused(tmp_path: Path, name: str):
+    columns, told = COLUMNS[name]
+    source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0] | {"system": ""}])
+    recipe = SFT().with_data(Data(source, "question_answer", columns=columns))
+    (problem,) = problems_of(recipe, tmp_path / "cache")
+    assert problem.replace("; did you mean 'system'?", "") == told.format(source=source)
+
+
+def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", **PAIRS[0]}])
+    recipe = SFT().with_data(Data(source, "question_answer", columns={"prompt": "question"}))
+    assert problems_of(recipe, tmp_path / "cache") == [
+        f"{source} row 1: columns names 'prompt' 'question', but the row has a column of that "
+        'name too; leave that one out: {"question": null}'
+    ]
+
+
+def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path: Path):
+    said: dict[str, Any] = {"role": "assistant", "content": "Bye", "mood": "good"}
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, said], "id": number, "note": note}
+        for number, note in enumerate(["a", None, ""])
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    counts = prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").counts["train"]
+    assert counts["columns_unread"] == {"id": 3, "messages[].mood": 3, "note": 1}
+    assert describe(counts)[-1] == (
+        "columns that the format does not read: id (3 rows), messages[].mood (3 rows), note (1 row)"
+    )
+
+
+def test_a_text_beside_its_answer_is_told_what_would_train_both(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
+    counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]
+    assert describe(counts)[-2:] == [
+        "columns that the format does not read: code (1 row)",
+        f"{source}: format 'text' trains the column 'text' alone; format 'question_answer' would "
+        'fit with columns={"text": "question", "code": "answer"}',
+    ]
+
+
+# Rows that are dropped.
+
+
+def test_bad_rows_are_dropped_on_request_and_listed(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    bad = [b'{"question": "a', json.dumps({"question": "a", "answer": 4}).encode(), b"caf\xe9"]
+    half = json.dumps({"question": "Hi", "answer": "a \udfff"}).encode()
+    path.write_bytes(b"\n".join([bad[0], *ROWS.splitlines(), *bad[1:], half]) + b"\n")
+    recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
+    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    assert answers(prepared.train) == SAID
+    counts = prepared.counts["train"]
+    assert (counts["samples"], counts["bad"], counts["roles"]) == (
+        10,
+        4,
+        {"assistant": 6, "user": 6},
+    )
+    assert describe(counts)[1] == f"4 bad rows dropped (first: {path} row 1)"
+    assert prepared.bad_rows is not None
+    listed = [json.loads(line) for line in prepared.bad_rows.read_text().splitlines()]
+    assert [(each["file"], each["row"]) for each in listed] == [
+        (str(path), row) for row in (1, 8, 9, 10)
+    ]
+    assert [each["problem"].split(" (")[0].split(":")[0] for each in listed] == [
+        "broken JSON at column 14",
+        "answer is a number, expected text",
+        "not UTF-8",
+        "the text holds half a character",
+    ]
+    assert [each["value"] for each in listed] == [
+        '{"question": "a',
+        {"question": "a", "answer": 4},
+        "caf\ufffd",
+        {"question": "Hi", "answer": "a \udfff"},
+    ]
+
+
+def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}])
+    recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
+    (problem,) = problems_of(recipe, tmp_path / "cache")
+    assert problem.endswith(
+        f"0 passed over by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
+    )
+
+
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
+    recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    assert list(mistakes(counts)) == [
+        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if it is "
+        "meant, set data_checks=report"
+    ]
+
+
+def test_without_a_request_every_kind_of_bad_row_is_told(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": \n{"text": "Hi"}\n{"text": \n{"text": 4}\ncaf\xe9\n')
+    assert problems_of(recipe_of(str(path), "text"), tmp_path / "cache") == [
+        f"{path} row 1 (and 1 more row): broken JSON at column 9: Expecting value near "
+        "'{\"text\":'",
+        f"{path} row 4: text is a number, expected text",
+        f"{path} row 5: not UTF-8 (byte 3 of the line is 0xe9); convert it: iconv -f LATIN1 -t "
+        "UTF-8",
+    ]
+
+
+# Evaluation rows that are trained.
+
+
+def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path: Path):
+    train = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
+    recipe = SFT().with_data(
+        Data(train, "question_answer"), eval_data=Data(held_out, "question_answer")
+    )
+    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["eval"]
+    assert (
+        describe(counts)[1] == f"1 also in the training (first: {held_out} row 2, as {train} row 3)"
+    )
+    source = write_jsonl(tmp_path / "c.jsonl", [PAIRS[0]] * 3)
+    counts = prepare(
+        SFT(data=(Data(source, "question_answer"),), eval_rows=1), CHAT, tmp_path / "cache"
+    ).counts
+    assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
+
+
+# Weights.
+
+
+def test_weights_that_contradict_are_refused_whoever_reads_the_data(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
+    assert problems_of(SFT(data=(one, other)), tmp_path / "cache") == [
+        "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
+        "none of them"
+    ]
+    repeated = Data(source, "question_answer", weight=1, repeat=2)
+    assert problems_of(SFT(data=(repeated,)), tmp_path / "cache") == [
+        "data.0.repeat: 2, but the weights say how much of each source an epoch has; leave one of "
+        "the two out"
+    ]

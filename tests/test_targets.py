@@ -1,0 +1,280 @@
+"""What an adapter reaches in mixtures of experts, and what is left out by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune
+from families import SIZES, VOCABULARY, build
+from peft import PeftModel
+from test_experts import MOE
+from test_plan import ROWS
+from transformers import AutoModelForCausalLM
+from transformers.integrations import replace_with_bnb_linear
+
+from finetune import targets
+from finetune.errors import FinetuneError
+from finetune.methods import SFT
+from finetune.model import as_trained, draw_adapter
+from finetune.planner import plan
+from finetune.planner.families import read
+from finetune.planner.predict import workload_of
+from finetune.quantization import quantised_notes, quantization_config
+from finetune.recipe import LoRA, Model
+
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = MOE | {
+    "deepseek_v3": LATENT
+    | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
+    },
+    "llama4_text": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16,
+        "intermediate_size_mlp": 96,
+    },
+}  # fmt: skip
+LEFT = {
+    "granitemoe": ("block_sparse_moe.router",),
+    "llama4_text": ("feed_forward.router",),
+    "gpt_oss": ("mlp.router",),
+    "phimoe": ("mlp.router",),
+    "qwen3_next": ("linear_attn.conv1d", "mlp.gate"),
+}
+"""Routers, and convolutions, which are no products."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def adapted(kind: str, base: Any = None, **fields: Any) -> PeftModel:
+    model = build(kind, **KINDS[kind]) if base is None else base
+    trained = as_trained(model, SFT(adapter=LoRA(r=4, **fields)))
+    assert isinstance(trained, PeftModel)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return trained
+
+
+def reached(model: PeftModel) -> set[str]:
+    """Names of the base's parameters that have an adapter."""
+    base = model.get_base_model()
+    ids = {id(parameter) for parameter in targets.reached_by(model)}
+    return {
+        name.replace(".base_layer", "")
+        for name, parameter in base.named_parameters()
+        if id(parameter) in ids
+    }
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_linear_reaches_every_matrix_but_routers(kind: str, tmp_path: Path) -> None:
+    base = build(kind, **KINDS[kind])
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(kind, base)
+    found = targets.reach(model, base)
+    assert found.left == LEFT.get(kind, ("mlp.gate",))
+    assert 0.97 < found.share < 1
+    wanted, names = logits(model), reached(model)
+    # Plain PEFT, on the base that transformers loads, reaches the same and computes the same.
+    model.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert reached(loaded) == names
+    assert torch.allclose(logits(loaded), wanted, atol=1e-5)
+    merged = loaded.merge_and_unload()
+    assert torch.allclose(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(again), wanted, rtol=1e-4, atol=1e-4)
+    untrained = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert not torch.allclose(logits(untrained), wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_gate_and_up_in_one_tensor_have_twice_the_rank_and_the_same_scale(kind: str) -> None:
+    for rslora in (False, True):
+        model = adapted(kind, use_rslora=rslora)
+        scales = {
+            (layer.r["default"], round(layer.scaling["default"], 6))
+            for layer in model.modules()
+            if isinstance(layer, targets.LoraLayer)
+        }
+        scale = round(8 / 4**0.5, 6) if rslora else 2.0
+        assert scales == {(4, scale), (8, scale)}
+
+
+def test_a_dense_layer_of_a_mixture_is_reached_by_its_names() -> None:
+    """PEFT takes gate_proj, up_proj and down_proj for those of the experts alone."""
+    names = reached(adapted("deepseek_v3", targets=("gate_proj", "up_proj", "down_proj")))
+    ends = {name.split(".", 3)[3] for name in names}
+    dense = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    shared = {f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert ends == dense | shared | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+def test_older_names_of_experts_mean_their_tensors() -> None:
+    names = reached(adapted("qwen3_moe", targets=("gate_proj", "up_proj", "down_proj")))
+    assert {name.rsplit(".", 1)[-1] for name in names} == {"gate_up_proj", "down_proj"}
+    with pytest.raises(FinetuneError, match="gate_proj and up_proj of the experts are one tensor"):
+        adapted("qwen3_moe", targets=("gate_proj", "down_proj"))
+
+
+def test_an_expression_reaches_what_it_matches_and_no_other_layer() -> None:
+    """PEFT would look at the last names that it matches, in every layer."""
+    names = reached(adapted("qwen3_moe", targets=r"model\.layers\.1\.self_attn\.[qv]_proj"))
+    assert names == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qv"}
+
+
+@pytest.mark.parametrize("wanted", ["experts.down_proj", "down_proj", "mlp.experts.down_proj"])
+def test_expert_tensors_are_named_with_their_ends(wanted: str) -> None:
+    model = adapted("qwen3_moe", targets=ATTENTION, target_parameters=(wanted,))
+    names = {name for name in reached(model) if "self_attn" not in name}
+    assert names == {f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1)}
+
+
+def test_layers_and_exclusions_hold_for_tensors_too() -> None:
+    chosen = adapted(
+        "qwen3_moe", targets=ATTENTION, target_parameters=("experts.down_proj",),
+        layers_to_transform=(1,),
+    )  # fmt: skip
+    assert {name.split(".")[2] for name in reached(chosen)} == {"1"}
+    without = adapted("qwen3_moe", exclude_modules=("experts",))
+    assert {name.split(".")[3] for name in reached(without)} == {"self_attn"}
+
+
+def test_a_router_is_adapted_where_it_is_named() -> None:
+    model = adapted("qwen2_moe", target_parameters=("mlp.gate.weight",))
+    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"} <= reached(model)
+
+
+def test_a_matrix_of_a_dense_model_can_be_named_as_a_parameter() -> None:
+    fields: dict[str, Any] = {"targets": ("q_proj",), "target_parameters": ("k_proj.weight",)}
+    model = adapted("llama", build("llama"), **fields)
+    assert {name.split(".")[4] for name in reached(model)} == {"q_proj", "k_proj"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        ("experts.gate_proj", "no parameter is named 'experts.gate_proj'"),
+        ("layernorm.weight", "no parameter is named 'layernorm.weight'"),
+        ("input_layernorm.weight", "'input_layernorm.weight' names model.layers.0.input_layernorm"),
+    ],
+)
+def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(
+    wanted: str, problem: str
+) -> None:
+    with pytest.raises(FinetuneError) as caught:
+        adapted("qwen3_moe", target_parameters=(wanted, "experts.nothing"))
+    first, second = caught.value.problems
+    assert first.startswith("adapter.target_parameters: ")
+    assert problem in first
+    assert second.startswith("adapter.target_parameters: no parameter is named 'experts.nothing'")
+    for told in (first, second):
+        assert "; tensors of experts here: experts.down_proj, experts.gate_up_proj" in told
+
+
+def test_a_model_of_which_the_plan_knew_nothing_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(FinetuneError, match=r"adapter\.dropout: 0\.1 cannot be applied inside"):
+        adapted("qwen3_moe", dropout=0.1)
+
+
+def test_a_normal_start_has_the_deviation_of_its_rank() -> None:
+    """PEFT: a deviation of 1 / r, whatever the number of experts."""
+    model = adapted("mixtral", init_lora_weights="gaussian", targets=ATTENTION,
+                    target_parameters=("experts.down_proj",))  # fmt: skip
+    draw_adapter(model, LoRA(r=4, init_lora_weights="gaussian"), seed=3)
+    spread = {
+        name: parameter.std().item()
+        for name, parameter in model.named_parameters()
+        if "experts" in name and "lora_A" in name
+    }
+    assert len(spread) == 2
+    assert all(value == pytest.approx(1 / 4, rel=0.1) for value in spread.values())
+
+
+def test_names_are_as_short_as_they_may_be() -> None:
+    every = ["a.0.q", "a.1.q", "a.0.mlp.down", "a.1.mlp.down", "a.1.shared.down", "head"]
+    assert targets.shortest(["a.0.q", "a.1.q", "head"], every) == {"q", "head"}
+    assert targets.shortest(["a.0.mlp.down", "a.1.mlp.down"], every) == {"mlp.down"}
+    assert targets.shortest(["a.1.q"], every) == {"1.q"}
+    assert targets.shortest(["a.0.q", "a.1.q"], every, words=2) == {"0.q", "1.q"}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"targets": ATTENTION},
+        {"targets": ATTENTION, "target_parameters": ("experts.down_proj",)},
+        {"targets": ATTENTION, "target_parameters": ("gate_up_proj", "down_proj")},
+        {
+            "targets": ATTENTION, "target_parameters": ("experts.gate_up_proj",),
+            "layers_to_transform": (1,),
+        },
+    ],
+)  # fmt: skip
+def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, Any]) -> None:
+    config = SIZES | KINDS[kind] | {"model_type": kind, "num_experts": 4}
+    scratch = Model(config=config, tokenizer="t")
+    recipe = SFT(scratch, adapter=LoRA(r=4, **fields)).with_data(ROWS).with_batch(rows=4)
+    counted = workload_of(plan(recipe, "single"), read(config)).trained
+    model = adapted(kind, **fields)
+    assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_plan_says_what_a_mixture_has_adapted_and_in_four_bits(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    build("deepseek_v3", **KINDS["deepseek_v3"]).config.save_pretrained(tmp_path / "m")
+    fields: dict[str, Any] = {
+        "method": "sft", "model": {"name": str(tmp_path / "m"), "quantization": "nf4"},
+        "data": [{"source": "rows.jsonl", "format": "messages"}], "adapter": {"r": 4},
+    }  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps(fields))
+    done = finetune("plan", tmp_path / "r.json")
+    assert done.status == 0
+    lines = [line for line in done.stdout.splitlines() if line.startswith("note ")]
+    (adapter,) = [line for line in lines if "adapter.targets" in line]
+    assert "all-linear reaches" in adapter
+    # Packed in four bits they are no parameters that PEFT can add to.
+    assert "mlp.shared_experts.gate_proj" in adapter
+    (packed,) = [line for line in lines if "model.quantization" in line]
+    assert "of the base's weights are in nf4; not quantised: " in packed
+    assert "mlp.experts.gate_up_proj" in packed
+
+
+def test_the_share_in_four_bits_is_that_of_linear_layers() -> None:
+    """Llama 3.1 8B: 32 layers of 218,103,808 weights in linear layers, of 8,030,261,248."""
+    recipe = SFT(Model("meta-llama/Llama-3.1-8B", quantization="nf4"), adapter=LoRA())
+    told = plan(recipe.with_data(ROWS).with_batch(rows=4), "single").explain()
+    assert f"{32 * 218_103_808 / 8_030_261_248:.1%} of the base in nf4" in told
+    assert "86.9% of the base in nf4 (linear layers, without the head)" in told
+
+
+def test_a_loaded_base_says_what_is_not_in_four_bits() -> None:
+    base = build("mixtral", **KINDS["mixtral"])
+    base = replace_with_bnb_linear(base, ["lm_head"], quantization_config("nf4", torch.bfloat16))
+    total = sum(p.numel() for p in base.parameters())
+    attention = 2 * (2 * 64 * 64 + 2 * 64 * 32)
+    (note,) = quantised_notes(base, "nf4")
+    assert note.startswith(
+        f"model.quantization: {attention / total:.1%} of the base's weights are in nf4; "
+        "not quantised: mlp.experts.gate_up_proj ("
+    )
+    assert "embed_tokens (" in note
+    assert "lm_head (" in note

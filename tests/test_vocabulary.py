@@ -1,0 +1,270 @@
+"""Tokens without a row: padding never needs one, added tokens get one, others are refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from test_backends import losses
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import finetune as ft
+from finetune import catalog, vocabulary
+from finetune.errors import FinetuneError
+from finetune.result.exporter import export
+from finetune.result.inference import generate, open_model
+from finetune.run import Run
+
+ADDED = ["<think>", "</think>", " a b"]
+CLOSE = 1e-5  # sums in fp32 in another order
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+
+
+def train(tiny: Tiny, place: Path, **sections: Any) -> Run:
+    fields = {"saving": {}, "evaluation": {}, "max_steps": 2, **sections}
+    recipe = catalog.from_fields(tiny.fields(**fields))
+    return ft.train(recipe, precision="fp32", output=place)
+
+
+# Padding.
+
+
+def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
+    """The tiny model with a tokenizer whose pad token was added, and has no row."""
+    shutil.copytree(tiny.model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id >= rows
+    tokenizer.save_pretrained(folder)
+    if in_config:
+        config = json.loads((folder / "config.json").read_text())
+        config["pad_token_id"] = tokenizer.pad_token_id
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+def test_a_pad_token_without_a_row_changes_nothing(
+    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any] | None, in_config: bool
+) -> None:
+    usual = train(tiny, tmp_path / "usual", adapter=adapter)
+    folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
+    padded = train(tiny, tmp_path / "outside", model={"name": str(folder)}, adapter=adapter)
+    assert losses(padded) == losses(usual)
+    assert losses(padded, "eval") == losses(usual, "eval")
+    loaded = open_model(padded.root)
+    assert len(generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
+    merged = export(padded, tmp_path / "merged", merge=adapter is not None)
+    model, tokenizer = plain(merged), AutoTokenizer.from_pretrained(merged)
+    batch = tokenizer(["the", "the cat and"], padding=True, return_tensors="pt")
+    assert model.generate(**batch, max_new_tokens=3).shape[0] == 2
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+# Added tokens.
+
+
+def thinking(tiny: Tiny, folder: Path) -> dict[str, Any]:
+    """Data in which the answers have the added tokens."""
+    files = {}
+    for name, source in (("data", tiny.data), ("eval_data", tiny.eval_data)):
+        rows = [json.loads(line) for line in source.read_text().splitlines()]
+        for row in rows:
+            row["messages"][1]["content"] = f"<think>{row['messages'][0]['content']}</think> a b"
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[name] = [{"source": str(path), "format": "messages"}]
+    return files
+
+
+def tied(tiny: Tiny, folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(tiny.model, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**fields | {"tie_word_embeddings": True})).save_pretrained(folder)
+    return folder
+
+
+def grown(base: Path, tokenizer: Any) -> Any:
+    """The base in plain transformers, with the mean of its rows for each new token."""
+    model = plain(base)
+    tables = {
+        id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    means = [table.weight.detach().mean(0) for table in tables.values()]
+    old = model.config.vocab_size
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    again = {id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())}
+    with torch.no_grad():
+        for table, mean in zip(again.values(), means, strict=True):
+            table.weight[old:] = mean
+    return model
+
+
+def conversation_loss(model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> float:
+    """Mean loss of the answers of all rows: of the words and the end of the turn."""
+    total = count = 0
+    for line in Path(data[0]["source"]).read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        asked = tokenizer.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids
+        start = len(tokenizer(asked, add_special_tokens=False).input_ids)
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].float()
+        labels = torch.tensor(ids[start:])
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += len(labels)
+    return total / count
+
+
+WAYS: dict[str, Any] = {
+    "rows": {"r": 4, "trainable_token_indices": ADDED},
+    "tables": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+    "all weights": None,
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("way", WAYS)
+def test_added_tokens_start_as_the_mean_and_are_in_every_result(
+    tiny: Tiny, tmp_path: Path, way: str, is_tied: bool
+) -> None:
+    base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
+    data = thinking(tiny, tmp_path)
+    run = train(
+        tiny, tmp_path / "run", **data, adapter=WAYS[way],
+        model={"name": str(base), "add_tokens": ADDED}, batch={"rows": 48, "micro_rows": 8},
+        optim={"lr": 1e-2, "warmup": 0},
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(run.final)
+    before = grown(base, tokenizer)
+    assert [tokenizer.convert_tokens_to_ids(token) for token in ADDED] == list(
+        range(before.config.vocab_size - 3, before.config.vocab_size)
+    )
+    assert abs(losses(run)[0] - conversation_loss(before, tokenizer, data["data"])) < CLOSE
+    trained = losses(run, "eval")[-1]
+    merged = plain(export(run, tmp_path / "merged", merge=WAYS[way] is not None))
+    assert merged.config.vocab_size == len(tokenizer)
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    assert (head.weight is embedding.weight) == is_tied
+    results = [merged]
+    if WAYS[way] is not None:
+        folder = export(run, tmp_path / "adapter")
+        results += [AutoPeftModelForCausalLM.from_pretrained(folder).eval()]
+        results += [open_model(folder).model]
+    for each in [*results, open_model(run.root).model]:
+        assert abs(conversation_loss(each, tokenizer, data["eval_data"]) - trained) < CLOSE
+    if way == "rows":
+        tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        (name, *other) = [key for key in tensors if "trainable_tokens_delta" in key]
+        assert len(other) == (0 if is_tied else 1)
+        assert tensors[name].shape == (3, 64)
+        assert not torch.equal(tensors[name], before.get_input_embeddings().weight[-3:])
+
+
+def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
+    sections = thinking(tiny, tmp_path) | {
+        "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"],
+        "optim": {"schedule": "constant"}, "saving": {"every": 2},
+    }  # fmt: skip
+    straight = train(tiny, tmp_path / "straight", **sections, max_steps=4)
+    train(tiny, tmp_path / "cut", **sections)
+    recipe = catalog.from_fields(tiny.fields(**sections | {"evaluation": {}, "max_steps": 4}))
+    cut = ft.train(recipe, precision="fp32", output=tmp_path / "cut", resume=True)
+    assert losses(cut) == losses(straight)
+
+
+def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    tokenizer.add_tokens(ADDED)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    sections = thinking(tiny, tmp_path) | {"model": {"tokenizer": str(tmp_path / "tokenizer")}}
+    rows = len(tokenizer) - 3
+    with pytest.raises(FinetuneError) as error:
+        train(tiny, tmp_path / "refused", **sections)
+    assert error.value.problems == (
+        f"model.tokenizer: '{tmp_path / 'tokenizer'}' gave the token {rows + 2}, but the model has "
+        f'{rows}; without a row are "<think>", "</think>", " a b": give them rows with '
+        'model.add_tokens=["<think>", "</think>", " a b"], or name the tokenizer that belongs to '
+        "the model",
+    )
+    sections["model"]["add_tokens"] = ADDED
+    named = train(tiny, tmp_path / "named", **sections)
+    own = train(tiny, tmp_path / "own", **sections | {"model": {"add_tokens": ADDED}})
+    assert losses(named) == losses(own)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        (
+            {"r": 4},
+            'model.add_tokens: the adapter would not train the rows of "<x>", "<y>"; set '
+            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+        ),
+        (
+            {"trainable_token_indices": ["<x>"]},
+            'model.add_tokens: the adapter does not train the rows of "<y>" in model.embed_tokens, '
+            "which would stay the mean of the others; set "
+            'adapter.trainable_token_indices=["<y>"] to train these rows, '
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens"]},
+            'model.add_tokens: the adapter does not train the rows of "<x>", "<y>" in lm_head, '
+            "which would stay the mean of the others; set "
+            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
+            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+        ),
+        (
+            {"trainable_token_indices": ["<x>", "<y>", "<z>", 9999]},
+            "adapter.trainable_token_indices: the tokenizer has no token '<z>'; add it with "
+            "model.add_tokens",
+        ),
+    ],
+)
+def test_rows_that_would_never_be_trained_are_refused(
+    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(FinetuneError) as error:
+        train(tiny, tmp_path, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
+    assert error.value.problems[0] == problem
+
+
+def test_rows_of_known_tokens_can_be_trained_alone(tiny: Tiny, tmp_path: Path) -> None:
+    adapter = {"r": 4, "trainable_token_indices": ["<|im_end|>", 7]}
+    run = train(tiny, tmp_path / "run", adapter=adapter)
+    merged, base = plain(export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
+    for table in ("get_input_embeddings", "get_output_embeddings"):
+        moved = (getattr(merged, table)().weight != getattr(base, table)().weight).any(1)
+        assert moved.nonzero().flatten().tolist() == [2, 7]
+
+
+def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    size = len(tokenizer)
+    vocabulary.add_tokens(tokenizer, ["\n\n\n", " <b> ", "<|im_end|>"])
+    assert len(tokenizer) == size + 2
+    assert tokenizer("the\n\n\n <b> x").input_ids[-3:-1] == [size, size + 1]
+    recipe = catalog.resolve("quickstart", ['model.add_tokens=["\\n\\n\\n", " <b> "]'])
+    assert recipe.model.add_tokens == ("\n\n\n", " <b> ")
