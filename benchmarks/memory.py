@@ -63,9 +63,9 @@ def measure(folder: Path, backends: Sequence[str], earlier: Path) -> Result:
     within = sum(error <= BOUND for error in errors)
     how = (
         f"A Llama of 33.6 million parameters with random weights, bf16, {MICRO_ROWS} rows of "
-        f"{LENGTH} tokens in a micro-batch. Measured is what tensors and libraries allocated in "
-        f"the second step over what was allocated before the model was loaded, of the process "
-        f"that held most; {within} of {len(errors)} predictions are within {BOUND:.0%}. "
+        f"{LENGTH} tokens in a micro-batch. Measured is what tensors took in the second step over "
+        f"what they took before the model was loaded, of the process that held most; {within} "
+        f"of {len(errors)} predictions are within {BOUND:.0%}. "
         "Predicted seconds have no bound: they rest on an assumed share of the measured rate."
     )
     return Result("Predicted and measured memory", how, values, tabulate(values), remarks)

@@ -57,6 +57,7 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerat
     if attempt := backends.restarts():
         _meet_apart_from_earlier_attempts(attempt)
     _let_other_engines_do_without_deepspeed(plan.backend.engine)
+    backends.announce_wait()
     accelerator = _made(plan, nvme_path, timeout)
     _refuse_difference(plan, accelerator)
     return accelerator

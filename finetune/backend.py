@@ -6,6 +6,7 @@ the launched process was really given (`launched`) is compared with it before an
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -290,6 +291,11 @@ def launched() -> Backend | None:
     """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
+    if world() > 1 and "RANK" not in os.environ:
+        raise FinetuneError(
+            f"WORLD_SIZE={world()}: set without RANK, as by accelerate.debug_launcher; use "
+            "accelerate.notebook_launcher, finetune launch or torchrun"
+        )
     arrived = from_environment(os.environ)
     arguments = _launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
@@ -309,6 +315,52 @@ def launched() -> Backend | None:
     if lost:
         raise FinetuneError(*(f"{named[0]}: Accelerate lost a setting: {what}" for what in lost))
     return dataclasses.replace(arrived, name=asked.name, path=asked.path)
+
+
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that each process of a job has, besides WORLD_SIZE."""
+
+
+def started(named: bool) -> int | None:
+    """How many processes torchrun, `notebook_launcher` or srun started; None where this is alone.
+
+    Args:
+        named: whether the command names a backend of several processes, as one has to where
+            nothing but the variables says that there are more processes.
+
+    Raises:
+        FinetuneError: variables of a launch are set, but no launcher started this process.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise FinetuneError(
+            f"WORLD_SIZE={text}: expected a whole number of at least 1; unset it, or start the "
+            "processes with finetune launch, accelerate launch or torchrun"
+        )
+    count, by_torchrun = int(text), "TORCHELASTIC_RUN_ID" in os.environ
+    if count == 1:
+        return 1 if by_torchrun and named else None
+    missing = [name for name in RENDEZVOUS if name not in os.environ]
+    if by_torchrun or (named and not missing):
+        return count
+    lacks = f"{', '.join(missing)} not set" if missing else "TORCHELASTIC_RUN_ID not set"
+    way = "" if missing else ", name the backend (--backend ddp) if another launcher did"
+    raise FinetuneError(
+        f"WORLD_SIZE={count}: set in the environment, but neither accelerate launch nor torchrun "
+        f"started this process ({lacks}), and it would wait for {count - 1} others; start all of "
+        f"them with finetune launch --backend ddp --processes {count} or torchrun{way}, or unset "
+        "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to train in this process alone"
+    )
+
+
+def announce_wait() -> None:
+    """Say on stderr whom this process waits for, where no launcher watches over the others."""
+    if world() > 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+        host, port = meeting_point()
+        print(
+            f"rank {rank()} of {world()}: waiting for the other processes at {host}:{port}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def hub_cache() -> Path:

@@ -37,6 +37,15 @@ FREE_TO_CHANGE = {
 """
 
 
+FURTHER = "to train an adapter further, set model.adapter=FOLDER"
+ADAPTER_OF_OTHERS = re.compile(
+    r"^adapter\.(start|from|path|name|dir|folder|init|load|resume|checkpoint|weights|model)"
+    r"|(adapter|lora|peft)_?(name|path|dir|model|checkpoint|weights|resume|init)"
+    r"|(resume|init|start|load|continue).*(adapter|lora|peft)"
+)
+"""Keys by which people mean an adapter that was trained before, some of them of other toolkits."""
+
+
 class ExactNumbers(yaml.SafeLoader):
     """YAML 1.1 reads 2e-4 as text; here it is the number that it is in Python and JSON."""
 
@@ -191,7 +200,8 @@ def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
     """Set one value in place; returns the problem, if there is one."""
     path, equals, text = pair.partition("=")
     if not equals or not path:
-        return f"'{pair}': expected key=value"
+        is_adapter = (Path(pair) / "adapter_config.json").is_file()
+        return f"'{pair}': expected key=value{f'; {FURTHER}' if is_adapter else ''}"
     parts, hint = path.split("."), kind
     place: Any = fields
     for number, part in enumerate(parts):
@@ -322,6 +332,8 @@ def _problems(error: ValidationError, kind: type | None, where: str) -> list[str
             known = _known_fields(kind, item["loc"][:-1])
             hint = did_you_mean(str(item["loc"][-1]), known)
             listed = f"; known are {', '.join(known)}" if known and not hint else ""
+            if ADAPTER_OF_OTHERS.search(place):
+                hint, listed = f"; {FURTHER}", ""
             problems.append(f"{where}: {place}: unknown key{hint}{listed}")
         elif item["type"] == "literal_error" and "ctx" in item:
             known = _quoted(item["ctx"]["expected"])

@@ -259,14 +259,14 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     with Reader(folder) as reader, torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                _assign(parameter, reader.whole(name, "weight").reshape(shapes[name]))
+                assign(parameter, reader.whole(name, "weight").reshape(shapes[name]))
         kept = reader.kept()
         for name, buffer in persistent_buffers(module):
             if name in kept:
                 buffer.copy_(kept[name])
 
 
-def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if getattr(parameter, "ds_id", None) is None:  # set by deepspeed.zero.Init only
         parameter.copy_(value)
         return

@@ -49,6 +49,7 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
             f"{run.root}: holds the run of another recipe; choose another --output. "
             f"They differ in {'; '.join(changed)}. Free to change are "
             f"{', '.join(sorted(catalog.FREE_TO_CHANGE))}"
+            f"{_further(run)}"
         )
     newest = run.newest()
     if newest is not None and resume is not False:
@@ -82,8 +83,18 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
     if then != now:
         raise FinetuneError(
             f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; put the old "
-            "data back, or choose another --output"
+            f"data back, or choose another --output{_further(run)}"
         )
+
+
+def _further(run: Run) -> str:
+    """The way to train a run's adapter on other data, where that may be what is wanted."""
+    if catalog.load(run.recipe).adapter is None:
+        return ""
+    return (
+        f". To train its adapter further on other data, set model.adapter={run.root} and choose "
+        "another --output"
+    )
 
 
 def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:

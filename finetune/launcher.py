@@ -25,6 +25,7 @@ from finetune.planner import Plan
 from finetune.planner.predict import config_of
 from finetune.planner.workload import Workload
 from finetune.preflight import check
+from finetune.quiet import OF_A_LAUNCH
 from finetune.recipe import Recipe
 from finetune.run import Run, write_json
 from finetune.verifier import comparison
@@ -177,7 +178,10 @@ def _run(command: list[str], status: Path, threads: int) -> None:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE),
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES),
     }
-    environment |= os.environ | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
+    # What a scheduler or another launch left would be taken for this launch's own.
+    left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    inherited = {name: value for name, value in os.environ.items() if name not in left}
+    environment |= inherited | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
     with _started(command, environment) as (process, heard):
         assert process.stderr is not None
         for line in process.stderr:
@@ -311,6 +315,4 @@ def _rehearse(settled: Plan) -> list[comparison.Step]:
 
 
 def _of_a_launch(key: str) -> bool:
-    return key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) or key in (
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    )  # fmt: skip
+    return key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) or key in OF_A_LAUNCH

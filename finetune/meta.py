@@ -27,6 +27,8 @@ LONG = 288
 """Tokens of a row in the second one: compressed attention begins after 128 (DeepSeek-V4)."""
 SECONDS = 30.0
 """Seconds that longer rows may take: a recurrence written as a loop takes long for them."""
+QUANTISED = ("_is_quantized", "_pre_quantization_dtype")
+"""Fields of a configuration that tell a model that it is quantised (Jamba, transformers 5.23)."""
 INDEXED_EXPERT = re.compile(r"^(.*?)\.?\bexperts?\.\d+(\.|$)")
 """A tensor of one expert among several that are modules of their own."""
 
@@ -77,7 +79,8 @@ def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] 
             logits_of(_call(model, leaves, ids)).float().sum().backward()
     left = {name for name in wanted if leaves[name].grad is None}
     left -= {name for name in left if _may_get_a_token(name, model, entered)}
-    if left and pretended.branches:
+    packed = any(isinstance(each, Linear4bit | Linear8bitLt) for each in model.modules())
+    if left and pretended.branches and not packed:  # packed numbers do not stand for the plain base
         measured = _pass_of_numbers(model, wanted)
         return None if measured is None else left & measured
     return left
@@ -208,7 +211,7 @@ def _as_text(model: nn.Module) -> Generator[None]:
     before = {
         (key, field): config.__dict__[field]
         for key, config in configs.items()
-        for field in (*chosen, "_pre_quantization_dtype")
+        for field in (*chosen, *QUANTISED)
         if field in getattr(config, "__dict__", {})
     }
     try:

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune import loading, targets, vocabulary
+from finetune import continued, targets, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, did_you_mean
@@ -52,6 +52,7 @@ from finetune.soundness import (
     hold_in_fp32,
     not_finite,
 )
+from finetune.starting_adapter import tokenizer_of
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -73,11 +74,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         FinetuneError: there is none where the recipe says.
     """
     model = recipe.model
-    name = model.tokenizer or model.name
-    field = "model.tokenizer" if model.tokenizer else "model.name"
+    own = tokenizer_of(model.adapter) if model.adapter and not model.tokenizer else None
+    name = model.tokenizer or own or model.name
+    field = "model.tokenizer" if model.tokenizer else "model.adapter" if own else "model.name"
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model.revision, trust_remote_code=model.trust_remote_code
+            name,
+            revision=None if own else model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
     except (OSError, ValueError, KeyError) as error:
         raise FinetuneError(
@@ -110,16 +114,21 @@ def build(engine: Engine, seed: int) -> nn.Module:
     check_layout(recipe, model.config)
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
-    tokenizer, grown = _grown(model, recipe)
+    given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
+    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
+    tokenizer = load_tokenizer(recipe) if recipe.model.add_tokens or by_rows else None
+    grown = range(0) if tokenizer is None else vocabulary.give_rows(model, recipe, tokenizer)
 
     def attach(base: Any, adapter: LoRA) -> nn.Module:
-        return _attached(base, adapter, tokenizer, grown)
+        return _attached(base, adapter, tokenizer, grown, given)
 
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
-        adapted = as_trained(model, recipe, tokenizer, grown)
+        adapted = as_trained(model, recipe, tokenizer, grown, given)
         trained, left_out = without_unreached(adapted, recipe, attach)
     engine.notes += [left_out] if left_out is not None else []
-    if recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
+    if given is not None:
+        continued.load_adapter(trained, recipe)
+    elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         draw_adapter(trained, recipe.adapter, seed)
     if engine.deepspeed:
         _narrow(trained, compute_dtype(plan))
@@ -127,19 +136,6 @@ def build(engine: Engine, seed: int) -> nn.Module:
         hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
-
-
-def _grown(model: PreTrainedModel, recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, range]:
-    """Give the tables rows for the recipe's tokens; the tokenizer, where it is needed, and rows."""
-    by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
-    if not recipe.model.add_tokens and not by_rows:
-        return None, range(0)
-    tokenizer, old = load_tokenizer(recipe), loading.token_rows(model) or 0
-    if recipe.model.add_tokens:
-        vocabulary.grow(model, vocabulary.rows_needed(tokenizer))
-    grown = range(old, loading.token_rows(model) or 0)
-    vocabulary.refuse_untrained(model, recipe, tokenizer, grown)
-    return tokenizer, grown
 
 
 def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -161,12 +157,14 @@ def as_trained(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None = None,
     grown: range = range(0),
+    given: LoraConfig | None = None,
 ) -> nn.Module:
     """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
 
     Args:
         tokenizer: where tokens are named whose rows are trained.
         grown: rows that the model's tables did not have when it was loaded.
+        given: PEFT's configuration of an adapter that is trained further.
 
     Raises:
         FinetuneError: the adapter does not fit the model.
@@ -178,13 +176,19 @@ def as_trained(
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _attached(model, recipe.adapter, tokenizer, grown)
+    return _attached(model, recipe.adapter, tokenizer, grown, given)
 
 
 def _attached(
-    model: PreTrainedModel, adapter: LoRA, tokenizer: PreTrainedTokenizerBase | None, grown: range
+    model: PreTrainedModel,
+    adapter: LoRA,
+    tokenizer: PreTrainedTokenizerBase | None,
+    grown: range,
+    given: LoraConfig | None,
 ) -> PeftModel:
     """A frozen base with an adapter, and the rows of its tables that are trained."""
+    if given is not None:
+        return _with_adapter(model, adapter, given, settled=True)
     config = lora_config(adapter)
     if tokenizer is not None:
         config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
@@ -315,6 +319,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
         not plan.backend.zero_init
         or reads_base(plan.recipe.adapter)
         or bool(model.add_tokens)
+        or model.adapter is not None
         or dequantising
     )
     loaded: Any = None
@@ -432,16 +437,19 @@ def lora_config(adapter: LoRA) -> LoraConfig:
     )
 
 
-def _with_adapter(model: PreTrainedModel, adapter: LoRA, config: LoraConfig) -> PeftModel:
+def _with_adapter(
+    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, settled: bool = False
+) -> PeftModel:
+    """The base with an adapter; names of a `settled` configuration are taken as PEFT takes them."""
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        settled = targets.settle(model, config, adapter)
+        chosen = config if settled else targets.settle(model, config, adapter)
         with warnings.catch_warnings():
             # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            return get_peft_model(model, settled)
+            return get_peft_model(model, chosen)
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {_first_line(error)}{_linear_modules(model)}"

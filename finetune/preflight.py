@@ -3,28 +3,32 @@
 No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from finetune import backend as backends
-from finetune import catalog
+from finetune import catalog, starting_adapter
 from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, limits, plan
+from finetune.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
     """The recipe of a name and overrides, beside a backend that is named or left to the recipe.
 
+    A recipe that goes on from an adapter has the section of that adapter.
+
     Raises:
         FinetuneError: with every mistake in these words.
     """
     problems = [] if backend is None else _problems_of(lambda: backends.load(backend))
     try:
-        found = catalog.resolve(recipe, overrides)
+        found = starting_adapter.settle(catalog.resolve(recipe, overrides))
     except FinetuneError as error:
         raise FinetuneError(*error.problems, *problems) from None
     if problems:
@@ -45,6 +49,11 @@ def check(
         FinetuneError: with every problem of the plan, the formats and the files.
     """
     problems: list[str] = []
+    try:
+        recipe = starting_adapter.settle(recipe)
+    except FinetuneError as error:
+        problems += error.problems
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, adapter=None))
     if files:
         problems += missing_files(recipe)
     else:
@@ -116,15 +125,63 @@ def check_here(
     """
     launched = backends.launched()
     if launched is not None:
-        return check(recipe, launched, launched.processes, precision)
-    machine = backends.load(backend or "single")
-    if machine.engine != "single":
+        return check(recipe, _as_named(launched, backend), launched.processes, precision)
+    machine = backends.load(backend or recipe.backend)
+    several = machine.engine != "single"
+    count = backends.started(named=several and backend is not None)
+    if count is not None:
+        return check(recipe, machine if several else backends.load("ddp"), count, precision)
+    if backend is not None and several:
         raise FinetuneError(
             f"--backend {machine.name}: `finetune train` alone is one process; start it with "
-            f"`finetune launch --backend {machine.name}` or `accelerate launch --config_file "
-            f"{machine.path} -m finetune train`"
+            f"`finetune launch --backend {machine.name}`, `torchrun --nproc-per-node 2 -m finetune "
+            f"train`, or `accelerate launch --config_file {machine.path} -m finetune train`"
         )
-    return check(recipe, machine, 1, precision)
+    forget_launch()
+    return check(recipe, backends.load(backend or "single"), 1, precision)
+
+
+def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
+    """The backend of a process of `accelerate launch`, which may name it again but not another.
+
+    Raises:
+        FinetuneError: it names another.
+    """
+    if name is None:
+        return launched
+    asked = backends.load(name)
+    differing = [each for each in asked.same_as(launched) if not each.startswith("precision")]
+    if differing:
+        raise FinetuneError(
+            f"--backend {name}: accelerate launch started another one ({'; '.join(differing)}); "
+            f"give it --config_file {asked.path}, or leave --backend out"
+        )
+    return launched
+
+
+def _not_a_model(folder: Path) -> list[str]:
+    """Why a folder cannot be `model.name`: it has no model, or an adapter instead."""
+    config = folder / starting_adapter.CONFIG
+    if config.is_file():
+        fields = _problems_of(lambda: starting_adapter.read_config(folder))
+        base = (
+            "ITS_BASE"
+            if fields
+            else starting_adapter.read_config(folder).get("base_model_name_or_path")
+        )
+        return [
+            f"model.name: {folder} holds an adapter, not a model; to train it further, set "
+            f"model.name={base} model.adapter={folder}"
+        ]
+    if (folder / "config.json").is_file():
+        return []
+    if (folder / "recipe.json").is_file():
+        return [
+            f"model.name: {folder} is a run; to train its adapter further, set "
+            f"model.adapter={folder} and name its base here; of a run without an adapter, name "
+            f"{folder / 'final'}"
+        ]
+    return [f"model.name: the folder {folder} holds no model (no config.json)"]
 
 
 def _missing_folders(model: Model) -> list[str]:
@@ -133,8 +190,8 @@ def _missing_folders(model: Model) -> list[str]:
     problems: list[str] = []
     for field, name in named.items():
         if name is None or Path(name).is_dir():
-            if field == "model.name" and name and not (Path(name) / "config.json").is_file():
-                problems.append(f"{field}: the folder {name} holds no model (no config.json)")
+            if field == "model.name" and name:
+                problems += _not_a_model(Path(name))
         elif Path(name).is_file():
             problems.append(f"{field}: {name} is a file; name the folder that it lies in")
         elif not HUB_NAME.fullmatch(name):

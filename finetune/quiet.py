@@ -6,6 +6,10 @@ import warnings
 
 CPP_LEVELS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """PyTorch's own variables, read when it is loaded: what its C++ says about profilers' stages."""
+OF_A_LAUNCH = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables by which the processes of a job find each other."""
 LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")
 
 
@@ -31,3 +35,12 @@ def tokenise_on_one_core() -> None:
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def forget_launch() -> None:
+    """Remove variables of a launch that this process, which trains alone, has no use for.
+
+    Accelerate 1.15 would look for other processes, at an address that a scheduler left.
+    """
+    for name in OF_A_LAUNCH:
+        os.environ.pop(name, None)

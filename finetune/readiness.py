@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from finetune import catalog, checkpoint, soundness
+from finetune import catalog, checkpoint, soundness, starting_adapter
 from finetune.checkpoint import Progress
 from finetune.data.prepare import Prepared
 from finetune.engine import Engine
@@ -85,6 +85,8 @@ class Identity:
 def identity(plan: Plan, data: Prepared) -> Identity:
     """This rank's; the data by the hash that names its folder, and the rows it really sees."""
     fields = catalog.to_fields(plan.recipe)
+    if plan.recipe.model.adapter is not None:
+        fields["starting_adapter"] = starting_adapter.identity(plan.recipe.model.adapter)["sha256"]
     rows = hashlib.sha256()
     for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
         rows.update(seen.tobytes())

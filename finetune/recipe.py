@@ -50,6 +50,8 @@ class Model:
     """A built-in template (`chatml`, `plain`), a file, or the name of one of the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Values of the chat template's variables, such as `enable_thinking`."""
+    adapter: Text | None = None
+    """LoRA to train further: a run, an export, a folder in PEFT's format, or a hub id."""
     add_tokens: tuple[Token, ...] = ()
     """Tokens to add to the tokenizer; new rows of the model's tables start as their mean."""
     trust_remote_code: bool = False

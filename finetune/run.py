@@ -5,6 +5,7 @@ RUN/
   plan.json          what was derived before anything was loaded
   environment.json   library versions, devices, command
   realised.json      what Accelerate built: engine, precision, elements held per rank
+  starting_adapter.json   folder, SHA-256 and base of the adapter that it went on from, if any
   data.json          rows, tokens, trained tokens, dropped, truncated
   bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
@@ -80,6 +81,10 @@ class Run:
     @property
     def initial_adapter(self) -> Path:
         return self.root / "initial_adapter"
+
+    @property
+    def starting_adapter(self) -> Path:
+        return self.root / "starting_adapter.json"
 
     @property
     def checkpoints(self) -> Path:

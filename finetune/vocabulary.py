@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import AddedToken, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,7 +80,7 @@ def refuse_tokens_without_rows(
     """
     if rows is None or highest < rows:
         return
-    named = recipe.model.tokenizer or recipe.model.name
+    named = recipe.model.tokenizer or recipe.model.adapter or recipe.model.name
     lost = sorted((id, token) for token, id in tokenizer.get_vocab().items() if id >= rows)
     told = f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}"
     if len(lost) > MOST_NAMED:
@@ -117,6 +118,24 @@ def grow(model: PreTrainedModel, rows: int) -> None:
         )
 
 
+def rows_of_adapter(
+    model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]
+) -> int:
+    """Rows of the tables that an adapter was trained with, as far as it says; else 0.
+
+    Args:
+        stored: shape of each tensor of its file.
+    """
+    table: Any = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is table)
+    places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
+    rows = [stored[key][0] for key in places if key in stored]
+    given = config.trainable_token_indices or {}
+    for ids in given.values() if isinstance(given, dict) else (given,):
+        rows += [max(ids, default=-1) + 1]
+    return max(rows, default=0)
+
+
 @torch.no_grad()
 def _weights(model: PreTrainedModel) -> list[torch.Tensor]:
     """Tensors with a row for each token: embedding, head where it is another, its bias."""
@@ -140,6 +159,23 @@ def tables(model: nn.Module) -> dict[str, nn.Module]:
             continue
         found[next(name for name, module in model.named_modules() if module is table)] = table
     return found
+
+
+def give_rows(model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> range:
+    """Give the tables rows for the tokens that a recipe adds; returns the new rows.
+
+    Raises:
+        FinetuneError: these rows would never be trained.
+    """
+    old = token_rows(model) or 0
+    if recipe.model.adapter is not None:
+        refuse_more_tokens(recipe, tokenizer, old)
+        return range(0)
+    if recipe.model.add_tokens:
+        grow(model, rows_needed(tokenizer))
+    grown = range(old, token_rows(model) or 0)
+    refuse_untrained(model, recipe, tokenizer, grown)
+    return grown
 
 
 # --- which rows are trained --------------------------------------------------------------------
@@ -215,6 +251,22 @@ def refuse_untrained(
         if not whole and left:
             words = ", ".join(f'"{tokenizer.convert_ids_to_tokens(id)}"' for id in left)
             raise FinetuneError(untrained(words, name, tuple(tables(model))))
+
+
+def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Refuse tokens that the adapter of `model.adapter` was not trained with.
+
+    Raises:
+        FinetuneError: with these tokens.
+    """
+    known = tokenizer.get_vocab()
+    lost = [token for token in recipe.model.add_tokens if known[token] >= rows]
+    if lost:
+        raise FinetuneError(
+            f"model.add_tokens: the adapter of model.adapter has no rows for {', '.join(lost)}; "
+            "merge it into its base (finetune export RUN --merge --to FOLDER), and add tokens to "
+            "the result"
+        )
 
 
 def untrained(words: str, table: str, names: tuple[str, ...]) -> str:

@@ -16,7 +16,16 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune import checkpoint, experts, loading, model, optim, serving, vocabulary
+from finetune import (
+    checkpoint,
+    experts,
+    loading,
+    model,
+    optim,
+    serving,
+    starting_adapter,
+    vocabulary,
+)
 from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
@@ -252,8 +261,8 @@ class Training:
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
-            *self.plan.notes(), *vocabulary_notes, *self._check_context(network),
-            *model.kernel_notes(network, self.plan), *compiled,
+            *self.plan.notes(), *self._origin(), *vocabulary_notes,
+            *self._check_context(network), *model.kernel_notes(network, self.plan), *compiled,
             *experts.notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
@@ -274,6 +283,13 @@ class Training:
         progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows)
         self.on_one(lambda: restore_best(self.run, progress))
         return progress
+
+    def _origin(self) -> list[str]:
+        """Record the adapter that training goes on from; a note of it."""
+        if self.recipe.model.adapter is None:
+            return []
+        is_new = self.resumed is None
+        return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
 
     def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
         """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""

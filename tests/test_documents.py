@@ -172,9 +172,9 @@ def test_a_command_of_the_documents_works(
     document: str, command: str, folder: Path, finetune: Finetune, request: pytest.FixtureRequest
 ) -> None:
     words = shlex.split(command)
-    if "RUN" in words:
+    if any(re.search(r"\bRUN\b", word) for word in words):
         trained: Run = request.getfixturevalue("run")
-        words[words.index("RUN")] = str(trained.root)
+        words = [re.sub(r"\bRUN\b", str(trained.root), word) for word in words]
     if "RECIPE" in words:
         tiny: Tiny = request.getfixturevalue("tiny")
         words[words.index("RECIPE")] = str(write_recipe(folder / "r.json", tiny.fields()))

@@ -17,9 +17,8 @@ FLOORS: list[set[str]] = [
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
-        "recurrence",
         "targets", "serving", "pretrained", "experts", "vocabulary", "gradients", "meta",
-        "soundness",
+        "soundness", "starting_adapter", "continued", "recurrence",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -42,14 +41,14 @@ INNER_ORDER = {
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"),
     ("model", "engine"), ("model", "attention"), ("model", "quantization"), ("model", "kernels"),
-    ("model", "loading"), ("model", "recurrence"), ("model", "targets"),
-    ("attention", "kernels"), ("memory", "kernels"),
+    ("model", "loading"), ("model", "targets"), ("attention", "kernels"), ("memory", "kernels"),
     ("model", "pretrained"), ("targets", "loading"), ("experts", "targets"), ("experts", "model"),
     ("experts", "kernels"), ("experts", "quantization"), ("quantization", "loading"),
     ("model", "vocabulary"), ("vocabulary", "loading"), ("model", "gradients"),
     ("model", "soundness"), ("soundness", "gradients"), ("soundness", "data"),
-    ("soundness", "meta"),
-    ("soundness", "heartbeat"), ("gradients", "meta"),
+    ("soundness", "meta"), ("soundness", "heartbeat"), ("gradients", "meta"),
+    ("model", "continued"), ("model", "starting_adapter"), ("continued", "checkpoint"),
+    ("continued", "starting_adapter"), ("continued", "vocabulary"), ("model", "recurrence"),
     ("quickstart", "worker"),
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"),
@@ -61,7 +60,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "errors", "quiet", "cache", "recipe", "backend", "run", "planner", "catalog", "methods",
     "preflight", "cli", "launcher", "__init__", "__main__", "claim", "integrity", "interruption",
-    "last_words", "start", "options",
+    "last_words", "start", "options", "starting_adapter",
 ]  # fmt: skip
 READS_ENVIRONMENT = {"backend", "cache", "last_words", "launcher", "quiet"}
 WRITES_ENVIRONMENT = {"cache", "launcher", "quiet"}

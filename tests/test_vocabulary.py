@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune as ft
 from finetune import catalog, vocabulary
 from finetune.errors import FinetuneError
+from finetune.planner import plan
+from finetune.planner.predict import model_source, workload_of
 from finetune.result.exporter import export
 from finetune.result.inference import generate, open_model
 from finetune.run import Run
@@ -258,6 +260,20 @@ def test_rows_of_known_tokens_can_be_trained_alone(tiny: Tiny, tmp_path: Path) -
     for table in ("get_input_embeddings", "get_output_embeddings"):
         moved = (getattr(merged, table)().weight != getattr(base, table)().weight).any(1)
         assert moved.nonzero().flatten().tolist() == [2, 7]
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_a_plan_counts_the_rows_that_are_trained(tiny: Tiny, tmp_path: Path, is_tied: bool) -> None:
+    base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
+    counted = {}
+    for name, tokens in (("without", []), ("with", ["<|im_end|>", 7, 9])):
+        adapter = {"r": 4, "trainable_token_indices": tokens}
+        fields = tiny.fields(model={"name": str(base)}, adapter=adapter)
+        settled = plan(catalog.from_fields(fields), "single")
+        workload = workload_of(settled, model_source(settled.recipe).shape)
+        assert workload.adapter is not None
+        counted[name] = workload.adapter.parameters
+    assert counted["with"] - counted["without"] == 3 * 64 * (1 if is_tied else 2)
 
 
 def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from finetune.data.formats import Conversation
-from finetune.data.messages import Message, written_arguments
+from finetune.data.messages import Message
+from finetune.data.tools import written_arguments
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 """Ids of tool calls that every template takes: Mistral's take no others."""

@@ -246,7 +246,7 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
         known = ", ".join(sorted(READERS))
         raise FinetuneError(
             f"{where}: model_type: got {kind!r}; the formulas know {known}"
-            f"{did_you_mean(str(kind), READERS)}; `finetune plan --verify` traces any other that "
+            f"{did_you_mean(str(kind), READERS)}; `finetune plan` traces any other that "
             "transformers has"
         )
     if config.get("quantization_config"):

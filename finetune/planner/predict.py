@@ -165,6 +165,8 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         rank_pattern=given.rank_pattern,
         saved=given.modules_to_save,
     )
+    rows = _rows(given.trainable_token_indices, shape)
+    made = dataclasses.replace(made, parameters=made.parameters + rows)
     if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
         return made
     layers = len(given.layers_to_transform) or shape.layers
@@ -172,6 +174,16 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
     return dataclasses.replace(
         made, parameters=made.parameters + inner, experts=given.r if inner else 0
     )
+
+
+Tokens = tuple[int | str, ...]
+
+
+def _rows(tokens: Tokens | dict[str, Tokens], shape: Architecture) -> int:
+    """Parameters of the rows that `adapter.trainable_token_indices` trains."""
+    if isinstance(tokens, dict):
+        return shape.hidden * sum(len(each) for each in tokens.values())
+    return shape.hidden * len(tokens) * (1 if shape.tied else 2)
 
 
 @dataclasses.dataclass(frozen=True)

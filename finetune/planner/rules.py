@@ -52,6 +52,11 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "model: give model.name (a hub id or a folder) or model.config (from scratch)"
     if model.config is not None and model.tokenizer is None:
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
+    if model.adapter is not None and recipe.adapter is None:
+        yield (
+            "adapter: none, while model.adapter is trained further; give its section, or use the "
+            "command line, which takes it from the adapter"
+        )
     if not recipe.data:
         yield "data: none; add a source with its format"
 
@@ -187,7 +192,7 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
     if adapter is None:
         return
     rows = adapter.trainable_token_indices
-    if added and not rows and not adapter.modules_to_save:
+    if added and not rows and not adapter.modules_to_save and recipe.model.adapter is None:
         words = ", ".join(json.dumps(token, ensure_ascii=False) for token in added)
         yield (
             f"model.add_tokens: the adapter would not train the rows of {words}; set "

@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
 
     A signal ends every process that was started; the status is then 128 and its number.
     """
+    if recipe.model.adapter is not None:
+        raise FinetuneError("model.adapter: a proof starts from a new adapter; set it to null")
 
     def end(number: int, _: object) -> None:
         raise Ended(number)

@@ -122,6 +122,8 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
         for name, value in (recipe.get(section) or {}).items():
             if value not in (None, [], {}, ""):
                 rows.append((f"{section}.{name}", code(_written(value))))
+    if (recipe.get("model") or {}).get("adapter"):
+        rows.append(("Trained further from", code(recipe["model"]["adapter"])))
     if "seed" in recipe:
         rows.append(("Seed", cell(recipe["seed"])))
     return rows

@@ -34,7 +34,7 @@ from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
-from finetune.vocabulary import grow, without_lost_pad
+from finetune.vocabulary import grow, rows_of_adapter, without_lost_pad
 
 Step = int | Literal["best", "last"]
 
@@ -288,7 +288,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     """
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
-    _resize_to(base, config, stored)
+    grow(base, rows_of_adapter(base, config, stored))
     with torch.device("meta"):  # names and shapes, no numbers
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
@@ -334,15 +334,3 @@ def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
         fan_in_fan_out = isinstance(layer.get_base_layer(), Conv1D)
         lost = transpose(layer.scaling["default"] * up @ down, fan_in_fan_out)
         weight.data = (weight.data.float() - lost).to(weight.dtype)
-
-
-def _resize_to(model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]) -> None:
-    """Give the base the vocabulary of an adapter that was trained with added tokens."""
-    table: Any = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is table)
-    places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
-    rows = [stored[key][0] for key in places if key in stored]
-    given = config.trainable_token_indices or {}
-    for ids in given.values() if isinstance(given, dict) else (given,):
-        rows += [max(ids, default=-1) + 1]
-    grow(model, max(rows, default=0))

@@ -1,0 +1,161 @@
+"""Launchers other than ours train the same; what a scheduler left is refused or has no effect."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Finetune, Tiny, run_command, write_recipe
+from test_backends import FP32, largest, losses
+
+from finetune import backend, catalog, preflight
+from finetune.errors import FinetuneError
+from finetune.launcher import free_port
+from finetune.quiet import OF_A_LAUNCH
+from finetune.run import Run
+
+COMPLETE = {
+    "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.255.255.1",
+    "MASTER_PORT": "29577",
+}  # fmt: skip
+"""Of a job of two processes whose first address nobody answers."""
+SHORT = {"max_steps": 2, "saving": {}, "evaluation": {}, "adapter": {"r": 4}}
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "count"),
+    [
+        ({}, False, None),
+        ({}, True, None),
+        ({**COMPLETE, "WORLD_SIZE": "1"}, True, None),
+        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7"}, False, 2),
+        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, False, None),
+        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, True, 1),
+        (COMPLETE, True, 2),
+    ],
+)
+def test_the_variables_say_how_many_processes_there_are(
+    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, count: int | None
+) -> None:
+    for name, value in given.items():
+        variables.setenv(name, value)
+    assert backend.started(named) == count
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "lacks"),
+    [
+        ({"WORLD_SIZE": "4"}, False, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"WORLD_SIZE": "4"}, True, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({**COMPLETE, "WORLD_SIZE": "4"}, False, "TORCHELASTIC_RUN_ID not set"),
+    ],
+)
+def test_variables_without_a_launcher_are_refused(
+    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, lacks: str
+) -> None:
+    for name, value in given.items():
+        variables.setenv(name, value)
+    with pytest.raises(FinetuneError) as error:
+        backend.started(named)
+    (problem,) = error.value.problems
+    assert f"({lacks}), and it would wait for 3 others" in problem
+    assert "finetune launch --backend ddp --processes 4 or torchrun" in problem
+    assert "unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in problem
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "0"])
+def test_a_world_size_that_is_no_count_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
+    variables.setenv("WORLD_SIZE", text)
+    with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
+        backend.started(False)
+
+
+def test_processes_of_accelerate_launch_name_no_other_backend(
+    variables: pytest.MonkeyPatch, tiny: Tiny
+) -> None:
+    for name, value in {**COMPLETE, "ACCELERATE_MIXED_PRECISION": "no"}.items():
+        variables.setenv(name, value)
+    recipe = catalog.from_fields(tiny.fields())
+    assert preflight.check_here(recipe, "ddp").backend.engine == "ddp"
+    with pytest.raises(FinetuneError, match=r"--backend zero2: accelerate launch started another"):
+        preflight.check_here(recipe, "zero2")
+    variables.delenv("RANK")
+    with pytest.raises(FinetuneError, match="WORLD_SIZE=2: set without RANK, as by accelerate"):
+        preflight.check_here(recipe)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, finetune: Finetune) -> Run:
+    """A run of one process, in variables of a job of one that a scheduler left."""
+    folder = tmp_path_factory.mktemp("alone")
+    recipe = write_recipe(folder / "r.json", tiny.fields(**SHORT))
+    left = COMPLETE | {"WORLD_SIZE": "1"}
+    done = finetune(
+        "train", recipe, "--precision", "fp32", "--output", folder / "run", env=left, seconds=120
+    )
+    assert done.status == 0, done.output
+    return Run(folder / "run")
+
+
+def test_variables_that_a_scheduler_left_reach_no_launch_of_ours(
+    tiny: Tiny, tmp_path: Path, finetune: Finetune, alone: Run
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
+    words = ("launch", recipe, "--backend", "single", "--precision", "fp32")
+    left = COMPLETE | {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "other"}
+    done = finetune(*words, "--output", tmp_path / "run", env=left, seconds=120)
+    assert done.status == 0, done.output
+    assert losses(Run(tmp_path / "run")) == losses(alone)
+
+
+def torchrun(tmp_path: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = run_command(command, tmp_path, seconds=120)
+    return f"{done.status} {done.output}"
+
+
+@pytest.mark.parametrize("named", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_torchrun_starts_a_backend(tiny: Tiny, tmp_path: Path, alone: Run, named: str) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
+    chosen = () if named == "ddp" else ("--backend", named)
+    told = torchrun(
+        tmp_path, "--nproc-per-node", "2", "-m", "finetune", "train", str(recipe), *chosen,
+        "--precision", "fp32", "--no-plot", "--output", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert told.startswith("0 "), told
+    run = Run(tmp_path / "run")
+    assert largest(losses(run), losses(alone)) < FP32
+    realised = json.loads(run.plan.read_text())
+    assert (realised["backend"], realised["processes"]) == (named, 2)
+
+
+NOTEBOOK = """
+from accelerate import notebook_launcher
+
+def work(recipe, output):
+    import finetune as ft
+    from finetune import catalog
+    ft.train(catalog.resolve(recipe), precision="fp32", output=output)
+
+if __name__ == "__main__":
+    notebook_launcher(work, ({recipe!r}, {output!r}), num_processes=2, use_port="{port}")
+"""
+
+
+@pytest.mark.slow
+def test_notebook_launcher_starts_the_processes(tiny: Tiny, tmp_path: Path, alone: Run) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        NOTEBOOK.format(recipe=str(recipe), output=str(tmp_path / "run"), port=free_port())
+    )
+    done = run_command([sys.executable, str(script)], tmp_path, seconds=120)
+    assert done.status == 0, done.output
+    assert largest(losses(Run(tmp_path / "run")), losses(alone)) < FP32

@@ -1,0 +1,292 @@
+"""An adapter is trained further from exactly what it is, or refused with the way that works."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_backends import losses
+from test_vocabulary import ADDED, conversation_loss, thinking
+from tiny_run import disturb
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import finetune as ft
+from finetune import catalog, preflight
+from finetune.errors import FinetuneError
+from finetune.recipe import LoRA, Recipe
+from finetune.result.exporter import export
+from finetune.run import Run
+
+CLOSE = 1e-5  # sums in fp32 in another order
+WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+
+
+def recipe_of(tiny: Tiny, **sections: Any) -> Recipe:
+    fields = {"saving": {}, "evaluation": {}, "max_steps": 2, **WHOLE, **sections}
+    return catalog.from_fields(tiny.fields(**fields))
+
+
+def train(tiny: Tiny, place: Path, **sections: Any) -> Run:
+    return ft.train(recipe_of(tiny, **sections), precision="fp32", output=place)
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
+    """An adapter as plain PEFT writes it, away from its initial values."""
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **fields}
+    torch.manual_seed(3)
+    model = get_peft_model(plain(tiny.model), LoraConfig(task_type="CAUSAL_LM", **fields))
+    disturb(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def expected(tiny: Tiny, adapter: Path) -> float:
+    """The loss of base and adapter in plain PEFT, over all rows."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    model = PeftModel.from_pretrained(plain(tiny.model), str(adapter)).eval()
+    return conversation_loss(model, tokenizer, [{"source": str(tiny.data)}])
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
+    "rslora": {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "dora": {"use_dora": True},
+    "one layer": {"layers_to_transform": [1], "target_modules": ["v_proj"]},
+    "head whole": {"modules_to_save": ["lm_head"]},
+    "rows": {"trainable_token_indices": [3, 5]},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(
+    tiny: Tiny, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter", **fields)
+    run = train(tiny, tmp_path / "run", model={"adapter": str(adapter)})
+    assert abs(losses(run)[0] - expected(tiny, adapter)) < CLOSE
+    result = export(run, tmp_path / "result")
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, result))
+    assert {key: value.shape for key, value in before.items()} == {
+        key: value.shape for key, value in after.items()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    further = PeftModel.from_pretrained(plain(tiny.model), str(result)).eval()
+    held_out = conversation_loss(further, tokenizer, [{"source": str(tiny.eval_data)}])
+    assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
+
+
+def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    first = train(tiny, tmp_path / "first", adapter={"r": 4})
+    folder = export(first, tmp_path / "export")
+    ways = [first.root, first.final, first.checkpoint(2), folder]
+    runs = [
+        train(tiny, tmp_path / f"further{number}", model={"adapter": str(way)}, adapter={"r": 4})
+        for number, way in enumerate(ways)
+    ]
+    assert len({tuple(losses(run)) for run in runs}) == 1
+    assert abs(losses(runs[0])[0] - expected(tiny, first.final)) < CLOSE
+    recorded = json.loads(runs[0].starting_adapter.read_text())
+    assert recorded["folder"] == str(first.final)
+    assert recorded["base_model"] == str(tiny.model)
+    assert len(recorded["sha256"]) == 64
+    section = catalog.load(runs[0].recipe).adapter
+    assert section is not None
+    assert (section.r, section.alpha, len(section.targets)) == (4, 8.0, 14)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    way = {"model": {"adapter": str(first.root)}}
+    for given in ({"targets": names}, {"r": 4}):
+        assert preflight.check_here(recipe_of(tiny, **way, adapter=given)).recipe.adapter == section
+    with pytest.raises(FinetuneError, match=r"adapter\.targets: "):
+        preflight.check_here(recipe_of(tiny, **way, adapter={"targets": names[:-1]}))
+    assert f"| Trained further from | `{first.root}` |" in (runs[0].final / "README.md").read_text()
+
+
+def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    first = train(tiny, tmp_path / "first", adapter={"r": 4, "init_lora_weights": "pissa"})
+    further = train(tiny, tmp_path / "further", model={"adapter": str(first.root)})
+    assert abs(losses(further)[0] - expected(tiny, first.final)) < 1e-4
+    assert catalog.load(further.recipe).adapter.r == 8  # type: ignore[union-attr]
+    recipe = recipe_of(tiny, model={"adapter": str(first.checkpoint(2) / "adapter")})
+    with pytest.raises(FinetuneError, match=r"'pissa' changed the base weights.*final/"):
+        preflight.check_here(recipe)
+
+
+def test_added_tokens_go_on_with_the_rows_that_they_had(tiny: Tiny, tmp_path: Path) -> None:
+    data = thinking(tiny, tmp_path)
+    adapter = {"r": 4, "trainable_token_indices": ADDED}
+    first = train(tiny, tmp_path / "first", **data, adapter=adapter, model={"add_tokens": ADDED})
+    further = train(
+        tiny, tmp_path / "further", **data, adapter=adapter,
+        model={"add_tokens": ADDED, "adapter": str(first.root)},
+    )  # fmt: skip
+    merged = plain(export(first, tmp_path / "merged", merge=True))
+    tokenizer = AutoTokenizer.from_pretrained(first.final)
+    assert abs(losses(further)[0] - conversation_loss(merged, tokenizer, data["data"])) < CLOSE
+    with pytest.raises(FinetuneError, match=r"model.add_tokens: .* has no rows for <new>; merge"):
+        train(
+            tiny, tmp_path / "more", **data,
+            model={"add_tokens": ["<new>"], "adapter": str(first.root)},
+        )  # fmt: skip
+
+
+def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    quantised = {"quantization": "nf4"}
+    run = train(tiny, tmp_path / "run", model={"adapter": str(adapter), **quantised})
+    new = train(tiny, tmp_path / "new", model=quantised, adapter={"r": 4})
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    from finetune.result.trained import load_weights
+
+    base = load_weights(tiny.model, torch.float32, quantization="nf4")
+    with_adapter = PeftModel.from_pretrained(base, str(adapter)).eval()
+    wanted = conversation_loss(with_adapter, tokenizer, [{"source": str(tiny.data)}])
+    assert abs(losses(run)[0] - wanted) < CLOSE
+    assert abs(losses(new)[0] - wanted) > 10 * CLOSE
+
+
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
+    sections["optim"] = {"schedule": "constant", "warmup": 0}
+    straight = train(tiny, tmp_path / "straight", **sections, max_steps=4)
+    train(tiny, tmp_path / "cut", **sections)
+    recipe = recipe_of(tiny, **sections, max_steps=4)
+    cut = ft.train(recipe, precision="fp32", output=tmp_path / "cut", resume=True)
+    assert losses(cut) == losses(straight)
+    foreign(tiny, adapter, lora_alpha=8)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({k: v + 1 for k, v in tensors.items()}, adapter / "adapter_model.safetensors")
+    longer = recipe_of(tiny, **sections, max_steps=6)
+    with pytest.raises(FinetuneError, match=r"is not the adapter that .* started from"):
+        ft.train(longer, precision="fp32", output=tmp_path / "cut", resume=True)
+
+
+def test_what_contradicts_the_adapter_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    mine = {"r": 8, "alpha": 8, "targets": ["q_proj"], "use_dora": True, "dropout": 0.1}
+    with pytest.raises(FinetuneError) as error:
+        preflight.check_here(recipe_of(tiny, model={"adapter": str(adapter)}, adapter=mine))
+    way = f"leave the field out, or set adapter=null to take all of them from {adapter}"
+    has = "but the adapter of model.adapter has"
+    assert error.value.problems == (
+        f"adapter.r: 8, {has} 4; {way}",
+        f'adapter.targets: ["q_proj"], {has} ["q_proj", "up_proj"]; {way}',
+        f"adapter.use_dora: true, {has} false; {way}",
+    )
+    fitting = {"alpha": 8, "targets": ["up_proj", "q_proj"], "dropout": 0.1}
+    for section in (None, {}, fitting):
+        recipe = recipe_of(tiny, model={"adapter": str(adapter)}, adapter=section)
+        settled = preflight.check_here(recipe).recipe.adapter
+        dropout = 0.1 if section else 0.0
+        assert settled == LoRA(r=4, alpha=8, targets=("q_proj", "up_proj"), dropout=dropout)
+
+
+def changed(adapter: Path, **fields: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
+        ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS', expected 'CAUSAL_LM'"),
+        ({"bias": "all"}, "bias is 'all', which no recipe can train"),
+        ({"init_lora_weights": "loftq"}, "its initialisation 'loftq' changed the base weights"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(
+    tiny: Tiny, tmp_path: Path, fields: dict[str, Any], problem: str
+) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    changed(adapter, **fields)
+    with pytest.raises(FinetuneError) as error:
+        preflight.check_here(recipe_of(tiny, model={"adapter": str(adapter)}))
+    assert error.value.problems[0].startswith(f"model.adapter: {adapter}: {problem}")
+
+
+def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    q, up = (
+        f"base_model.model.model.layers.0.{name}.lora_A.weight"
+        for name in ("self_attn.q_proj", "mlp.up_proj")
+    )
+    tensors[q] = tensors[q][:2].clone()
+    tensors["base_model.model.model.other.lora_A.weight"] = tensors.pop(up)
+    save_file(tensors, path)
+    with pytest.raises(FinetuneError) as error:
+        train(tiny, tmp_path / "run", model={"adapter": str(adapter)})
+    assert error.value.problems == (
+        f"model.adapter: {adapter} does not fit {tiny.model}: {up} is missing; "
+        f"{q} is [2, 64], and the base needs [4, 64]; "
+        "base_model.model.model.other.lora_A.weight belongs to no module of the base",
+    )
+
+
+def test_a_table_of_the_base_beside_an_adapter_is_refused_unless_it_is_the_same(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    adapter = foreign(tiny, tmp_path / "adapter")
+    path, table = adapter / "adapter_model.safetensors", plain(tiny.model).lm_head.weight.detach()
+    key = "base_model.model.lm_head.weight"
+    save_file(load_file(path) | {key: table.clone()}, path)
+    run = train(tiny, tmp_path / "same", model={"adapter": str(adapter)})
+    assert abs(losses(run)[0] - expected(tiny, adapter)) < CLOSE
+    save_file(load_file(path) | {key: table + 1}, path)
+    with pytest.raises(FinetuneError, match=f"{key} replaces a table of the base"):
+        train(tiny, tmp_path / "other", model={"adapter": str(adapter)})
+
+
+def test_every_place_that_has_no_adapter_says_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
+    full = train(tiny, tmp_path / "full", max_steps=1)
+    (tmp_path / "empty").mkdir()
+    adapter = foreign(tiny, tmp_path / "adapter")
+    with_config = shutil.copytree(adapter, tmp_path / "with_config")
+    shutil.copy(tiny.model / "config.json", with_config)
+    told = {
+        f"model.adapter={full.root}": "has a complete model, not an adapter; train it further with "
+        f"model.name={full.final}",
+        f"model.adapter={tmp_path / 'empty'}": "has no adapter: it has no adapter_config.json",
+        "model.adapter=./nowhere": "no such folder: ./nowhere; give a run",
+        f"model.adapter={tiny.data}": "is a file; name the folder",
+        f"model.name={adapter}": f"to train it further, set model.name={tiny.model} "
+        f"model.adapter={adapter}",
+        f"model.name={with_config}": f"model.adapter={with_config}",
+        f"model.name={full.root}": "is a run; to train its adapter further",
+    }
+    for pair, words in told.items():
+        with pytest.raises(FinetuneError) as error:
+            preflight.check_here(catalog.override(recipe_of(tiny), [pair]))
+        assert words in error.value.problems[0], pair
+    words = "to train an adapter further, set model.adapter=FOLDER"
+    for pair in ("adapter.start=x", "adapter.path=x", "model.lora_path=x", "peft_path=x",
+                 "adapter_name_or_path=x", "resume_from_adapter=x", str(adapter)):  # fmt: skip
+        with pytest.raises(FinetuneError) as error:
+            catalog.override(recipe_of(tiny), [pair])
+        assert words in error.value.problems[0], pair
+    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
+    other = recipe_of(tiny, adapter={"r": 4}, data=[{"source": "x.jsonl", "format": "messages"}])
+    from finetune.claim import claim
+    from finetune.planner import plan
+
+    with pytest.raises(FinetuneError, match=f"set model.adapter={lora.root} and choose another"):
+        claim(lora, plan(other, "single"), True)
