@@ -162,11 +162,11 @@ def test_a_plan_says_how_documents_side_by_side_attend(
             "every two tokens of a micro-batch",
         ),
         (
-            "persimmon",
+            "falcon",
             "sdpa",
             {},
             "padded to the longest row of a micro-batch: documents side by side have not been "
-            f"shown to be exact for 'persimmon' models (shown: {', '.join(SHOWN_EXACT)})",
+            f"shown to be exact for 'falcon' models (shown: {', '.join(SHOWN_EXACT)})",
         ),
     ],
 )
