@@ -118,11 +118,21 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
 
 
 def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) -> Any:
-    buffers = {
-        name: _empty(buffer.shape, buffer.dtype, False) for name, buffer in model.named_buffers()
-    }
+    """A forward pass in which every parameter and buffer is another tensor.
+
+    Each module is given its own once. torch 2.13 would restore a module that two others share (the
+    trained rows of tied tables) to what it was given.
+    """
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    other = dict[str, torch.Tensor]()
+    for path, module in model.named_modules():
+        at = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            other[at + name] = leaves[named[id(parameter)]]
+        for name, buffer in module.named_buffers(recurse=False):
+            other[at + name] = _empty(buffer.shape, buffer.dtype, False)
     given = {"input_ids": ids, "use_cache": False}
-    return torch.func.functional_call(model, leaves | buffers, (), given)
+    return torch.func.functional_call(model, other, (), given, tie_weights=False)
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Two files are tested at a time: as many threads as cores in each would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the command line sets it before torch is loaded: the profiler else writes into captured output.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 LAUNCH_SECONDS = 900
 """A launch takes about ten seconds, one that compiles an operator first about six minutes."""

@@ -208,6 +208,7 @@ def test_rows_that_all_lose_their_end_are_a_mistake(tmp_path: Path):
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
     assert (counts["truncated"], counts["unended"], counts["eaten"]) == (5, 5, 0)
+    assert counts["first"]["unended"] == f"{source} row 1"
     assert list(mistakes(counts)) == [
         "data: none of the 5 rows is trained to end (5 rows are truncated), so the model would "
         "never stop; raise batch.max_length, or set batch.overlong=drop; if it is meant, set "

@@ -182,8 +182,8 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
         ["train", "quickstart", "--backend", "ddp"],
         [
             "--backend ddp: `finetune train` alone is one process; start it with `finetune launch "
-            f"--backend ddp` or `accelerate launch --config_file {ROOT}/accelerate_configs/ddp.yaml"
-            " -m finetune train`"
+            "--backend ddp`, `torchrun --nproc-per-node 2 -m finetune train`, or `accelerate "
+            f"launch --config_file {ROOT}/accelerate_configs/ddp.yaml -m finetune train`"
         ],
     ),
     "a run that is not there": (
@@ -464,7 +464,9 @@ def test_a_tokenizer_of_another_model_is_told(
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model=model))
     (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
     assert told.startswith(f"model.tokenizer: '{tiny.model}' gave the token ")
-    assert told.endswith("but the model has 20; name the tokenizer that belongs to it")
+    assert told.endswith(
+        "but the model has 20; 296 of its tokens have no row: name the tokenizer that belongs to it"
+    )
 
 
 def test_weights_that_are_cut_short_are_told(
@@ -581,7 +583,9 @@ def test_an_adapter_on_the_table_of_tokens_hides_no_vocabulary(
     fields = one_step(tiny, adapter=fields["adapter"], model=model)
     recipe = write_recipe(tmp_path / "r.json", fields)
     (told,) = errors(run_here("train", recipe, "--output", tmp_path / "other"))
-    assert told.endswith("but the model has 20; name the tokenizer that belongs to it")
+    assert told.endswith(
+        "but the model has 20; 296 of its tokens have no row: name the tokenizer that belongs to it"
+    )
 
 
 def test_rows_longer_than_the_context_are_counted_under_every_rule(

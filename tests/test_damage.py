@@ -324,7 +324,7 @@ def test_a_rehearsal_writes_and_reads_back_the_real_state(
     recipe = write_recipe(tmp_path / "r.json", fields)
     done = finetune("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
     assert done.status == 0
-    names = [line.split("  ")[0].strip() for line in done.stdout.splitlines()[:5]]
-    assert names == ["ranks", "memory", "disk", "start", "rehearsal"]
-    assert done.stdout.splitlines()[4].endswith("s, equal")
+    names = [line.split("  ")[0].strip() for line in done.stdout.splitlines()[:6]]
+    assert names == ["ranks", "memory", "disk", "model", "start", "rehearsal"]
+    assert done.stdout.splitlines()[5].endswith("s, equal")
     assert not (tmp_path / "run" / ".rehearsal").exists()

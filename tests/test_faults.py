@@ -32,15 +32,26 @@ LONG = {"max_steps": 4000, "saving": {"every": 5}, "evaluation": {"every": 4000}
 
 @pytest.fixture(scope="session")
 def poisoned(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The tiny model with NaN as the embedding of Z, and one row that has a Z."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """A tiny model of finite weights whose loss is NaN where there is a Z, and one row with a Z.
+
+    The embedding of Z is so large that the mean that a LayerNorm takes of it is infinite.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("poisoned")
     shutil.copytree(tiny.model, folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(tiny.model)
+    llama = AutoConfig.from_pretrained(tiny.model).to_dict()
+    sizes = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size", "max_position_embeddings", "eos_token_id",
+        "pad_token_id", "bos_token_id",
+    )  # fmt: skip
+    config = AutoConfig.for_model("stablelm", **{name: llama[name] for name in sizes})
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     (token,) = AutoTokenizer.from_pretrained(tiny.model).encode("Z")
     with torch.no_grad():
-        model.get_input_embeddings().weight[token] = torch.nan
+        model.get_input_embeddings().weight[token] = 3e38
     model.save_pretrained(folder / "model")
     rows = conversations(48)
     rows[BAD][0]["content"] = "Z"

@@ -177,7 +177,7 @@ def test_types_without_sdpa_are_those_of_transformers() -> None:
     assert without == set(WITHOUT_SDPA)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "bloom", "gptj"])
+@pytest.mark.parametrize("kind", ["xglm", "bloom", "gptj"])
 def test_types_without_sdpa_are_refused(kind: str) -> None:
     recipe = of(kind)
     model = dataclasses.replace(recipe.model, attention="sdpa")

@@ -47,7 +47,11 @@ class Facts:
 
 
 def count_rows(
-    rows: Rows, facts: Facts, sources: list[tuple[Data, Tally, np.ndarray]], batch: Batch
+    rows: Rows,
+    facts: Facts,
+    sources: list[tuple[Data, Tally, np.ndarray]],
+    batch: Batch,
+    files: list[str],
 ) -> dict[str, Any]:
     """Samples as they were read, rows as they came out, and each source's share.
 
@@ -56,6 +60,7 @@ def count_rows(
         facts: Of all documents.
         sources: Sections with what became of them and the documents that they gave.
         batch: Of the recipe.
+        files: Names by the numbers that documents have of their files.
     """
     lengths = rows.documents.lengths[rows.members]
     tallies = [tally for _, tally, _ in sources]
@@ -65,7 +70,8 @@ def count_rows(
     columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
         **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
-        "first": {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
+        "first": _first_unended(rows, facts, files)
+        | {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
         "rows": len(rows),
         "documents": len(rows.members),
         "tokens": tokens,
@@ -96,6 +102,16 @@ def count_rows(
             for data, tally, members in sources
         ],
     }
+
+
+def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
+    """The place of the first document whose end is not trained, where there is one."""
+    members = np.sort(rows.members)
+    unended = members[~facts.ended[members]]
+    if not len(unended):
+        return {}
+    file, number = rows.documents.origins[int(unended[0])]
+    return {"unended": f"{files[int(file)]} row {int(number)}"}
 
 
 def mistakes(counts: dict[str, Any]) -> Iterator[str]:

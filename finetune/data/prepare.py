@@ -155,7 +155,7 @@ def _fill(
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
-        counts[name] = count_rows(rows, facts, shares, recipe.batch)
+        counts[name] = count_rows(rows, facts, shares, recipe.batch, files)
         counts[name]["left_out"] = sum(
             len(each.members) - len(m)
             for each, m in zip(parts, mixed, strict=True)
