@@ -47,6 +47,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Types of models, with fields that differ from those of a shrunk default configuration."""
 
 
+EAGER = ("gptj", "bloom")
+"""Types without SDPA in transformers whose recipe says `model.attention=eager`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """An architecture with its answers by column, and the reasons for refusals and padding."""
@@ -105,7 +109,7 @@ def build(name: str, home: Path) -> Model:
         AutoConfig.for_model(name).save_pretrained(home)
     else:
         network.save_pretrained(home)
-    return Model(str(home))
+    return Model(str(home), attention="eager" if name in EAGER else "sdpa")
 
 
 def judged(found: dict[str, Finding]) -> tuple[Answer, str]:
@@ -122,7 +126,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"| architecture | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for row in rows:
         cells = (row.answers.get(column, "") for column in COLUMNS)
-        lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
+        eager = " (`model.attention=eager`)" if row.name in EAGER else ""
+        lines.append(f"| `{row.name}`{eager} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_told(rows)])
 
 

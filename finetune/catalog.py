@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import runpy
 import traceback
@@ -99,7 +100,7 @@ def find(name: str) -> Path:
         FinetuneError: there is none.
     """
     if name.endswith((".py", ".yaml", ".yml", ".json")):
-        if Path(name).is_file():
+        if os.path.isfile(name):
             return Path(name)
         raise FinetuneError(f"recipe {name}: no such file")
     known = names()
@@ -200,7 +201,7 @@ def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
     """Set one value in place; returns the problem, if there is one."""
     path, equals, text = pair.partition("=")
     if not equals or not path:
-        is_adapter = (Path(pair) / "adapter_config.json").is_file()
+        is_adapter = os.path.isfile(f"{pair}/adapter_config.json")
         return f"'{pair}': expected key=value{f'; {FURTHER}' if is_adapter else ''}"
     parts, hint = path.split("."), kind
     place: Any = fields

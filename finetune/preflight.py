@@ -5,6 +5,7 @@ No torch: a misspelt file is told at once, and not after the seconds that torch 
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -189,10 +190,10 @@ def _missing_folders(model: Model) -> list[str]:
     named = {"model.name": model.name, "model.tokenizer": model.tokenizer}
     problems: list[str] = []
     for field, name in named.items():
-        if name is None or Path(name).is_dir():
+        if name is None or os.path.isdir(name):  # a name may be too long for `Path.is_dir`
             if field == "model.name" and name:
                 problems += _not_a_model(Path(name))
-        elif Path(name).is_file():
+        elif os.path.isfile(name):
             problems.append(f"{field}: {name} is a file; name the folder that it lies in")
         elif not HUB_NAME.fullmatch(name):
             problems.append(

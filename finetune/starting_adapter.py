@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ def find(name: str) -> Path:
         FinetuneError: there is no adapter.
     """
     folder = Path(name)
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise FinetuneError(f"model.adapter: {name} is a file; name the folder that contains it")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         if HUB_NAME.fullmatch(name) is None:
             raise FinetuneError(
                 f"model.adapter: no such folder: {name}; give a run, a folder with {CONFIG}, or a "
