@@ -99,14 +99,17 @@ def build(name: str, home: Path) -> Model:
     write_tokenizer(home)
     tokenizer = AutoTokenizer.from_pretrained(home)
     try:
-        fields = shrink(AutoConfig.for_model(name).to_dict(), len(tokenizer), 256)
+        defaults = AutoConfig.for_model(name)
+        defaults.save_pretrained(home)
+        rows = len(AutoTokenizer.from_pretrained(home))  # some types have tokens of their own
+        fields = shrink(defaults.to_dict(), rows, 256)
         fields |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         fields |= {"bos_token_id": None} | ARCHITECTURES[name]
         torch.manual_seed(0)
         config = AutoConfig.for_model(**fields)
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, KeyError):  # no causal language model of transformers: named by its config
-        AutoConfig.for_model(name).save_pretrained(home)
+    except (ValueError, KeyError):  # no causal language model of transformers: a config is enough
+        pass
     else:
         network.save_pretrained(home)
     return Model(str(home), attention="eager" if name in EAGER else "sdpa")
@@ -116,7 +119,8 @@ def judged(found: dict[str, Finding]) -> tuple[Answer, str]:
     """Whether a kind of training is right, refused before it began, or wrong; and the reason."""
     for each in found.values():
         if each.passed is False:
-            refused = each.refused and each.name in ("plan", "two layers of it", "loss")
+            early = each.name in ("plan", "two layers of it", "loss")
+            refused = each.name == "causal" or (each.refused and early)
             return ("refused" if refused else "wrong"), each.why
     return "right", ""
 

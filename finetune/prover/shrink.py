@@ -28,7 +28,8 @@ MOST: dict[str, int] = {
     "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "top_k_experts": 2,
     "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "moe_latent_size": WIDTH,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "first_k_dense_replace": 1, "moe_latent_size": WIDTH,
     # latent attention
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD,
     "qk_head_dim": 2 * HEAD, "v_head_dim": HEAD,

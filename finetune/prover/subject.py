@@ -155,7 +155,9 @@ def _model(
         return model
     if model.name is not None and _weight_bytes(Path(model.name)) <= SMALL_BYTES:
         notes.append(f"{model.name} is small: it is proved as it is")
-        return dataclasses.replace(model, name=str(Path(model.name).resolve()), attention="sdpa")
+        return dataclasses.replace(
+            model, name=str(Path(model.name).resolve()), attention=_attention(model)
+        )
     fields = shrink(_config(model, notes), len(tokenizer), recipe.batch.max_length)
     fields |= {
         "bos_token_id": tokenizer.bos_token_id,
@@ -164,7 +166,7 @@ def _model(
     }
     home = folder / "model"
     tokenizer.save_pretrained(home)
-    common = dataclasses.replace(model, attention="sdpa", revision=None)
+    common = dataclasses.replace(model, attention=_attention(model), revision=None)
     if model.attention not in ("sdpa", "eager"):
         notes.append(f"attention: sdpa in place of {model.attention}")
     if model.config is not None:
@@ -173,6 +175,11 @@ def _model(
     config = AutoConfig.for_model(**fields)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
     return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
+
+
+def _attention(model: Model) -> Literal["sdpa", "eager"]:
+    """The recipe's own where every machine has it; else sdpa."""
+    return "eager" if model.attention == "eager" else "sdpa"
 
 
 def _weight_bytes(folder: Path) -> float:

@@ -1,0 +1,35 @@
+"""The table of architectures says what is measured, and nothing in it is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks.models import ARCHITECTURES, BEGIN, COLUMNS, END, measure, table
+
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def cells(text: str) -> dict[str, tuple[str, ...]]:
+    """Answers by architecture, in the order of the columns."""
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", text, re.M)
+    return {name: tuple(cell.strip() for cell in answers.split("|")) for name, answers in rows}
+
+
+def test_the_table_has_every_architecture_and_each_answer_is_right_or_has_a_reason() -> None:
+    found = cells(TABLE)
+    assert list(found) == list(ARCHITECTURES)
+    for name, answers in found.items():
+        assert len(answers) == len(COLUMNS)
+        assert set(answers) <= {"right", "refused", "padded", ""}
+        for column, answer in zip(COLUMNS, answers, strict=True):
+            if answer in ("refused", "padded"):
+                assert re.search(rf"^- `{name}`, [^:]*\b{column}\b[^:]*: \S", TABLE, re.M), column
+
+
+@pytest.mark.slow
+def test_the_table_is_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    assert cells(table(measure(tmp_path))) == cells(TABLE)
