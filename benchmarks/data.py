@@ -13,7 +13,7 @@ from finetune.record import units
 
 ROWS = 1_000_000
 TALKS = 20_000
-"""Conversations of four turns that are encoded beside the tokenizer alone."""
+"""Conversations of four turns that are encoded, next to the tokenizer alone."""
 HOW = (
     "Questions and answers of the length of GSM8K's, no two alike, in one JSON Lines file, through "
     "a byte-level BPE of 8,192 tokens that was learned from them and the built-in `chatml` "

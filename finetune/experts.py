@@ -1,4 +1,4 @@
-"""Reports what of a model has an adapter, is quantised, and balances its experts."""
+"""Reports which parts of a model have an adapter, are quantised, or balance their experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from finetune.recipe import Recipe
 
 
 def notes(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What of a loaded model has an adapter, is quantised, and balances its experts."""
+    """Notes on a loaded model: its adapter, its quantised weights, its load-balancing loss."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return [
         *adapter_notes(model, base, recipe),

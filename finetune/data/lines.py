@@ -47,7 +47,7 @@ class NotUTF8(ValueError):
 def raw_lines(path: Path) -> Iterator[bytes]:
     """Lines with their ends, split at newlines only.
 
-    Raises FinetuneError for a file that cannot be unpacked, or that is no text in one-byte units.
+    Raises FinetuneError for a file that cannot be unpacked, or that is not text in one-byte units.
     """
     opener: Callable[..., Any] = COMPRESSED.get(path.suffix.lower(), open)
     try:

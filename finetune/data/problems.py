@@ -1,4 +1,4 @@
-"""Problems of the data, gathered so that all of them are told at once."""
+"""Problems of the data, gathered so that all are reported at once."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -177,7 +177,7 @@ class Examination:
 
     def _experts(self) -> tuple[bool | None, str]:
         if not self.has_experts:
-            return None, "the model is no mixture of experts"
+            return None, "the model is not a mixture of experts"
         if self.balance is None:
             return True, "no load-balancing loss is added"
         return True, f"the load-balancing loss is added times {self.balance.coefficient:g}"
