@@ -274,7 +274,8 @@ def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
     tokens, trained = counts["tokens"], counts["trained_tokens"]
     assert describe(counts) == [
         f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",
-        f"1 truncated (first: {source} row 4), 1 whose end is not trained, 3 duplicates",
+        f"1 truncated (first: {source} row 4), 1 whose end is not trained (first: {source} row 4), "
+        "3 duplicates",
         "columns that the format does not read: messages (1 row)",
     ]
     assert json.dumps(counts["roles"]) == '{"assistant": 5, "user": 5}'

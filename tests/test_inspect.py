@@ -132,7 +132,7 @@ def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
     assert "Traceback" not in refused.output
     done = finetune("train", path, "data_checks=report", "--output", tmp_path / "run")
     assert done.status == 0, done.output
-    told = f"48 truncated (first: {data} row 1), 48 whose end is not trained"
+    told = f"48 truncated (first: {data} row 1), 48 whose end is not trained (first: {data} row 1)"
     table = done.output.replace("│", "")  # which folds a long path
     assert "".join(told.split()) in "".join(table.split())
 
