@@ -9,7 +9,8 @@
                    saves besides: persistent buffers and, without an adapter, frozen weights
 
 `adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
-      manifest.json   step, progress, the size and SHA-256 of every file and of itself; written last
+      manifest.json   step, recipe, progress, the size and SHA-256 of every file and of itself;
+                      written last
 
 Files are written into a scratch folder that is renamed when it is complete. What is drawn at random
 or shuffled depends on the seed and the step alone, so no generator has a state to save.
@@ -27,6 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune import catalog
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.fragments import KEPT, Fragment, Reader, local, restore
@@ -213,6 +215,7 @@ def _complete(
     manifest = {
         "format": FORMAT,
         "step": progress.step,
+        "recipe": catalog.to_fields(engine.plan.recipe),
         "progress": dataclasses.asdict(progress),
         "backend": engine.plan.backend.name,
         "processes": engine.world,

@@ -15,6 +15,7 @@ from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.integrity import newest_intact, read_manifest, set_aside
 from finetune.planner import Plan
+from finetune.recipe import Recipe
 from finetune.run import Run
 
 Resume = bool | Literal["auto"]
@@ -22,8 +23,11 @@ Resume = bool | Literal["auto"]
 
 LOCK_SECONDS = 10.0
 """How long a lock is waited for: a killed run's processes may take a moment to end."""
-NOT_A_RUN = {"run.lock", "offload"}
-"""What may lie in a directory before a run's record does, besides files that begin with a dot."""
+NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
+"""What may lie in a directory before a run's record does, besides files that begin with a dot.
+
+A start that failed while data was prepared or the model loaded leaves the last two.
+"""
 
 
 def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
@@ -68,7 +72,7 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
                 "out to start it anew, or write --resume auto, which does so by itself"
             )
         return None
-    return _intact(run)
+    return _intact(run, plan.recipe)
 
 
 def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
@@ -145,8 +149,8 @@ def _no_place(root: Path, error: OSError) -> FinetuneError:
     )
 
 
-def _intact(run: Run) -> int:
-    step, damaged = newest_intact(run)
+def _intact(run: Run, recipe: Recipe) -> int:
+    step, damaged = newest_intact(run, lambda manifest: _of_another_recipe(manifest, recipe))
     told = [
         f"{run.checkpoint(number)}: damaged: {'; '.join(found[:3])}"
         for number, found in damaged.items()
@@ -164,6 +168,19 @@ def _intact(run: Run) -> int:
     return step
 
 
+def _of_another_recipe(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Why a checkpoint is not of a recipe's run; nothing is known of one that keeps no recipe."""
+    if "recipe" not in manifest:
+        return []
+    try:
+        changed = catalog.differences(catalog.from_fields(manifest["recipe"]), recipe)
+    except FinetuneError as error:
+        return [f"its recipe cannot be read: {error}"]
+    if not changed:
+        return []
+    return [f"it belongs to the run of another recipe; they differ in {'; '.join(changed)}"]
+
+
 def finished(run: Run, plan: Plan) -> bool:
     """Whether a run has nothing left to do: its last step is saved and its result is there."""
     newest = run.newest()
@@ -176,7 +193,10 @@ def finished(run: Run, plan: Plan) -> bool:
     ends = [record.get("reason") for record in run.read_metrics("end")]
     if not ends or ends[-1] not in ("finished", "early stop"):
         return False
-    progress = read_manifest(run.checkpoint(newest))["progress"]
+    try:
+        progress = read_manifest(run.checkpoint(newest))["progress"]
+    except FinetuneError:  # `claim` sets it aside and continues before it, or says what it is
+        return False
     patience = plan.recipe.evaluation.patience
     if patience is not None and progress.get("stale", 0) >= patience:
         return True
@@ -185,6 +205,11 @@ def finished(run: Run, plan: Plan) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return newest >= plan.steps(rows)
+
+
+def card(run: Run) -> Path:
+    """The card of a run's result, the last file that a training writes."""
+    return run.final / "README.md"
 
 
 @contextlib.contextmanager

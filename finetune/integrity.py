@@ -6,6 +6,8 @@ name that would leave the folder is refused.
 
 import hashlib
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,9 +17,10 @@ from finetune.run import Run
 FORMAT = 1
 """Of the layout that `finetune.checkpoint` writes; 1 more where an old reader would be wrong."""
 
+STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 KEYS = {"format", "step", "progress", "backend", "processes", "shapes", "scalars", "files"}
-"""Of a manifest, besides `sha256`: the hash of all the others, which one from before it lacks."""
+"""Of every manifest. Newer ones hold `recipe` besides, and `sha256`: the hash of all the others."""
 
 
 class OtherFormat(FinetuneError):
@@ -37,7 +40,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _seal_problems(manifest: dict[str, Any]) -> list[str]:
     if "sha256" not in manifest:
-        other = sorted(manifest.keys() ^ KEYS)
+        other = sorted((manifest.keys() ^ KEYS) - {"recipe"})
         return [f"damaged, unknown or missing: {', '.join(other)}"] if other else []
     whole = sealed(manifest)["sha256"] == manifest["sha256"]
     return [] if whole else ["damaged, its own sha256 is not that of what it holds"]
@@ -47,7 +50,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        FinetuneError: it cannot be read, is no manifest, or is of another format.
+        FinetuneError: it cannot be read, is no manifest, is of another format, or is of another
+            step than its folder's name says.
     """
     path = folder / "manifest.json"
     try:
@@ -68,6 +72,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     wrong = _shape_problems(manifest) or _seal_problems(manifest)
     if wrong:
         raise FinetuneError(*(f"{path}: {problem}" for problem in wrong))
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named is not None and int(named[1]) != manifest["step"]:
+        raise FinetuneError(
+            f"{path}: it is the checkpoint of step {manifest['step']}, under the name of another"
+        )
     return manifest
 
 
@@ -139,15 +148,22 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def newest_intact(run: Run) -> tuple[int | None, dict[int, list[str]]]:
+def newest_intact(
+    run: Run, foreign: Callable[[dict[str, Any]], list[str]] = lambda _: []
+) -> tuple[int | None, dict[int, list[str]]]:
     """Step of the newest checkpoint that is whole, and the damage of the newer ones by step.
+
+    Args:
+        run: whose checkpoints are looked at.
+        foreign: what in a manifest belongs to another run; counts as damage.
 
     Raises:
         FinetuneError: the newest is of another format, which is no damage.
     """
     damaged: dict[int, list[str]] = {}
     for step in reversed(run.steps()):
-        found = damage(run.checkpoint(step))
+        folder = run.checkpoint(step)
+        found = damage(folder) or foreign(read_manifest(folder))
         if not found:
             return step, damaged
         damaged[step] = found

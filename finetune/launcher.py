@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 
 from finetune import backend as backends
 from finetune import catalog
-from finetune.claim import Resume, claim, finished
+from finetune.claim import Resume, card, claim, finished
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.interruption import SIGNALS
 from finetune.last_words import STATUS_FILE
@@ -42,6 +43,17 @@ RECORDED_COLLECTIVES = 500
 
 ARGUMENTS_REFUSED = 2
 """Exit status of `accelerate launch` itself for words that it cannot read."""
+
+REPORT = "Traceback (most recent call last)"
+"""How the report of torch's agent, and of `accelerate launch` itself, begins."""
+
+FAILED_WORKER = re.compile(
+    r"rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)"
+)
+"""A worker that a signal ended, in the report of torch's agent (torch 2.13)."""
+
+FAILED_ALONE = re.compile(r"CalledProcessError: .* died with <Signals\.(\w+): \d+>")
+"""The only process, in the report of `accelerate launch` (accelerate 1.15)."""
 
 
 def launch(
@@ -68,7 +80,7 @@ def launch(
     machine = backends.load(backend or recipe.backend)
     settled = check(recipe, machine, processes, precision)
     root = Path(output or Path("runs") / "latest")
-    if resume and finished(Run(root), settled):
+    if resume and finished(Run(root), settled) and card(Run(root)).is_file():
         print(f"{root}: complete, nothing to resume", flush=True)
         return Run(root)
     if max_restarts:
@@ -84,7 +96,8 @@ def launch(
         given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
         command = build_command(settled, words, [*given, *flags])
         here = max(1, settled.processes // machines(flags))
-        _run(command, status, threads=max(1, (os.cpu_count() or 1) // here))
+        threads = max(1, (os.cpu_count() or 1) // here)
+        _run(command, Run(root), status, threads, starts_again=bool(max_restarts))
     return Run(root)
 
 
@@ -166,7 +179,7 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _run(command: list[str], status: Path, threads: int) -> None:
+def _run(command: list[str], run: Run, status: Path, threads: int, starts_again: bool) -> None:
     """Run to the end, passing its output on; a worker's own error is raised as such.
 
     A signal to this process goes on to the job, which has a session of its own: torch's agent
@@ -182,18 +195,33 @@ def _run(command: list[str], status: Path, threads: int) -> None:
     left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {name: value for name, value in os.environ.items() if name not in left}
     environment |= inherited | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
+    report = list[str]()
     with _started(command, environment) as (process, heard):
         assert process.stderr is not None
         for line in process.stderr:
             # What torch's agent prints after a worker has said what is wrong, or after a signal, is
-            # a traceback of its own, of no use to a person.
-            if not status.exists() and not heard:
+            # a traceback of its own, of no use to a person. What may be its report is kept until
+            # it is known whether a worker was lost.
+            if report or REPORT in line:
+                report.append(line)
+                if starts_again:
+                    sys.stderr.write(line)
+            elif not status.exists() and not heard:
                 sys.stderr.write(line)
         code = process.wait()
+    lost = None if heard else lost_worker("".join(report))
     told = json.loads(status.read_text()) if code and status.exists() else None
+    if code and lost is not None:
+        standing = f"{lost}; {run.standing()}"
+        if told is None or told["status"] == Interrupted.exit_status:  # the agent ends the others
+            raise TrainingFailure(standing)
+        if not any(lost.partition(" (")[0] in problem for problem in told["problems"]):
+            told["problems"].append(standing)
     if told is not None:
         kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
         raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
+    if not heard and not starts_again:
+        sys.stderr.writelines(report)
     if code and heard:
         raise Interrupted(
             f"interrupted by {heard[0]}; no process said that it saved: continue with --resume auto"
@@ -205,6 +233,37 @@ def _run(command: list[str], status: Path, threads: int) -> None:
         )
     if code:
         raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
+
+
+def lost_worker(report: str) -> str | None:
+    """Which worker a signal ended that nobody here has sent, by the report of torch's agent.
+
+    The agent ends the others with SIGTERM, and a worker whose collective fails may abort: those
+    are no causes while there is another.
+
+    Args:
+        report: what the agent, or `accelerate launch` of a single process, wrote to stderr.
+    """
+    found = [
+        (int(rank), int(number), int(pid))
+        for rank, number, pid in FAILED_WORKER.findall(report)
+        if int(number) != signal.SIGTERM
+    ]
+    if found:
+        rank, number, pid = min(found, key=lambda worker: worker[1] == signal.SIGABRT)
+        who = f"rank {rank} (process {pid} on {socket.gethostname()})"
+        return f"{who} ended without a word, by {_name_of(number)}"
+    alone = FAILED_ALONE.search(report)
+    if alone is not None and alone[1] != "SIGTERM":
+        return f"the process that trained ended without a word, by {alone[1]}"
+    return None
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 @contextlib.contextmanager

@@ -128,6 +128,13 @@ class Run:
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def standing(self) -> str:
+        """What a run that ended with an error can be continued from."""
+        newest = self.newest()
+        if newest is None:
+            return "there is no complete checkpoint yet"
+        return f"the last complete checkpoint is that of step {newest}: continue with --resume"
+
     def best_step(self) -> int | None:
         """Step of the best evaluation, where one was made and its checkpoint is there."""
         if not self.best.exists():

@@ -30,7 +30,7 @@ from finetune import backend as backends
 from finetune.attention import layout
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
-from finetune.claim import Resume, claim, finished, locked, refuse_other_data
+from finetune.claim import Resume, card, claim, finished, locked, refuse_other_data
 from finetune.data.audit import MEANT, beyond_context, identity, mistakes
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
@@ -46,9 +46,8 @@ from finetune.preflight import check_here
 from finetune.profile import STEP, Profile
 from finetune.readiness import make_sure, refuse_weights_not_finite
 from finetune.recipe import Recipe
-from finetune.record.card import write_card
 from finetune.recorder import Reason, Recorder, tokens_of_run
-from finetune.result.publish import publish
+from finetune.result.publish import describe, publish
 from finetune.run import Run
 from finetune.saver import Saver, restore_best
 
@@ -96,7 +95,7 @@ def train(
     nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
     if options.resume and finished(run, settled):
         if backends.rank() == 0:
-            print(f"{run.root}: complete, nothing to resume", flush=True)
+            finish(run, options.plot)
         return run
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
@@ -108,6 +107,14 @@ def train(
             # A notebook trains again, perhaps with another plan, or goes on with something else.
             pool.use_pool(False)
             AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def finish(run: Run, plot: bool) -> None:
+    """Say that a run is complete, after writing what a kill after its last record left out."""
+    if not card(run).is_file():
+        with locked(run):
+            describe(run, plot)
+    print(f"{run.root}: complete, nothing to resume", flush=True)
 
 
 class Training:
@@ -203,18 +210,12 @@ class Training:
             dumps=self.run.flight_records,
             on_orphan=self._end_as_orphan,
             on_loss=lost,
-            standing=self._standing,
+            standing=self.run.standing,
         )
 
     def _end_as_orphan(self) -> None:
         if not self.interruption.asked:  # else it is ending already
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def _standing(self) -> str:
-        newest = self.run.newest()
-        if newest is None:
-            return "there is no complete checkpoint yet"
-        return f"the last complete checkpoint is that of step {newest}: continue with --resume"
 
     def on_one(self, work: Callable[[], T]) -> T:
         """Do something on one rank; all get its result, or raise its error."""
@@ -413,12 +414,7 @@ class Training:
             publish(self.run)
 
     def _describe(self) -> None:
-        if self.options.plot:
-            from finetune.record.plot import plot_loss  # matplotlib: on one rank, once
-
-            plot_loss(self.run)
-        if self.run.final.exists():
-            write_card(self.run, self.run.final)
+        describe(self.run, self.options.plot)
 
     def _evaluate_if_due(self, done: bool) -> bool:
         """Evaluate where it is due; returns whether it was the best so far."""

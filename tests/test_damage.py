@@ -12,7 +12,9 @@ from conftest import Finetune, Finished, Tiny, start, wait_for, write_recipe
 from test_backends import losses
 from test_interruption import steps_made
 
-from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact
+from finetune.errors import FinetuneError
+from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact, sealed
+from finetune.result.publish import publish
 from finetune.run import Run
 
 
@@ -90,6 +92,84 @@ def test_where_nothing_is_intact_the_error_says_what_to_do(
         f"{run.checkpoints} and start anew without --resume"
     )
     assert run.steps() == [3, 6]  # nothing was touched
+
+
+def reseal(folder: Path, **changes: object) -> None:
+    """Change a manifest as if it had been written so; None takes a key out."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) | changes
+    kept = {key: value for key, value in manifest.items() if value is not None}
+    path.write_text(json.dumps(sealed(kept)))
+
+
+def test_a_checkpoint_of_another_recipe_is_set_aside(
+    finetune: Finetune, trained: Run, run: Run
+) -> None:
+    recipe = json.loads((run.checkpoint(6) / "manifest.json").read_text())["recipe"]
+    reseal(run.checkpoint(6), recipe=recipe | {"seed": 99})
+    status, stderr = resume(finetune, trained, run, "--resume")
+    assert status == 0
+    assert (
+        f"warning: {run.checkpoint(6)}: damaged: it belongs to the run of another recipe; they "
+        f"differ in seed: 99 -> {recipe['seed']}; renamed to damaged-step-00000006, going on from "
+        "step 3" in stderr
+    )
+    assert losses(run) == losses(trained)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_never_continued(
+    finetune: Finetune, trained: Run, run: Run
+) -> None:
+    shutil.rmtree(run.checkpoint(6))
+    run.checkpoint(3).rename(run.checkpoint(5))
+    status, stderr = resume(finetune, trained, run, "--resume")
+    assert status == 2
+    assert "it is the checkpoint of step 3, under the name of another" in stderr
+    assert run.steps() == [5]
+
+
+def test_a_manifest_without_a_recipe_is_continued(
+    finetune: Finetune, trained: Run, run: Run
+) -> None:
+    shutil.rmtree(run.checkpoint(6))
+    reseal(run.checkpoint(3), recipe=None)
+    assert resume(finetune, trained, run, "--resume") == (0, "")
+    assert losses(run) == losses(trained)
+
+
+def test_the_damaged_manifest_of_a_complete_run_is_set_aside(
+    finetune: Finetune, trained: Run, tmp_path: Path
+) -> None:
+    run = Run(shutil.copytree(trained.root, tmp_path / "run"))
+    (run.checkpoint(6) / "manifest.json").write_bytes(b"")
+    status, stderr = resume(finetune, trained, run, "--resume", "auto")
+    assert status == 0
+    assert "renamed to damaged-step-00000006, going on from step 3" in stderr
+    assert losses(run) == losses(trained)
+
+
+def test_a_kill_between_the_last_record_and_the_card_is_finished_by_the_next_start(
+    finetune: Finetune, trained: Run, tmp_path: Path
+) -> None:
+    run = Run(shutil.copytree(trained.root, tmp_path / "run"))
+    card = (run.final / "README.md").read_text()
+    (run.final / "README.md").unlink()
+    recipe = trained.root.parent / "r.json"
+    words = ("launch", recipe, "--backend", "single", "--precision", "fp32", "--output", run.root)
+    done = finetune(*words, "--resume", "auto", plot=True)
+    assert (done.status, done.stdout) == (0, f"{run.root}: complete, nothing to resume\n")
+    assert (run.final / "README.md").read_text() == card
+    assert run.loss_plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_damaged_best_checkpoint_is_not_published(run: Run) -> None:
+    step = run.best_step()
+    assert step is not None
+    weights = run.checkpoint(step) / "model" / "model.safetensors"
+    flip_a_bit(weights)
+    with pytest.raises(FinetuneError, match=f"{weights}: damaged, its sha256 is not that"):
+        publish(run)
+    assert not run.final.exists()
 
 
 def test_a_kill_between_a_checkpoint_and_its_best_json_loses_nothing(

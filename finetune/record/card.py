@@ -75,7 +75,9 @@ def write_card(
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
-    path.write_text(text, encoding="utf-8", errors="replace")
+    scratch = folder / ".README.md.partial"
+    scratch.write_text(text, encoding="utf-8", errors="replace")
+    scratch.replace(path)
     return path
 
 
