@@ -44,13 +44,13 @@ RECORDED_COLLECTIVES = 500
 ARGUMENTS_REFUSED = 2
 """Exit status of `accelerate launch` itself for words that it cannot read."""
 
-REPORT = "Traceback (most recent call last)"
+REPORT = re.compile(r"^Traceback \(most recent call last\)|torch/distributed/elastic/")
 """How the report of torch's agent, and of `accelerate launch` itself, begins."""
 
 FAILED_WORKER = re.compile(
-    r"rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)"
+    r"rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)"
 )
-"""A worker that a signal ended, in the report of torch's agent (torch 2.13)."""
+"""A worker that failed, in the report of torch's agent; below 0: by that signal (torch 2.13)."""
 
 FAILED_ALONE = re.compile(r"CalledProcessError: .* died with <Signals\.(\w+): \d+>")
 """The only process, in the report of `accelerate launch` (accelerate 1.15)."""
@@ -195,23 +195,25 @@ def _run(command: list[str], run: Run, status: Path, threads: int, starts_again:
     left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {name: value for name, value in os.environ.items() if name not in left}
     environment |= inherited | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
-    report = list[str]()
+    report, held = list[str](), list[str]()
     with _started(command, environment) as (process, heard):
         assert process.stderr is not None
         for line in process.stderr:
-            # What torch's agent prints after a worker has said what is wrong, or after a signal, is
-            # a traceback of its own, of no use to a person. What may be its report is kept until
-            # it is known whether a worker was lost.
-            if report or REPORT in line:
+            if report or REPORT.search(line):
                 report.append(line)
-                if starts_again:
-                    sys.stderr.write(line)
-            elif not status.exists() and not heard:
-                sys.stderr.write(line)
+            # What torch's agent prints after a worker has said what is wrong, or after a signal, is
+            # a traceback of its own, of no use to a person. What may be its report of a lost worker
+            # is held back until that is known.
+            if not status.exists() and not heard:
+                held.append(line)
+                if starts_again or not report:
+                    sys.stderr.write(held.pop())
         code = process.wait()
     lost = None if heard else lost_worker("".join(report))
     told = json.loads(status.read_text()) if code and status.exists() else None
-    if code and lost is not None:
+    if lost is None:
+        sys.stderr.writelines(held)
+    elif code:
         standing = f"{lost}; {run.standing()}"
         if told is None or told["status"] == Interrupted.exit_status:  # the agent ends the others
             raise TrainingFailure(standing)
@@ -220,8 +222,6 @@ def _run(command: list[str], run: Run, status: Path, threads: int, starts_again:
     if told is not None:
         kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
         raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
-    if not heard and not starts_again:
-        sys.stderr.writelines(report)
     if code and heard:
         raise Interrupted(
             f"interrupted by {heard[0]}; no process said that it saved: continue with --resume auto"
@@ -244,15 +244,15 @@ def lost_worker(report: str) -> str | None:
     Args:
         report: what the agent, or `accelerate launch` of a single process, wrote to stderr.
     """
-    found = [
-        (int(rank), int(number), int(pid))
-        for rank, number, pid in FAILED_WORKER.findall(report)
-        if int(number) != signal.SIGTERM
-    ]
-    if found:
-        rank, number, pid = min(found, key=lambda worker: worker[1] == signal.SIGABRT)
+    found = [tuple(map(int, worker)) for worker in FAILED_WORKER.findall(report)]
+    lost = [worker for worker in found if worker[1] < 0 and -worker[1] != signal.SIGTERM]
+    aborted = [worker for worker in lost if -worker[1] == signal.SIGABRT]
+    if aborted == lost and any(code > 0 for _, code, _ in found):
+        return None  # its own error is above
+    if lost:
+        rank, code, pid = min(lost, key=aborted.__contains__)
         who = f"rank {rank} (process {pid} on {socket.gethostname()})"
-        return f"{who} ended without a word, by {_name_of(number)}"
+        return f"{who} ended without a word, by {_name_of(-code)}"
     alone = FAILED_ALONE.search(report)
     if alone is not None and alone[1] != "SIGTERM":
         return f"the process that trained ended without a word, by {alone[1]}"

@@ -1,5 +1,6 @@
 """What a rank does to the others: NaN, death, silence. All end in time, with the reason."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from test_interruption import steps_made, words_of
 
 from finetune import last_words
 from finetune.errors import FinetuneError
+from finetune.launcher import lost_worker
 from finetune.run import Run
 
 BF16 = 2e-2
@@ -165,9 +167,10 @@ def ranks(process: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
     """The workers of a launch by their rank."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        environment = child.environ()
-        if "RANK" in environment and "train" in child.cmdline():
-            found[int(environment["RANK"])] = child
+        with contextlib.suppress(psutil.Error):  # a process that ends meanwhile
+            environment = child.environ()
+            if "RANK" in environment and "train" in child.cmdline():
+                found[int(environment["RANK"])] = child
     return found
 
 
@@ -191,6 +194,93 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
     assert f"the last complete checkpoint is that of step {newest}: continue" in told
     assert "Traceback" not in told
     assert not any(worker.is_running() for worker in workers.values())
+
+
+def test_the_launcher_names_a_lost_rank_where_no_other_can(tiny: Tiny, tmp_path: Path) -> None:
+    """Rank 0 aborts, as in a library whose peer is gone, and leaves no word."""
+    run = Run(tmp_path / "run")
+    process = start(words_of(tiny, run.root, "ddp", **LONG), tmp_path)
+    wait_for(lambda: len(ranks(process)) == 2, process)
+    workers = ranks(process)
+    for rank, number in ((1, signal.SIGKILL), (0, signal.SIGABRT)):
+        workers[rank].send_signal(number)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert told.splitlines()[-1] == (
+        f"error: rank 1 (process {workers[1].pid} on {os.uname().nodename}) ended without a word, "
+        "by SIGKILL; there is no complete checkpoint yet"
+    )
+    assert "Traceback" not in told
+
+
+def test_the_only_process_is_named_by_its_signal(tiny: Tiny, tmp_path: Path) -> None:
+    words = ["launch", *words_of(tiny, tmp_path / "run")[1:], "--backend", "single"]
+    process = start(words, tmp_path)
+    found: list[psutil.Process] = []
+
+    def there() -> bool:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # a process that ends meanwhile
+                words = child.cmdline()
+                if "train" in words and "accelerate.commands.launch" not in words:
+                    found.append(child)
+        return bool(found)
+
+    wait_for(there, process)
+    found[0].kill()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert told.splitlines()[-1] == (
+        "error: the process that trained ended without a word, by SIGKILL; there is no complete "
+        "checkpoint yet"
+    )
+    assert "Traceback" not in told
+
+
+def agent_report(*workers: tuple[int, int, int]) -> str:
+    """What torch's agent writes of failed workers: rank, exit code and process of each."""
+    return "Traceback (most recent call last):\n" + "".join(
+        f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pid})\n"
+        for rank, code, pid in workers
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "lost"),
+    [
+        (
+            [(0, -15, 7), (1, -9, 8)],
+            "rank 1 (process 8 on {host}) ended without a word, by SIGKILL",
+        ),
+        (
+            [(0, -6, 7), (1, -11, 8)],
+            "rank 1 (process 8 on {host}) ended without a word, by SIGSEGV",
+        ),
+        (
+            [(0, -6, 7), (1, -15, 8)],
+            "rank 0 (process 7 on {host}) ended without a word, by SIGABRT",
+        ),
+        ([(0, -6, 7), (1, 1, 8)], None),
+        ([(0, 75, 7), (1, -15, 8)], None),
+    ],
+)
+def test_the_cause_is_the_worker_that_a_signal_ended(
+    workers: list[tuple[int, int, int]], lost: str | None
+) -> None:
+    expected = lost and lost.format(host=os.uname().nodename)
+    assert lost_worker(agent_report(*workers)) == expected
+
+
+def test_what_a_failed_start_leaves_does_not_stand_in_the_way(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    run.flight_records.mkdir(parents=True)
+    (run.flight_records / "rank-00000.json").write_text("{}")
+    run.starting_adapter.write_text("{}")
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
+    words = ("train", recipe, "--precision", "fp32", "--output", run.root)
+    assert finetune(*words, "--resume", "auto").status == 0
 
 
 @pytest.mark.slow
