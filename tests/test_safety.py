@@ -145,9 +145,10 @@ def test_a_token_in_a_command_line_is_hidden() -> None:
 
 TOKENS = [
     "hf_abcdefghijklmnopqrstuvwxyz", "sk-ant-api03-abcdefghijklmnop", "sk-proj-abcdefghijklmnop",
-    "github_pat_11ABCDEFG0abcdefghijkl_mnop", "ghp_abcdefghijklmnopqrstuvwx", "glpat-abcdefgh12345678",
-    "xoxb-123456789012-abcdefghij", "AKIAIOSFODNN7EXAMPLE", "AIzaSyA1234567890abcdefghijklmnopqrstu",
-    "nvapi-abcdefghijklmnopqrstuvwx", "gsk_abcdefghijklmnopqrstuv", "npm_abcdefghijklmnopqrstuvwxyz",
+    "github_pat_11ABCDEFG0abcdefghijkl_mnop", "ghp_abcdefghijklmnopqrstuvwx",
+    "glpat-abcdefgh12345678", "xoxb-123456789012-abcdefghij", "AKIAIOSFODNN7EXAMPLE",
+    "AIzaSyA1234567890abcdefghijklmnopqrstu", "nvapi-abcdefghijklmnopqrstuvwx",
+    "gsk_abcdefghijklmnopqrstuv", "npm_abcdefghijklmnopqrstuvwxyz",
     "dapi0123456789abcdef0123456789abcdef", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4",
 ]  # fmt: skip
 
