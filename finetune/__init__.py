@@ -4,7 +4,16 @@ Names load on first use, so that recipes and the command line need no torch to b
 """
 
 import importlib
+import os
+import sys
 from typing import Any
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and HERE != sys.path[0] == os.getcwd():
+    # `python -m finetune`, as `accelerate launch` starts it: a module that a user keeps in the
+    # working folder must not be taken for one of the standard library or of a dependency.
+    del sys.path[0]
 
 HOMES = {
     "SFT": "finetune.methods",

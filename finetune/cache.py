@@ -4,13 +4,24 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune.errors import FinetuneError
+
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def cache(kind: str) -> Path:
-    """The folder of a kind of things: `data` for prepared rows, `compiled` for kernels."""
+    """The folder of a kind of things: `data` for prepared rows, `compiled` for kernels.
+
+    Raises FinetuneError for a user without a home folder where no other one is named.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
-    return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind
+    try:
+        return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind
+    except RuntimeError:  # a container that runs as a user without an entry
+        raise FinetuneError(
+            "there is no place for the cache: this user has no home folder; set FINETUNE_CACHE to "
+            "a folder that it may write to"
+        ) from None
 
 
 def keep_compiled(usual: Callable[[], str]) -> None:

@@ -15,33 +15,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune import options
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
 from finetune.quiet import quiet
+from finetune.streams import outlast_readers
 
 if TYPE_CHECKING:
     from finetune.claim import Resume
+
+READER_GONE = 141
+"""Exit status where the reader of an answer has gone before its end, as shells tell of SIGPIPE."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status.
 
-    That is 0, 1 (training failed), 2 (a person's mistake) or 75 (interrupted, and saved).
+    That is 0, 1 (training failed), 2 (a person's mistake), 75 (interrupted, and saved) or 141 (the
+    reader of an answer has gone).
     """
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(_spell_out_resume(words))
     _sort_out(arguments, unknown)
     quiet()
+    if arguments.verb in (train_recipe, launch_recipe, prove_recipe, export_run, run_quickstart):
+        outlast_readers()
     try:
         return arguments.verb(arguments)
     except FinetuneError as error:
-        from finetune import last_words
-
-        return last_words.tell(error)
+        return _tell(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0
+        return READER_GONE
+    except OSError as error:
+        problem = of_a_file(error)
+        if problem is None:
+            raise
+        return _tell((FinetuneError if error.filename else TrainingFailure)(problem))
+
+
+def _tell(error: FinetuneError) -> int:
+    from finetune import last_words
+
+    return last_words.tell(error)
 
 
 def run() -> NoReturn:
@@ -55,9 +71,17 @@ def run() -> NoReturn:
     status = main()
     threading._shutdown()  # ends pools of threads, and waits for threads that are not daemons
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
-            stream.flush()
+    with contextlib.suppress(ValueError):  # it is closed
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            status = status or READER_GONE
+        except OSError as error:
+            status = status or 1
+            with contextlib.suppress(OSError):
+                print(f"error: standard output: {error.strerror}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -1,7 +1,10 @@
 """The vocabulary of failure: what a person did wrong, and what went wrong while training."""
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class FinetuneError(Exception):
@@ -31,6 +34,26 @@ class Interrupted(FinetuneError):
     """
 
     exit_status = 75
+
+
+def of_a_file(error: OSError) -> str | None:
+    """`FILE: Permission denied` and its like; None where no file of a user is to blame.
+
+    An error without a file, and one of a file of this package, is a mistake of the toolkit; but a
+    full disk often comes without the name of the file.
+    """
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return f"{error.strerror}: a file could not be written"
+    if error.strerror is None or not isinstance(error.filename, str | bytes):
+        return None
+    name = os.fsdecode(error.filename)
+    if Path(name).is_relative_to(Path(__file__).parent):
+        return None
+    return f"{name if len(name) <= LONG else f'{name[:LONG]}...'}: {error.strerror}"
+
+
+LONG = 400
+"""Characters of a file's name that a message shows."""
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, from a scheduler or a keyboard: end in order first, at once if asked again.
+"""Signals of a scheduler, a keyboard or a closed terminal: end in order, at once if asked again.
 
 The first signal lets the step that runs come to its end; the loop then saves and raises
 `Interrupted`. A second one ends the process, even where Python waits inside a library: a thread
@@ -15,7 +15,14 @@ from typing import Self
 
 from finetune.errors import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def heeded() -> list[signal.Signals]:
+    """Those that this process heeds: under `nohup` a closed terminal is to be ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+
 
 SECONDS_OF_ONE_REQUEST = 3.0
 """A scheduler signals every process of a job, and the launcher and torch's agent pass on what they
@@ -26,7 +33,7 @@ SECONDS_OUTSIDE_A_STEP = 10.0
 
 
 class Interruption:
-    """Within it, both signals are heard by this process. Outside the main thread it does nothing.
+    """Within it, the signals are heard by this process. Outside the main thread it does nothing.
 
     with Interruption() as interruption:
         ...                       # a signal raises Interrupted here: there is nothing to save
@@ -59,7 +66,7 @@ class Interruption:
         self._hear, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._waker_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in heeded()}
         threading.Thread(target=self._end_at_second, daemon=True, name="signals").start()
         return self
 
@@ -92,9 +99,10 @@ class Interruption:
                     continue
                 if not numbers:
                     return
-                for number in numbers:
-                    if number not in SIGNALS:
-                        continue
+                asking = [number for number in numbers if number in SIGNALS]
+                if not asking:  # a timer's, say
+                    continue
+                for number in asking:
                     now = time.monotonic()
                     first = first or (number, now)
                     if number != first[0] or now > first[1] + SECONDS_OF_ONE_REQUEST:

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from finetune import backend as backends
-from finetune import catalog
+from finetune import catalog, interpreter
 from finetune.claim import Resume, card, claim, finished
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
-from finetune.interruption import SIGNALS
+from finetune.interruption import heeded
 from finetune.last_words import STATUS_FILE
 from finetune.planner import Plan
 from finetune.planner.predict import config_of
@@ -75,7 +75,7 @@ def launch(
     Raises:
         FinetuneError: the request cannot be honoured; nothing was started.
         TrainingFailure: the processes ended with an error.
-        Interrupted: by SIGTERM or SIGINT; what was trained is saved.
+        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
     """
     machine = backends.load(backend or recipe.backend)
     settled = check(recipe, machine, processes, precision)
@@ -110,8 +110,8 @@ def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen
     kept = {name: value for name, value in os.environ.items() if name != STATUS_FILE}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "finetune", "launch", *words],
-            env={"OMP_NUM_THREADS": str(threads)} | kept,
+            interpreter.python("-m", "finetune", "launch", *words),
+            env=interpreter.environment({"OMP_NUM_THREADS": str(threads)} | kept),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -125,7 +125,7 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     As a module: the script `accelerate` loads all its other commands too, with transformers, which
     is a second of processor time.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command = interpreter.python("-m", "accelerate.commands.launch")
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
     if settled.backend.engine == "deepspeed" and machines(flags) > 1:
@@ -196,7 +196,7 @@ def _run(command: list[str], run: Run, status: Path, threads: int, starts_again:
     inherited = {name: value for name, value in os.environ.items() if name not in left}
     environment |= inherited | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
     report, held = list[str](), list[str]()
-    with _started(command, environment) as (process, heard):
+    with _started(command, interpreter.environment(environment)) as (process, heard):
         assert process.stderr is not None
         for line in process.stderr:
             if report or REPORT.search(line):
@@ -284,7 +284,7 @@ def _started(
             (worker_alone(job.pid) or job).send_signal(number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, send) for number in SIGNALS} if main else {}
+    before = {number: signal.signal(number, send) for number in heeded()} if main else {}
     try:
         process = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace",
@@ -360,9 +360,14 @@ def _rehearse(settled: Plan) -> list[comparison.Step]:
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         write_json(request, comparison.request(settled))
-        command = [sys.executable, "-m", "finetune.verifier", str(request), str(answer)]
+        command = interpreter.python("-m", "finetune.verifier", str(request), str(answer))
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+            command,
+            env=interpreter.environment(environment),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
         told = json.loads(answer.read_text()) if answer.exists() else {}
     if "problems" in told:

@@ -22,10 +22,12 @@ RUN/
   report.html
 """
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,10 +120,20 @@ class Run:
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
-        manifests = self.checkpoints.glob("step-????????/manifest.json")
-        numbers = (path.parent.name.removeprefix("step-") for path in manifests)
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        """Steps of the complete checkpoints, oldest first.
+
+        Raises OSError for a folder that may not be read: its checkpoints are there all the same.
+        """
+        try:
+            names = os.listdir(self.checkpoints)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(
+            int(name[len("step-") :])
+            for name in names
+            if re.fullmatch(r"step-[0-9]{8}", name)
+            and (self.checkpoints / name / "manifest.json").exists()
+        )
 
     def newest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -171,9 +183,55 @@ def open_run(root: str | Path) -> Run:
     return run
 
 
+@contextlib.contextmanager
+def of_record(path: Path) -> Generator[None]:
+    """Within it, whatever cannot be made of a record is said of the record.
+
+    Raises:
+        FinetuneError: it is no JSON, or not of the shape that training writes.
+    """
+    try:
+        yield
+    except (
+        TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
+        raise FinetuneError(
+            f"{path}: cannot be read as training writes it ({type(error).__name__}: "
+            f"{str(error)[:200]}); put back a copy of it, or move it away"
+        ) from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a record; an empty one where it was not written.
+
+    Raises:
+        FinetuneError: it is no JSON, or another kind of value.
+    """
+    if not path.is_file():
+        return {}
+    with of_record(path):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(read, dict):
+            raise TypeError(f"it holds a {type(read).__name__}, expected an object")
+    return cast(dict[str, Any], read)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a record whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(value, indent=2) + "\n")
-    scratch.replace(path)
+    write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all; half a character becomes a question mark.
+
+    Raises OSError that names the file, on a full disk too, and leaves nothing behind.
+    """
+    scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8", errors="replace")
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error

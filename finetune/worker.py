@@ -86,7 +86,7 @@ def train(
     Raises:
         FinetuneError: the request cannot be honoured; nothing was changed.
         TrainingFailure: training was started and could not go on.
-        Interrupted: by SIGTERM or SIGINT; what was trained is saved.
+        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
     """
     settled = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "finetune"
 FLOORS: list[set[str]] = [
-    {"errors", "quiet", "cache"},
+    {"errors", "quiet", "cache", "interpreter", "streams"},
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
@@ -30,7 +30,8 @@ FLOORS: list[set[str]] = [
 """A module imports only from lower floors; one in a package also from its own package."""
 
 INNER_ORDER = {
-    ("planner", "backend"), ("planner", "recipe"), ("catalog", "methods"), ("methods", "losses"),
+    ("cache", "errors"), ("planner", "backend"), ("planner", "recipe"), ("catalog", "methods"),
+    ("methods", "losses"),
     ("losses", "data"), ("checkpoint", "engine"), ("checkpoint", "fragments"),
     ("fragments", "engine"), ("serving", "data"), ("pretrained", "serving"),
     ("pretrained", "engine"), ("pretrained", "fragments"), ("checkpoint", "pretrained"),

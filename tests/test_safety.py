@@ -12,7 +12,7 @@ from conftest import Finetune, Tiny, write_recipe
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.record.environment import without_secrets
+from finetune.record.environment import hide, without_secrets
 
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz012345",
@@ -141,6 +141,41 @@ def test_a_token_in_a_command_line_is_hidden() -> None:
     words = ["train", "--hf-token", token, f"tracker.api_key={token}", token, "--seed=1"]
     assert not any(token in word for word in without_secrets(words))
     assert without_secrets(words)[-1] == "--seed=1"
+
+
+TOKENS = [
+    "hf_abcdefghijklmnopqrstuvwxyz", "sk-ant-api03-abcdefghijklmnop", "sk-proj-abcdefghijklmnop",
+    "github_pat_11ABCDEFG0abcdefghijkl_mnop", "ghp_abcdefghijklmnopqrstuvwx",
+    "glpat-abcdefgh12345678", "xoxb-123456789012-abcdefghij", "AKIAIOSFODNN7EXAMPLE",
+    "AIzaSyA1234567890abcdefghijklmnopqrstu", "nvapi-abcdefghijklmnopqrstuvwx",
+    "gsk_abcdefghijklmnopqrstuv", "npm_abcdefghijklmnopqrstuvwxyz",
+    "dapi0123456789abcdef0123456789abcdef", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_the_tokens_of_today_are_hidden_wherever_they_stand(token: str) -> None:
+    told = hide(f"--url=https://host/x?a=1 {token} data.source='{token}'")
+    assert token not in told
+    assert told.startswith("--url=https://host/x?a=1 *** ")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:pa55@host/x", "https://me:***@host/x"),
+        ("https://0123456789abcdef0123@host/x", "https://***@host/x"),
+        ("https://0123456789abcdef0123:x-oauth-basic@host/x", "https://***:***@host/x"),
+        ("s3://b/x?X-Amz-Signature=abc&n=1", "s3://b/x?X-Amz-Signature=***&n=1"),
+        ("https://host/x?access_token=abc#L1", "https://host/x?access_token=***#L1"),
+        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
+        ("https://host:8080/a@b?n=1", "https://host:8080/a@b?n=1"),
+        ("/data/sk-1/0123456789abcdef0123456789abcdef01234567.jsonl",) * 2,
+    ],
+)
+def test_passwords_in_urls_are_hidden_and_other_text_stays(url: str, shown: str) -> None:
+    assert hide(url) == shown
+    assert without_secrets([f"data.0.source={url}"]) == [f"data.0.source={shown}"]
 
 
 def test_training_opens_no_connection(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from jinja2 import meta, nodes
 
+from finetune.data.limits import limited
 from finetune.errors import FinetuneError, did_you_mean
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ def template_variables(template: str) -> set[str]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        tree = _compile_jinja_template(template).environment.parse(template)
+        with limited():
+            tree = _compile_jinja_template(template).environment.parse(template)
         read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
     except TEMPLATE_ERRORS as error:
         raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import chain, islice
 from typing import IO, Any
 
+from finetune import interpreter
 from finetune.data.encode import Chunk, Encoded, Encoder
 from finetune.errors import FinetuneError
 from finetune.quiet import tokenise_on_one_core
@@ -91,7 +92,7 @@ class Worker:
     def __init__(self, encoder: Encoder) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            interpreter.python("-c", code), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -6,10 +6,11 @@ established exactly is refused with both texts, and so is a template that leaves
 says.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.call_forms import forms, writes_as_python
 from finetune.data.chat_templates import TEMPLATE_ERRORS, check_variables
 from finetune.data.formats import Conversation
+from finetune.data.limits import limited
 from finetune.data.marks import Marked, MarkedTemplate, Span
 from finetune.data.messages import Message
 from finetune.data.parts import has_thought, lost, lost_of_tool
@@ -33,6 +35,8 @@ COMPARED = 16
 """Conversations of each shape that are compared with what transformers renders."""
 SHORT = 12
 """Characters of a text that may be in a chat by chance."""
+EXCEEDED = 2
+"""Conversations beyond their limits of time or memory after which a template is given up."""
 THOUGHTS = "the thoughts of message {}"
 
 
@@ -89,7 +93,8 @@ class Turns:
         refusal: Exception | None = None
         for form, notes in forms(sample):
             try:
-                marked = self._marks.render(form.messages, today=today, **variables)
+                with self._within_limits():
+                    marked = self._marks.render(form.messages, today=today, **variables)
             except TEMPLATE_ERRORS as error:
                 refusal = refusal or error
                 continue
@@ -105,6 +110,23 @@ class Turns:
         raise FinetuneError(
             f"chat template: it refuses this conversation ({roles}): {refusal}"
         ) from None
+
+    @contextlib.contextmanager
+    def _within_limits(self) -> Iterator[None]:
+        """Limit what a conversation takes; a template that exceeds it again is not asked again."""
+        if len(self._exceeded) >= EXCEEDED:
+            raise self._exceeded[-1]
+        try:
+            with limited():
+                yield
+        except FinetuneError as error:
+            self._exceeded.append(error)
+            raise
+
+    @cached_property
+    def _exceeded(self) -> list[FinetuneError]:
+        """Conversations that took more than their limits."""
+        return []
 
     # What transformers renders.
 
@@ -126,13 +148,14 @@ class Turns:
         ours = rendered.marked.text
         if self._marks.reads_the_date:
             ours = self.mark(sample, today=True).text
-        theirs = self.tokenizer.apply_chat_template(
-            list(sample.messages),
-            tools=list(sample.tools) or None,
-            chat_template=self.template,
-            tokenize=False,
-            **{**self.variables, **sample.template_kwargs},
-        )
+        with self._within_limits():
+            theirs = self.tokenizer.apply_chat_template(
+                list(sample.messages),
+                tools=list(sample.tools) or None,
+                chat_template=self.template,
+                tokenize=False,
+                **{**self.variables, **sample.template_kwargs},
+            )
         if ours != theirs:
             raise FinetuneError(
                 "chat template: its assistant turns cannot be located; with marks it renders "
@@ -324,7 +347,8 @@ class Turns:
     @cached_property
     def _marks(self) -> MarkedTemplate:
         try:
-            return MarkedTemplate(self.template)
+            with limited():  # Jinja computes constants while it compiles
+                return MarkedTemplate(self.template)
         except TEMPLATE_ERRORS as error:
             raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
 

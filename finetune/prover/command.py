@@ -15,7 +15,7 @@ from rich.table import Table
 from finetune import backend as known
 from finetune.cache import cache
 from finetune.errors import FinetuneError
-from finetune.interruption import SIGNALS
+from finetune.interruption import heeded
 from finetune.prover.job import carry_out
 from finetune.prover.pairs import Request
 from finetune.prover.proof import Proof
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    for number in SIGNALS:  # in a script's background SIGINT would be ignored
+    for number in heeded():  # in a script's background SIGINT would be ignored
         signal.signal(number, end)
     try:
         return _run(arguments, recipe, name)

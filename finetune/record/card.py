@@ -15,18 +15,18 @@ import yaml
 from finetune.planner.configs import config_paths
 from finetune.planner.prequantised import stored_kind
 from finetune.record import units
+from finetune.record.environment import hide
 from finetune.record.metrics import History, read_history
 from finetune.record.summary import (
     base_model,
     exact_answers,
     hub_name,
-    read_record,
     read_samples,
     technique,
     title,
 )
 from finetune.record.tables import cell
-from finetune.run import Run
+from finetune.run import Run, of_record, read_object, write_whole
 
 Kind = Literal["adapter", "merged", "model"]
 
@@ -42,7 +42,7 @@ def write_card(
     model with the adapter merged into it, or a whole model. `step` is the checkpoint that the
     weights are from; by default the best evaluation's, else the newest.
     """
-    recipe, history = read_record(run.recipe), read_history(run)
+    recipe, history = read_object(run.recipe), read_history(run)
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
     step = step or run.best_step() or run.newest() or history.step
     templates = jinja2.Environment(
@@ -53,31 +53,30 @@ def write_card(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    text = templates.get_template("card.md.jinja").render(
-        front=yaml.safe_dump(front_matter(recipe, kind), sort_keys=False, allow_unicode=True),
-        title=plain(title(recipe)),
-        base=code(base_model(recipe)),
-        kind=kind,
-        technique=technique(recipe),
-        quantization=(recipe.get("model") or {}).get("quantization", "none"),
-        stored=_stored_kind(recipe.get("model") or {}),
-        step=f"{step:,}",
-        best=history.best is not None and history.best.step == step,
-        training=[row(*pair) for pair in _training(recipe, history)],
-        data=[row(*cells) for cells in _data(run, history)],
-        sources=[row(*cells) for cells in _sources(recipe)],
-        losses=[row(*cells) for cells in _losses(history)],
-        evaluated=bool(history.evaluated),
-        answers=exact_answers(read_samples(run)),
-        software=[row(*pair) for pair in _software(read_record(run.environment))],
-        code=_loading(recipe, kind, folder),
-        stops=_stops(folder),
-    )
+    with of_record(run.root):
+        text = templates.get_template("card.md.jinja").render(
+            front=yaml.safe_dump(front_matter(recipe, kind), sort_keys=False, allow_unicode=True),
+            title=plain(title(recipe)),
+            base=code(base_model(recipe)),
+            kind=kind,
+            technique=technique(recipe),
+            quantization=(recipe.get("model") or {}).get("quantization", "none"),
+            stored=_stored_kind(recipe.get("model") or {}),
+            step=f"{step:,}",
+            best=history.best is not None and history.best.step == step,
+            training=[row(*pair) for pair in _training(recipe, history)],
+            data=[row(*cells) for cells in _data(run, history)],
+            sources=[row(*cells) for cells in _sources(recipe)],
+            losses=[row(*cells) for cells in _losses(history)],
+            evaluated=bool(history.evaluated),
+            answers=exact_answers(read_samples(run)),
+            software=[row(*pair) for pair in _software(read_object(run.environment))],
+            code=_loading(recipe, kind, folder),
+            stops=_stops(folder),
+        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
-    scratch = folder / ".README.md.partial"
-    scratch.write_text(text, encoding="utf-8", errors="replace")
-    scratch.replace(path)
+    write_whole(path, text)
     return path
 
 
@@ -139,7 +138,7 @@ _COUNTS = (
 
 def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
     """(what, for training, held out): counted while preparing, else as training began."""
-    counted = read_record(run.data)
+    counted = read_object(run.data)
     train, held_out = counted.get("train", {}), counted.get("eval", {})
     names = [name for name in _COUNTS if name in train]
     if names:
@@ -158,7 +157,7 @@ def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
 def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(source, format, use) of the recipe's data."""
     return [
-        (code(_place(str(data.get("source")))), code(str(data.get("format"))), use)
+        (code(hide(_place(str(data.get("source"))))), code(str(data.get("format"))), use)
         for name, use in (("data", "training"), ("eval_data", "held out"))
         for data in recipe.get(name, ())
     ]
@@ -231,15 +230,15 @@ def _stored_kind(model: Mapping[str, Any]) -> str | None:
     name = model.get("name")
     for path in config_paths(name, model.get("revision")) if name else ():
         if path.is_file():
-            return stored_kind(read_record(path))
+            return stored_kind(read_object(path))
     return None
 
 
 def _stops(folder: Path) -> tuple[list[int], str]:
     """Ids of the tokens at which answers end, and their names; none where no file names them."""
-    found = read_record(folder / "generation_config.json").get("eos_token_id")
+    found = read_object(folder / "generation_config.json").get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    added = read_record(folder / "tokenizer.json").get("added_tokens", ())
+    added = read_object(folder / "tokenizer.json").get("added_tokens", ())
     names = {each["id"]: each["content"] for each in added}
     return ids, " or ".join(f"{code(names[id])} ({id})" if id in names else str(id) for id in ids)
 

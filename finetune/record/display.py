@@ -31,8 +31,8 @@ from finetune.record.metrics import (
     Trained,
     read_history,
 )
-from finetune.record.summary import read_record, title
-from finetune.run import Run
+from finetune.record.summary import title
+from finetune.run import Run, read_object
 
 PLAIN_WIDTH = 100
 """Columns of a plain log."""
@@ -232,7 +232,7 @@ def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
 
 def start_table(run: Run, start: Start) -> Table:
     """What will be trained, on what, and where it is kept."""
-    table = _table(title(read_record(run.recipe)))
+    table = _table(title(read_object(run.recipe)))
     trainable = units.share(start.trainable_parameters, start.parameters)
     table.add_row(
         "trains",
@@ -255,7 +255,7 @@ def start_table(run: Run, start: Start) -> Table:
         f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
         f"{held_out}",
     )
-    counted = read_record(run.data)
+    counted = read_object(run.data)
     lines = describe(counted["train"]) if counted.get("train") else []
     lines += [f"held out: {line}" for line in describe(counted.get("eval") or EMPTY)[1:]]
     for line in lines:
@@ -305,7 +305,7 @@ def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured |
         parts.append(
             f"{units.size(counted.predicted)} of tensors (measured {units.size(counted.peak)})"
         )
-    step = (read_record(run.plan).get("prediction") or {}).get("step_seconds")
+    step = (read_object(run.plan).get("prediction") or {}).get("step_seconds")
     if step is not None and latest is not None:
         measured = units.duration(latest.seconds)
         parts.append(f"{units.duration(step)} a step (last took {measured})")
@@ -318,7 +318,7 @@ def next_commands(run: Run, end: Ended) -> list[tuple[str, str]]:
     report = ("report", f"finetune report {root}")
     if end.reason == "interrupted":
         return [("go on", "the same command with --resume"), report]
-    merge = " --merge" if read_record(run.recipe).get("adapter") else ""
+    merge = " --merge" if read_object(run.recipe).get("adapter") else ""
     target = shlex.quote(f"{run.root}-merged" if merge else f"{run.root}-export")
     return [
         ("chat", f"finetune chat {root}"),

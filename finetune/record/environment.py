@@ -32,7 +32,22 @@ PACKAGES = (
 """Packages whose version can change a result or how it is recorded."""
 
 _SECRET_NAME = re.compile(r"(token(?![a-z])|secret|passw|api_?key|credential)", re.IGNORECASE)
-_SECRET_SHAPE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{16,})")
+_SECRET_SHAPE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{16,}"
+    r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt)-[\w.-]{16,}"
+    r"|xox[abeoprs]-[\w-]{10,}|A(?:KI|SI)A[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
+    r"|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|xai-\w{16,}|pplx-\w{16,}|wandb_v\d_\w{16,}"
+    r"|dapi[0-9a-f]{32}|dop_v1_\w{16,}|npm_\w{16,}|pypi-[\w-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|lsv2_\w{16,}|tskey-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+"""Tokens of hubs, clouds, trackers and servers of models, and JSON web tokens."""
+_PASSWORD_OF_URL = re.compile(r"(?<=://)([^/\s@:]*):[^/\s@]*@")
+_TOKEN_OF_URL = re.compile(r"(?<=://)[^/\s@:]{16,}(?=[:@])(?=[^/\s]*@)")
+"""A user of so many characters is a token."""
+_OF_QUERY = re.compile(
+    r"([?&#][\w.-]*(?:token|sig|signature|key|secret|passw\w*|credential|auth)=)[^&#\s]+", re.I
+)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.I)
 _HIDDEN = "***"
 
 
@@ -88,7 +103,7 @@ def commit(folder: Path) -> str | None:
 def without_secrets(command: Sequence[str]) -> list[str]:
     """A command line with the values of what looks like a token or a password hidden.
 
-    Known: `--hf-token X`, `--token=X`, `tracker.api_key=X`, and the shapes of common tokens.
+    Known: `--hf-token X`, `--token=X`, `tracker.api_key=X`, and what `hide` knows.
     """
     hidden, hide_next = [], False
     for word in command:
@@ -99,9 +114,16 @@ def without_secrets(command: Sequence[str]) -> list[str]:
         elif equals and secret:
             hidden.append(f"{name}={_HIDDEN}")
         else:
-            hidden.append(_SECRET_SHAPE.sub(_HIDDEN, word))
+            hidden.append(hide(word))
         hide_next = not hide_next and secret and not equals and word.startswith("-")
     return hidden
+
+
+def hide(text: str) -> str:
+    """A text with common tokens and what a URL holds of passwords hidden."""
+    text = _PASSWORD_OF_URL.sub(rf"\1:{_HIDDEN}@", _TOKEN_OF_URL.sub(_HIDDEN, text))
+    text = _OF_QUERY.sub(rf"\1{_HIDDEN}", text)
+    return _SECRET_SHAPE.sub(_HIDDEN, _BEARER.sub(rf"\1 {_HIDDEN}", text))
 
 
 def command_line(recorded: Sequence[str]) -> str:

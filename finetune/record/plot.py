@@ -10,8 +10,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from finetune.record import units
 from finetune.record.curves import MANY, Point, finite, smooth
 from finetune.record.metrics import History, read_history
-from finetune.record.summary import read_record, title
-from finetune.run import Run
+from finetune.record.summary import title
+from finetune.run import Run, read_object
 
 BLUE, ORANGE, GREY = "#2f6bd8", "#e0791b", "#6b7280"
 
@@ -27,7 +27,7 @@ def plot_loss(run: Run) -> Path | None:
     figure = Figure(figsize=(9, 5.5), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    figure.suptitle(title(read_record(run.recipe)), x=0.012, ha="left", fontsize=12, weight="bold")
+    figure.suptitle(title(read_object(run.recipe)), x=0.012, ha="left", fontsize=12, weight="bold")
     _losses(top, history)
     bottom.plot(*_columns([(r.step, r.lr) for r in history.trained]), color=GREY, linewidth=1.5)
     bottom.set_ylim(bottom=0)

@@ -11,7 +11,7 @@ from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.record import units
 from finetune.record.tables import Cell, Table, tables
-from finetune.run import Run
+from finetune.run import Run, write_whole
 
 FORMAT = 1
 
@@ -140,9 +140,7 @@ def write_page(source: Path, target: Path) -> None:
             made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
         )
     )
-    scratch = target.with_name(f".{target.name}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(target)
+    write_whole(target, text)
 
 
 def _grid(check: Mapping[str, Any]) -> Table | None:

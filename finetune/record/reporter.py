@@ -24,14 +24,13 @@ from finetune.record.sections import sections
 from finetune.record.summary import (
     exact_answers,
     is_exact,
-    read_record,
     read_samples,
     throughput,
     title,
     verdict,
 )
 from finetune.record.tables import cell
-from finetune.run import Run
+from finetune.run import Run, of_record, read_object, write_whole
 
 SHOWN_SAMPLES = 50
 """Generations that the page shows; the file has them all."""
@@ -43,26 +42,38 @@ def report(run: Run) -> Path:
     Raises FinetuneError where a record is not of a known shape.
     """
     history = read_history(run)
-    recipe, samples = read_record(run.recipe), read_samples(run)
-    page = templates().get_template("report.html.jinja")
-    text = page.render(
-        name=run.root.resolve().name,
-        title=title(recipe),
-        verdict=verdict(history, time.time()),
-        state=_state(history),
-        made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
-        tiles=_tiles(history),
-        charts=_charts(history),
-        sections=sections(run, history),
-        samples=samples[:SHOWN_SAMPLES],
-        exact=exact_answers(samples),
-        more_samples=len(samples) - SHOWN_SAMPLES,
-        recipe=_recipe_lines(recipe),
-        command=command_line(read_record(run.environment).get("command", [])),
-    )
-    scratch = run.report.with_name(f".{run.report.name}")
-    scratch.write_text(text, encoding="utf-8", errors="replace")
-    scratch.replace(run.report)
+    recipe, samples = read_object(run.recipe), read_samples(run)
+    with of_record(run.recipe):
+        heading, lines = title(recipe), _recipe_lines(recipe)
+    with of_record(run.metrics):
+        told = verdict(history, time.time())
+        state, tiles, charts = _state(history), _tiles(history), _charts(history)
+    with of_record(run.samples):
+        exact = exact_answers(samples)
+    with of_record(run.environment):
+        command = command_line(read_object(run.environment).get("command", []))
+    parts = sections(run, history)
+    with of_record(run.root):
+        text = (
+            templates()
+            .get_template("report.html.jinja")
+            .render(
+                name=run.root.resolve().name,
+                title=heading,
+                verdict=told,
+                state=state,
+                made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
+                tiles=tiles,
+                charts=charts,
+                sections=parts,
+                samples=samples[:SHOWN_SAMPLES],
+                exact=exact,
+                more_samples=len(samples) - SHOWN_SAMPLES,
+                recipe=lines,
+                command=command,
+            )
+        )
+    write_whole(run.report, text)
     return run.report
 
 

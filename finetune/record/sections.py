@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from finetune.record import units
 from finetune.record.metrics import History
 from finetune.record.proofs import proof_tables
-from finetune.record.summary import read_record, throughput
+from finetune.record.summary import throughput
 from finetune.record.tables import Cell, Table, cell_of, tables, words
-from finetune.run import Run
+from finetune.run import Run, of_record, read_object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +28,26 @@ def sections(run: Run, history: History) -> list[Section]:
 
 
 def _sections(run: Run, history: History) -> Iterator[Section]:
-    yield Section("Evaluations", _evaluations(history))
-    yield Section("Checkpoints", _checkpoints(run, history))
-    yield Section("Throughput and memory", _rates(history))
-    yield Section("Data", list(tables(read_record(run.data))) or _data(history))
-    yield Section("Backend", [*_backend(history), *_realised(run)])
-    yield Section("Plan", _plan(run, history))
-    yield Section("Proofs", proof_tables(read_record(run.proof)))
-    environment = {**read_record(run.environment)}
-    environment.pop("command", None)
-    yield Section("Environment", list(tables(environment)))
+    def data() -> list[Table]:
+        return list(tables(read_object(run.data))) or _data(history)
+
+    def environment() -> list[Table]:
+        known = read_object(run.environment)
+        return list(tables({name: value for name, value in known.items() if name != "command"}))
+
+    parts: list[tuple[str, Path, Callable[[], Sequence[Table]]]] = [
+        ("Evaluations", run.metrics, lambda: _evaluations(history)),
+        ("Checkpoints", run.metrics, lambda: _checkpoints(run, history)),
+        ("Throughput and memory", run.metrics, lambda: _rates(history)),
+        ("Data", run.data, data),
+        ("Backend", run.realised, lambda: [*_backend(history), *_realised(run)]),
+        ("Plan", run.plan, lambda: _plan(run, history)),
+        ("Proofs", run.proof, lambda: proof_tables(read_object(run.proof))),
+        ("Environment", run.environment, environment),
+    ]
+    for name, record, made in parts:
+        with of_record(record):
+            yield Section(name, made())
 
 
 def _evaluations(history: History) -> list[Table]:
@@ -154,7 +165,7 @@ def _backend(history: History) -> list[Table]:
 
 def _realised(run: Run) -> list[Table]:
     """What Accelerate built, and the elements that each rank holds."""
-    realised = {**read_record(run.realised)}
+    realised = read_object(run.realised)
     ranks = realised.pop("ranks", [])
     held = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
     built = list(tables(realised))
@@ -163,7 +174,7 @@ def _realised(run: Run) -> list[Table]:
 
 def _plan(run: Run, history: History) -> list[Table]:
     """What was predicted, beside what the record says of the same name."""
-    plan = read_record(run.plan)
+    plan = read_object(run.plan)
     if history.measured and plan.get("prediction"):  # for rows as long as those that were counted
         counted = history.measured[-1].predicted
         plan = plan | {"prediction": plan["prediction"] | {"peak_memory": counted}}

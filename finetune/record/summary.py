@@ -11,20 +11,26 @@ from typing import Any
 
 from finetune.record import units
 from finetune.record.metrics import History, Trained
-from finetune.run import Run
+from finetune.run import Run, of_record
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst"}
 
 
-def read_record(path: Path) -> Any:
-    """One JSON file of a run; an empty mapping where it was not written."""
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def read_samples(run: Run) -> list[dict[str, Any]]:
-    """Generations before and after training, where they were asked for."""
-    return read_record(run.root / "samples.json") or []
+    """Generations before and after training, where they were asked for.
+
+    Raises FinetuneError where the file holds something else.
+    """
+    if not run.samples.is_file():
+        return []
+    with of_record(run.samples):
+        read = json.loads(run.samples.read_text(encoding="utf-8"))
+        if not isinstance(read, list):
+            raise TypeError("expected a list of samples")
+        if not all(isinstance(each, dict) and "prompt" in each for each in read):
+            raise TypeError("expected samples, each with its prompt")
+    return read
 
 
 def hub_name(name: str | None) -> str | None:

@@ -79,6 +79,7 @@ def export(
     """
     run = run if isinstance(run, Run) else open_run(run)
     to = Path(to)
+    to = to if to.name not in ("", "..") else to.resolve()
     _refuse_foreign(to)
     recipe = catalog.load(run.recipe)
     checkpoint = open_checkpoint(run, step)
@@ -126,13 +127,21 @@ def _refuse_foreign(to: Path) -> None:
         raise FinetuneError(f"{to}: exists and is not a folder; name another one")
     there = {path.name for path in to.iterdir()}
     marker = to / MARKER
-    ours = set(json.loads(marker.read_text())["files"]) if marker.is_file() else set()
+    ours = _listed(marker)
     if there - ours:
         some = ", ".join(sorted(there - ours)[:3])
         raise FinetuneError(
             f"{to}: holds files that no export wrote ({some}); "
             "name another folder, or move them away"
         )
+
+
+def _listed(marker: Path) -> set[str]:
+    """Names of the files that an export wrote; none where that is not what the marker lists."""
+    try:
+        return set(map(str, json.loads(marker.read_text(encoding="utf-8"))["files"]))
+    except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
+        return set()
 
 
 @contextlib.contextmanager

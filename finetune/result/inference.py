@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
+from finetune.data.limits import limited
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
 from finetune.loading import context_length, token_rows
@@ -180,9 +181,10 @@ def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Conversation, header: bool) -> str:
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=header
-    )
+    with limited():
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=header
+        )
     return str(text)
 
 
