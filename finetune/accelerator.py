@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -110,7 +111,9 @@ def _made(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerat
             select_fsdp_on_cpu(group)
         plugin = _fsdp_plugin(plan, cpu)
         return Accelerator(cpu=cpu, fsdp_plugin=plugin, kwargs_handlers=[group], **shared)
-    return Accelerator(cpu=cpu, kwargs_handlers=[group], **shared)
+    # Buffers are tables that every rank computes alike: sent anew, they cost a collective a step.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
+    return Accelerator(cpu=cpu, kwargs_handlers=[group, ddp], **shared)
 
 
 def select_fsdp_on_cpu(group: InitProcessGroupKwargs) -> None:

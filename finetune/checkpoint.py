@@ -167,11 +167,7 @@ def causes_of(outcomes: list[Any]) -> str:
 
 def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
     """What every rank has, on every rank."""
-    if engine.world == 1:
-        return [mine]
-    outcomes: list[Any] = [None] * engine.world
-    torch.distributed.all_gather_object(outcomes, mine, group=group)
-    return outcomes
+    return engine.gather(mine, group)
 
 
 def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

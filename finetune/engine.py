@@ -5,9 +5,9 @@ import dataclasses
 import datetime
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,9 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finetune import accelerator
+from finetune.errors import FinetuneError, TrainingFailure
 from finetune.planner import Plan
 from finetune.planner.deepspeed import REDUCE_BUCKET
 from finetune.shared_memory import share_memory
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Engine:
         self.accelerator = accelerator.build(plan, nvme_path, timeout)
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.control = group_on_host(self.device) if self.world > 1 else None
         self.held_gradients: int | None = None
         self.notes: list[str] = []
         """What is to be said of how the model was prepared."""
@@ -212,16 +216,57 @@ class Engine:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in fp64."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return self.accelerator.reduce(tensor, "sum").tolist()
+        return self.meet(values, [])[0]
 
     def largest(self, values: list[int]) -> list[int]:
         """Element-wise maximum over all ranks."""
+        return self.meet([], values)[1]
+
+    def meet(self, summed: list[float], largest: list[int]) -> tuple[list[float], list[int]]:
+        """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
+
+        No accelerator has to be waited for. Integers are exact below 2**53.
+        """
         if self.world == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-        return tensor.tolist()
+            return [float(value) for value in summed], largest
+        mine = torch.tensor([*summed, *largest], dtype=torch.float64)
+        ranks = [torch.empty_like(mine) for _ in range(self.world)]
+        torch.distributed.all_gather(ranks, mine, group=self.control)
+        table = torch.stack(ranks)  # (world, values)
+        sums, maxima = table.sum(dim=0), table.amax(dim=0)
+        first = len(summed)
+        return sums[:first].tolist(), [int(value) for value in maxima[first:].tolist()]
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 has, on every rank; values of the others are not looked at."""
+        if self.world == 1:
+            return value
+        seen = [value]
+        torch.distributed.broadcast_object_list(seen, src=0, group=self.control)
+        return seen[0]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do something on rank 0; every rank gets its result, or raises its error."""
+        outcome: T | FinetuneError | None = None
+        if self.speaks:
+            try:
+                outcome = work()
+            except FinetuneError as error:
+                outcome = error
+            except OSError as error:
+                outcome = TrainingFailure(f"{error.filename}: {error.strerror}")
+        outcome = self.from_first(outcome)
+        if isinstance(outcome, FinetuneError):
+            raise outcome
+        return outcome  # type: ignore[return-value]
+
+    def gather(self, value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
+        """What each rank has, by rank, on every rank; over `group` where one is given."""
+        if self.world == 1:
+            return [value]
+        ranks: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(ranks, value, group=group or self.control)
+        return ranks
 
     def held(self) -> Held:
         """What this rank holds; meaningful after the first step."""
@@ -247,6 +292,15 @@ class Engine:
             return whole
         stage = self.model.zero_optimization_stage()
         return whole + _zero_gradient_elements(self.model.optimizer, stage)
+
+
+def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None:
+    """Where ranks tell each other numbers and objects: a group of gloo, None for the default one.
+
+    On an accelerator the default group is its own library's: a rank that waits in it keeps the
+    device busy, waits for all that the device has to do, and is ended after the timeout.
+    """
+    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
 
 
 def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:

@@ -4,8 +4,6 @@ A loss that is not finite makes the whole gradient so (`poison`). The norm of th
 of the job, so every rank on every engine drops the step by one number, without another meeting.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -38,11 +36,7 @@ def suspects(
     """
     finite = torch.isfinite(losses).tolist()
     bad = [int(row) for batch, fine in zip(mine, finite, strict=True) if not fine for row in batch]
-    found: list[Any] = [bad]
-    if engine.world > 1:
-        found = [None] * engine.world
-        torch.distributed.all_gather_object(found, bad)
-    named = sorted({row for rank in found for row in rank})
+    named = sorted({row for rank in engine.gather(bad) for row in rank})
     return named or sorted({int(row) for row in chosen})
 
 

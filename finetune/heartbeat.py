@@ -76,7 +76,7 @@ class Heartbeat:
     ) -> None:
         self.step = 0
         """Step that runs, from 1; the loop sets it."""
-        self._rank, self._world = engine.rank, engine.world
+        self._engine, self._rank, self._world = engine, engine.rank, engine.world
         self._meeting, self._dumps = meeting, dumps
         self._on_orphan, self._on_loss, self._standing = on_orphan, on_loss, standing
         self._main = threading.main_thread().ident
@@ -94,9 +94,8 @@ class Heartbeat:
             self._thread = threading.Thread(target=self._wait_alone, daemon=True, name="heartbeat")
             self._thread.start()
             return
-        names = [secrets.token_hex(8)]  # of this start: a store outlives a restarted job
-        torch.distributed.broadcast_object_list(names, src=0)
-        self._prefix = f"finetune/{names[0]}"
+        # Of this start: a store outlives a restarted job.
+        self._prefix = f"finetune/{self._engine.from_first(secrets.token_hex(8))}"
         self._thread = threading.Thread(target=self._live, daemon=True, name="heartbeat")
         self._thread.start()
 

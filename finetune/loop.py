@@ -4,17 +4,33 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from finetune.data.batch import collate
+from finetune.data.batch import MicroBatch, collate
 from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.rows import Rows
 from finetune.engine import Engine
+from finetune.feed import Feed, feed
 from finetune.guard import poison, suspects
 from finetune.kernels.balance import parts
 from finetune.optim import learning_rate
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """What one rank computes in a step, on its device, and what all ranks have in it together."""
+
+    batches: list[tuple[int, MicroBatch]]
+    """Each with its number in the global batch."""
+    chosen: np.ndarray  # (rows,) int64: row numbers of the global batch
+    mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
+    terms: int
+    """Terms of the loss, of all ranks."""
+    real_tokens: int
+    """Tokens that are no padding, of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +57,8 @@ class StepResult:
     seconds: float
     data_seconds: float
     """Of those, waited for rows."""
+    largest: list[int]
+    """The largest of what each rank noticed."""
     suspects: list[int] | None = None
     """Rows of a step that was not taken, because its loss or gradient was not finite."""
 
@@ -54,13 +72,38 @@ class EvalResult:
     seconds: float
 
 
+def feeding(
+    engine: Engine, rows: Rows, pad_id: int, steps: int
+) -> contextlib.AbstractContextManager[Feed[StepRows]]:
+    """The rows of steps 0 to `steps` as `train_step` takes them, the next step's made ahead."""
+    return feed(lambda step: rows_for(engine, rows, step, pad_id), steps, engine.device)
+
+
+def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
+    """This rank's micro-batches of a step; no other rank has to be asked for anything."""
+    recipe = engine.plan.recipe
+    chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
+    mine = _micro_batches(engine, rows, chosen)
+    return StepRows(
+        batches=[(number, collate(rows, taken, pad_id, engine.device)) for number, taken in mine],
+        chosen=chosen,
+        mine=[taken for _, taken in mine],
+        terms=recipe.terms(rows, chosen),
+        real_tokens=int(rows.lengths[chosen].sum()),
+    )
+
+
+def _nothing() -> list[int]:
+    return []
+
+
 def train_step(
     engine: Engine,
-    rows: Rows,
+    feed: Feed[StepRows],
     step: int,
     steps: int,
-    pad_id: int,
     measuring: contextlib.AbstractContextManager[None] | None = None,
+    noticed: Callable[[], list[int]] = _nothing,
 ) -> StepResult:
     """Take optimizer step `step` (from 0) of `steps`.
 
@@ -68,21 +111,15 @@ def train_step(
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
     accumulation and the mean over ranks. `measuring` is entered for the last micro-batch, its
     backward pass and the update: what happens there holds all that a step ever holds. Where the
-    gradient is not finite, nothing is updated.
+    gradient is not finite, nothing is updated. Besides what the engine does for gradients, ranks
+    meet once, at the end; what `noticed` gives then, as many numbers on every rank, goes with it.
     """
     begun = time.perf_counter()
     plan = engine.plan
     recipe = plan.recipe
-    chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
-    mine = _micro_batches(engine, rows, chosen)
-    batches = [(number, collate(rows, indices, pad_id, engine.device)) for number, indices in mine]
+    taken_rows = feed.take(step)
+    batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
     waited = time.perf_counter() - begun
-    counted = [
-        sum(recipe.count(batch) for _, batch in batches),
-        sum(batch.real_tokens for _, batch in batches),
-        sum(batch.ids.numel() for _, batch in batches),
-    ]
-    terms, real_tokens, slots = (int(value) for value in engine.sum(counted))
     scale = engine.world * plan.accumulation / max(1, terms)
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
@@ -97,17 +134,17 @@ def train_step(
         with engine.unsynchronised(last):
             loss, balance = parts(recipe.loss(engine.model, batch), real_tokens / max(1, terms))
             engine.backward(poison(loss) * scale, last)
-        losses.append(loss.detach().double())
-        balances.append(balance.detach().double())
+        losses.append(loss.detach())
+        balances.append(balance.detach())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm, taken = engine.step(lr)
     measured.close()
-    sums = torch.stack(losses)  # (accumulation,)
-    mean, balance = (
-        total / max(1, terms)
-        for total in engine.sum([sums.sum().item(), torch.stack(balances).sum().item()])
-    )
-    blamed = None if taken else suspects(engine, sums, [rows for _, rows in mine], chosen)
+    # One copy from the device; fp64, which not every device has, on the host.
+    sums, balanced = torch.stack([*losses, *balances]).cpu().double().chunk(2)  # (accumulation,)
+    slots = sum(batch.ids.numel() for _, batch in batches)
+    totals, largest = engine.meet([sums.sum().item(), balanced.sum().item(), slots], noticed())
+    mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
+    blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1][1]
     return StepResult(
@@ -117,12 +154,13 @@ def train_step(
         lr=lr,
         trained_tokens=terms,
         real_tokens=real_tokens,
-        slots=slots,
+        slots=int(totals[2]),
         shape=final.shape,
         padded=final.attention_mask is not None,
         labelled=final.trained_tokens,
         seconds=seconds,
         data_seconds=waited,
+        largest=largest,
         suspects=blamed,
     )
 

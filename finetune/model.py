@@ -338,9 +338,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
         unused, notes = unread(info, loaded)
         problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
-        seen = [problems]
-        torch.distributed.broadcast_object_list(seen, src=0)
-        (problems,) = seen
+        problems = engine.from_first(problems)
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
     from finetune.data.batch import MicroBatch
     from finetune.data.formats import Sample
     from finetune.data.render import Chat, Row
+    from finetune.data.rows import Rows
 
 STRICT = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
@@ -334,6 +336,13 @@ class Recipe:
 
     def count(self, batch: "MicroBatch") -> int:
         """Terms of the loss in a micro-batch, known before the forward pass."""
+        raise NotImplementedError
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        """Terms of the loss in the chosen rows, which any rank can count without the others.
+
+        The sum of `count` over the micro-batches that they are cut into, however they are cut.
+        """
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":

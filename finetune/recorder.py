@@ -224,10 +224,7 @@ class Recorder:
 
         Raises TrainingFailure where it cannot be written.
         """
-        ranks: list[object] = [dataclasses.asdict(self.engine.held())]
-        if self.engine.world > 1:
-            (held,), ranks = ranks, [None] * self.engine.world
-            torch.distributed.all_gather_object(ranks, held)
+        ranks = self.engine.gather(dataclasses.asdict(self.engine.held()))
         if not self.engine.speaks:
             return
         accelerator = self.engine.accelerator

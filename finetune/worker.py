@@ -36,10 +36,11 @@ from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
 from finetune.engine import Engine
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.feed import Feed
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
 from finetune.kernels import chains, pool
-from finetune.loop import StepResult, evaluate, train_step
+from finetune.loop import StepResult, StepRows, evaluate, feeding, train_step
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
@@ -219,19 +220,7 @@ class Training:
 
     def on_one(self, work: Callable[[], T]) -> T:
         """Do something on one rank; all get its result, or raise its error."""
-        outcome: list[object] = [None]
-        if self.engine.speaks:
-            try:
-                outcome = [work()]
-            except FinetuneError as error:
-                outcome = [error]
-            except OSError as error:
-                outcome = [TrainingFailure(f"{error.filename}: {error.strerror}")]
-        if self.engine.world > 1:
-            torch.distributed.broadcast_object_list(outcome, src=0)
-        if isinstance(outcome[0], FinetuneError):
-            raise outcome[0]
-        return outcome[0]  # type: ignore[return-value]
+        return self.engine.on_first(work)
 
     def _data(self) -> Prepared:
         chosen = self.recipe.model
@@ -326,10 +315,17 @@ class Training:
         return [note for note in (of_chains, of_pool) if note is not None]
 
     def _loop(self) -> None:
-        first, stop = self.progress.step, self._patience_is_over()
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
-        profile = self._profile()
         self.interruption.defer()
+        with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
+            stop = self._take_steps(feed)
+        self._finish_saving()
+        self._end("early stop" if stop else "finished")
+
+    def _take_steps(self, feed: Feed[StepRows]) -> bool:
+        """Train until the last step or out of patience; returns whether it was the patience."""
+        first, stop = self.progress.step, self._patience_is_over()
+        profile = self._profile()
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
             self.heartbeat.step = step + 1
@@ -337,12 +333,9 @@ class Training:
             counted = step == min(first + 1, self.steps - 1)
             measuring = self.meter.measuring(self.engine.model) if counted else None
             with profile.of_step(step - first):
-                result = train_step(
-                    self.engine, self.data.train, step, self.steps, self.pad_id, measuring
-                )
+                result = train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
             self.progress = dataclasses.replace(self.progress, step=step + 1)
-            mine = [peak_bytes(self.engine.device), int(self.interruption.asked)]
-            self.peak, interrupted = self.engine.largest(mine)
+            self.peak, interrupted = result.largest
             self._record(result)
             if counted:
                 self.recorder.memory(step + 1, result, self.meter.peak)
@@ -356,8 +349,11 @@ class Training:
             if interrupted and not done:
                 self._finish_saving()
                 self._end_interrupted()
-        self._finish_saving()
-        self._end("early stop" if stop else "finished")
+        return stop
+
+    def _noticed(self) -> list[int]:
+        """What each rank brings to the meeting of a step: its peak, whether it was interrupted."""
+        return [peak_bytes(self.engine.device), int(self.interruption.asked)]
 
     def _profile(self) -> Profile:
         adapter, forecast = self.recipe.adapter, self.recorder.forecast

@@ -24,7 +24,7 @@ from finetune.data.order import permutation
 from finetune.data.rows import Documents, Rows
 from finetune.engine import Engine
 from finetune.kernels import chains, pool
-from finetune.loop import train_step
+from finetune.loop import feeding, train_step
 from finetune.planner import plan
 
 PADDING = 0
@@ -137,9 +137,10 @@ def built(recipe: SFT, place: Path) -> tuple[torch.nn.Module, Engine]:
 def steps(engine: Engine, rows: Rows, job: Job, turns: Turns) -> None:
     turns.watch(engine.model, read)
     turns.ready()
-    for step in range(job.steps):
-        turns.wait()
-        turns.answer(train_step(engine, rows, step, job.steps, PADDING).loss)
+    with feeding(engine, rows, PADDING, job.steps) as feed:
+        for step in range(job.steps):
+            turns.wait()
+            turns.answer(train_step(engine, feed, step, job.steps).loss)
     turns.wait()
 
 

@@ -101,9 +101,9 @@ def _padded(
         mask[place, :length] = 1
     labels[:, 0] = UNTRAINED  # the first token follows nothing
     return MicroBatch(
-        ids=torch.from_numpy(ids).to(device),
-        labels=torch.from_numpy(labels).to(device),
-        attention_mask=torch.from_numpy(mask).to(device) if min(lengths) < max(lengths) else None,
+        ids=_on_device(ids, device),
+        labels=_on_device(labels, device),
+        attention_mask=_on_device(mask, device) if min(lengths) < max(lengths) else None,
         rows=rows,
         trained_tokens=int((labels != UNTRAINED).sum()),
         real_tokens=sum(lengths) if rows else 0,
@@ -130,15 +130,23 @@ def _side_by_side(
     labels[ends[:-1]] = UNTRAINED
     positions = np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
     return MicroBatch(
-        ids=torch.from_numpy(ids)[None].to(device),
-        labels=torch.from_numpy(labels)[None].to(device),
+        ids=_on_device(ids[None], device),
+        labels=_on_device(labels[None], device),
         attention_mask=None,
         rows=rows,
         trained_tokens=int((labels != UNTRAINED).sum()),
         real_tokens=tokens if rows else 0,
         boundaries=Boundaries(
-            positions=torch.from_numpy(positions)[None].to(device),
-            ends=torch.from_numpy(ends.astype(np.int32)).to(device),
+            positions=_on_device(positions[None], device),
+            ends=_on_device(ends.astype(np.int32), device),
             longest=int(lengths.max()),
         ),
     )
+
+
+def _on_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """An array as a tensor; a GPU copies it from pinned memory when its turn comes."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

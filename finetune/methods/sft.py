@@ -7,12 +7,14 @@ from pydantic.dataclasses import dataclass
 from finetune.recipe import STRICT, Recipe
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
     from finetune.data.batch import MicroBatch
     from finetune.data.formats import Sample
     from finetune.data.render import Chat, Row
+    from finetune.data.rows import Rows
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -29,6 +31,9 @@ class SFT(Recipe):
 
     def count(self, batch: "MicroBatch") -> int:
         return batch.trained_tokens
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        return int(rows.labelled[chosen].sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
         from finetune.losses import token_loss_sum  # torch, which a recipe must load without

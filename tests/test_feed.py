@@ -1,0 +1,150 @@
+"""Steps do not wait: rows are made ahead, and ranks meet once, whatever the step holds."""
+
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Tiny, run_command, write_recipe
+from test_backends import losses
+
+from finetune.data.batch import collate
+from finetune.data.rows import Documents, Rows
+from finetune.feed import feed
+from finetune.methods import SFT
+from finetune.recipe import Model
+from finetune.run import Run
+
+CPU = torch.device("cpu")
+GENEROUS = 60
+
+COUNTING = """
+import json, os, sys
+import torch
+from finetune import worker
+from finetune.engine import group_on_host
+from finetune.heartbeat import collectives_begun
+
+seen, step_of = [], worker.train_step
+def counted(engine, *given):
+    if not seen and os.environ["CONTROL"] == "gloo":  # as on a GPU
+        engine.control = group_on_host(torch.device("cuda"))
+    result = step_of(engine, *given)
+    seen.append(collectives_begun())
+    if engine.speaks:
+        print("collectives", json.dumps(seen), flush=True)
+    return result
+worker.train_step = counted
+from finetune.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Runs the command line and prints how many collectives were begun when each step was over."""
+
+
+def test_the_next_step_is_made_while_this_one_runs() -> None:
+    begun = [threading.Event() for _ in range(3)]
+
+    def make(step: int) -> int:
+        begun[step].set()
+        return 10 * step
+
+    with feed(make, 2, CPU) as rows:
+        assert rows.take(0) == 0
+        assert begun[1].wait(GENEROUS)  # nobody has asked for it
+        assert rows.take(1) == 10
+    assert not begun[2].is_set()  # there is no such step
+
+
+def test_a_feed_gives_any_step_it_is_asked_for() -> None:
+    with feed(lambda step: 10 * step, 9, CPU) as rows:
+        assert [rows.take(step) for step in (4, 5, 2, 8)] == [40, 50, 20, 80]
+
+
+def test_what_fails_in_the_thread_is_raised_at_its_step_and_no_earlier() -> None:
+    def make(step: int) -> int:
+        if step == 1:
+            raise OSError("the file was cut short")
+        return step
+
+    with feed(make, 5, CPU) as rows:
+        assert rows.take(0) == 0
+        with pytest.raises(OSError, match="the file was cut short"):
+            rows.take(1)
+        assert rows.take(2) == 2
+
+
+def test_the_thread_of_a_feed_ends_with_it() -> None:
+    before = threading.active_count()
+    with feed(lambda step: step, 5, CPU) as rows:
+        rows.take(0)
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_rows_that_take_half_a_step_are_not_waited_for() -> None:
+    step_seconds, waited = 0.1, 0.0
+
+    def make(step: int) -> int:
+        time.sleep(step_seconds / 2)
+        return step
+
+    with feed(make, 20, CPU) as rows:
+        rows.take(0)  # nothing runs before it
+        begun = time.perf_counter()
+        for step in range(1, 20):
+            time.sleep(step_seconds)
+            asked = time.perf_counter()
+            rows.take(step)
+            waited += time.perf_counter() - asked
+        assert waited < 0.05 * (time.perf_counter() - begun)
+
+
+@pytest.mark.parametrize(("packed", "free"), [(False, False), (False, True), (True, False)])
+def test_terms_are_counted_without_the_micro_batches(packed: bool, free: bool) -> None:
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, 30, 40)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids = rng.integers(0, 99, offsets[-1]).astype(np.int32)
+    documents = Documents(ids, rng.random(len(ids)) < 0.5, offsets, np.zeros((40, 2), np.int64))
+    bounds = np.arange(0, 41, 4) if packed else np.arange(41)
+    rows = Rows(documents, rng.permutation(40), bounds, packed, free)
+    recipe = SFT(model=Model("none"))
+    chosen = rng.permutation(len(rows))[:7]
+    batches = [collate(rows, part, 0, "cpu") for part in np.array_split(chosen, 3)]
+    assert recipe.terms(rows, chosen) == sum(recipe.count(batch) for batch in batches)
+    assert rows.lengths[chosen].sum() == sum(batch.real_tokens for batch in batches)
+
+
+@pytest.mark.parametrize("control", ["default", "gloo"])
+def test_ranks_meet_once_in_a_step_besides_the_gradient(
+    tiny: Tiny, tmp_path: Path, control: str
+) -> None:
+    sections = {
+        "max_steps": 8,
+        "saving": {"every": 99},
+        "evaluation": {"every": 99},
+        "adapter": {"r": 4},
+    }
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(script), "train", str(recipe), "--precision", "fp32", "--no-plot",
+        "--output", str(tmp_path / "run"),
+    ]  # fmt: skip
+    variables = {"TORCH_FR_BUFFER_SIZE": "64", "CONTROL": control}
+    done = run_command(command, tmp_path, env=variables, seconds=240)
+    assert done.status == 0, done.output
+    told = [line for line in done.stdout.splitlines() if line.startswith("collectives ")]
+    begun = json.loads(told[-1].removeprefix("collectives "))
+    assert len(begun) == 8
+    # From the fourth step on: the third is the first that follows the one whose memory is counted.
+    # One all-reduce of the adapter's gradient, one meeting.
+    assert [after - before for before, after in itertools.pairwise(begun[2:])] == [2] * 5
+    assert len(losses(Run(tmp_path / "run"))) == 8
