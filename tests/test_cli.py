@@ -881,7 +881,7 @@ def test_a_mistake_is_told_once_whatever_the_number_of_processes(
 def test_a_folder_without_the_files_of_a_tokenizer_has_none(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
-    """For some types transformers 5.23 builds an empty one there, which encodes texts as nothing."""
+    """For some types transformers 5.23 builds an empty one there: texts become nothing."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
