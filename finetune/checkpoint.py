@@ -61,6 +61,8 @@ class Progress:
     """Steps that were not taken, because their gradient was not finite."""
     data: dict[str, Any] | None = None
     """The rows that the steps count in: see `finetune.data.audit.identity`."""
+    base: str | None = None
+    """The weights that an adapter lies over: see `finetune.base.fingerprint`."""
 
 
 @dataclasses.dataclass(frozen=True)

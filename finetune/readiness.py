@@ -46,6 +46,7 @@ class Job(Protocol):
     progress: Progress
     steps: int
     resumed: int | None
+    base: str | None
 
     def on_one(self, work: Callable[[], T]) -> T: ...
 
@@ -57,7 +58,7 @@ def make_sure(job: Job) -> str:
         FinetuneError: something stands in the way of the training.
     """
     engine, saving = job.engine, job.plan.recipe.saving
-    ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data)))
+    ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
     size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
     lines = {
         "ranks": ranks,
@@ -77,12 +78,13 @@ class Identity:
     """What has to be the same on every rank."""
 
     recipe: str
+    base: str | None
     data: str
     libraries: str
     settings: str
 
 
-def identity(plan: Plan, data: Prepared) -> Identity:
+def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
     """This rank's; the data by the hash that names its folder, and the rows it really sees."""
     fields = catalog.to_fields(plan.recipe)
     if plan.recipe.model.adapter is not None:
@@ -92,6 +94,7 @@ def identity(plan: Plan, data: Prepared) -> Identity:
         rows.update(seen.tobytes())
     return Identity(
         recipe=_short(json.dumps(fields, sort_keys=True)),
+        base=base,
         data=_short(
             f"{data.folder.name} {rows.hexdigest()} {json.dumps(data.counts, sort_keys=True)}"
         ),

@@ -28,6 +28,7 @@ from finetune import (
 )
 from finetune import backend as backends
 from finetune.attention import layout
+from finetune.base import fingerprint, refuse_other_base
 from finetune.cache import cache, keep_compiled
 from finetune.checkpoint import Progress
 from finetune.claim import Resume, card, claim, finished, locked, refuse_other_data
@@ -245,6 +246,7 @@ class Training:
         engine = self.engine
         compiled = self._settle_compiled()
         network = model.build(engine, self.recipe.seed)
+        self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
         vocabulary_notes = self._fit_vocabulary(network)
@@ -263,15 +265,17 @@ class Training:
             network.save_pretrained(self.run.initial_adapter)
             serving.follow_umask(self.run.initial_adapter)
         if folder is not None:
+            if self.recipe.adapter is not None:
+                refuse_other_base(folder, self.recipe.model)
             checkpoint.load_weights(network, folder)
         rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
         engine.prepare(network, rules)
         self.notes += engine.notes
         rows = identity(self.data.counts)
         if folder is None:
-            return Progress(data=rows)
+            return Progress(data=rows, base=self.base)
         checkpoint.load_state(engine, folder)
-        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows)
+        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
         self.on_one(lambda: restore_best(self.run, progress))
         return progress
 

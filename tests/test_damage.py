@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Finetune, Finished, Tiny, start, wait_for, write_recipe
+from safetensors.torch import load_file, save_file
 from test_backends import losses
 from test_interruption import steps_made
 
+from finetune import base
 from finetune.errors import FinetuneError
-from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact, sealed
+from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact, read_manifest, sealed
+from finetune.recipe import Model
 from finetune.result.publish import publish
 from finetune.run import Run
 
@@ -408,3 +412,70 @@ def test_a_rehearsal_writes_and_reads_back_the_real_state(
     assert names == ["ranks", "memory", "disk", "model", "start", "rehearsal"]
     assert done.stdout.splitlines()[5].endswith("s, equal")
     assert not (tmp_path / "run" / ".rehearsal").exists()
+
+
+# The base.
+
+
+def scaled(path: Path) -> None:
+    """Other weights of the same shapes and sizes, in every second dimension of the layers."""
+    tensors = load_file(path)
+    changed = {name: t * 3 if "mlp" in name else t for name, t in tensors.items()}
+    save_file(changed, path, metadata={"format": "pt"})
+
+
+def test_another_base_under_the_same_name_is_refused(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    fields = tiny.fields(model={"name": str(model)}, adapter={"r": 4}, saving={"every": 2})
+    run, recipe = Run(tmp_path / "run"), write_recipe(tmp_path / "r.json", fields)
+    words = ["train", recipe, "--precision", "fp32", "--output", run.root]
+    assert finetune(*words, "max_steps=2").status == 0
+    first = base.fingerprint(Model(str(model)))
+    assert read_manifest(run.checkpoint(2))["progress"]["base"] == first
+    scaled(model / "model.safetensors")
+    now = base.fingerprint(Model(str(model)))
+    told = (
+        f"error: {run.checkpoint(2)}: its adapter was trained on other weights than those of "
+        f"{model} now ({first} then, {now} now): put the old ones back, or train another run on "
+        "these\n"
+    )
+    for refused in (
+        [*words, "max_steps=4", "--resume"],
+        ["export", run.root, "--to", tmp_path / "merged", "--merge"],
+        ["eval", run.root],
+    ):
+        done = finetune(*refused)
+        assert (done.status, done.stderr[-len(told) :]) == (2, told), refused
+    assert not (tmp_path / "merged").exists()
+    shutil.copyfile(tiny.model / "model.safetensors", model / "model.safetensors")
+    assert finetune(*words, "max_steps=4", "--resume").status == 0
+
+
+def test_a_large_base_is_told_apart_by_a_sample_of_each_tensor(tmp_path: Path) -> None:
+    """20 MB in parts: one number in the middle of a tensor, a name, a size, a part's header."""
+    torch.manual_seed(0)
+    parts = {
+        "model-00001-of-00002.safetensors": {"a": torch.randn(2_500_000), "b": torch.randn(64)},
+        "model-00002-of-00002.safetensors": {"c": torch.randn(4_500_000)},
+    }
+    names = {name: part for part, tensors in parts.items() for name in tensors}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def seen(changed: dict[str, torch.Tensor]) -> str | None:
+        for part, tensors in parts.items():
+            save_file({name: changed.get(name, t) for name, t in tensors.items()}, tmp_path / part)
+        return base.fingerprint(Model(str(tmp_path)))
+
+    first = seen({})
+    middle = parts["model-00002-of-00002.safetensors"]["c"].clone()
+    middle[2_250_000] += 1
+    assert seen({"c": middle}) != first
+    assert seen({"b": torch.zeros(64)}) != first
+    assert seen({"b": torch.zeros(65)}) != first
+    assert seen({}) == first
+    assert base.fingerprint(Model(config={"model_type": "llama"})) is None
+    assert base.fingerprint(Model("not/on-this-machine")) is None

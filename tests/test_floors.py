@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "targets", "adapters", "serving", "pretrained", "experts", "vocabulary", "gradients",
-        "meta", "soundness", "starting_adapter", "continued", "recurrence", "feed",
+        "meta", "soundness", "starting_adapter", "continued", "recurrence", "feed", "base",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
@@ -53,7 +53,7 @@ INNER_ORDER = {
     ("prover", "launcher"), ("cli", "prover"), ("cli", "launcher"), ("cli", "diagnosis"),
     ("cli", "options"), ("diagnosis", "prover"), ("__main__", "cli"), ("adapters", "loading"),
     ("adapters", "targets"), ("adapters", "vocabulary"), ("continued", "pretrained"),
-    ("model", "adapters"),
+    ("model", "adapters"), ("base", "integrity"),
 }  # fmt: skip
 """Pairs of one floor of which the first imports the second, and never the other way round."""
 

@@ -21,7 +21,7 @@ def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source() 
 
 
 def test_a_rank_with_other_libraries_is_named() -> None:
-    mine = Identity(recipe="r", data="d", libraries="torch 1, tokenizers 2", settings="s")
+    mine = Identity(recipe="r", base="b", data="d", libraries="torch 1, tokenizers 2", settings="s")
     other = dataclasses.replace(mine, libraries="torch 1, tokenizers 3")
     with pytest.raises(FinetuneError) as caught:
         agree([mine, mine, other])

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from finetune import catalog
+from finetune.base import refuse_other_base
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.pretrained import cast
 from finetune.recipe import Recipe
@@ -101,7 +102,9 @@ def export(
             _write_model(whole, recipe, generation, folder, shard_size)
         elif merge:
             kind = "merged"
-            merged = _merge(recipe, adapter, initial_adapter(run), tokenizer)
+            base = base_model(recipe, torch.float32, quantized=False, device="cpu")
+            refuse_other_base(checkpoint, recipe.model)
+            merged = _merge(base, adapter, initial_adapter(run), tokenizer)
             cast(merged, dtype or _stored_dtype(recipe))
             _write_model(merged, recipe, generation, folder, shard_size)
         else:
@@ -246,10 +249,9 @@ def _twice_the_rank(config: LoraConfig) -> LoraConfig:
 
 
 def _merge(
-    recipe: Recipe, adapter: Path, initial: Path | None, tokenizer: PreTrainedTokenizerBase
+    base: PreTrainedModel, adapter: Path, initial: Path | None, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """Base and adapter as one model in fp32, whose logits were compared with the adapter's."""
-    base = base_model(recipe, torch.float32, quantized=False, device="cpu")
     model = attach(base, adapter, initial)
     ids = torch.tensor([tokenizer("Write one line about the sea.")["input_ids"]])  # (1, tokens)
     before = _logits(model, ids)

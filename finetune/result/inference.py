@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
+from finetune.base import refuse_other_base
 from finetune.data.limits import limited
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
@@ -86,9 +87,9 @@ def load(
     if recipe.model.quantization != "none":
         dtype = dtype or trained_dtype(run)
     adapter = checkpoint / "adapter"
-    return _loaded(
-        attach(base_model(recipe, dtype), adapter, initial_adapter(run)), tokenizer, adapter
-    )
+    base = base_model(recipe, dtype)
+    refuse_other_base(checkpoint, recipe.model)
+    return _loaded(attach(base, adapter, initial_adapter(run)), tokenizer, adapter)
 
 
 def load_base(
