@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "targets", "adapters", "serving", "pretrained", "experts", "vocabulary", "gradients",
-        "meta", "soundness", "starting_adapter", "continued", "recurrence", "feed",
+        "meta", "soundness", "starting_adapter", "continued", "recurrence", "loopback", "feed",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
