@@ -247,10 +247,14 @@ class Heartbeat:
         return f"step {self.step}: {what}; {self._standing()}"
 
     def _dump(self) -> None:
-        """Keep what torch's flight recorder knows of the last collectives of this rank."""
+        """Keep what torch's flight recorder knows of the last collectives of this rank.
+
+        Where it cannot be written, on a full disk, say, the loss itself is still to be told.
+        """
         record = flight_record(entries=True)
         if record.get("entries"):
-            write_json(self._dumps / f"rank-{self._rank:05d}.json", record)
+            with contextlib.suppress(OSError):
+                write_json(self._dumps / f"rank-{self._rank:05d}.json", record)
 
 
 def is_transport(error: BaseException) -> bool:

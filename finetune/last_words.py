@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from finetune import backend
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
@@ -54,16 +55,32 @@ def _to_agent(error: FinetuneError) -> None:
 
 
 def leave(error: FinetuneError) -> bool:
-    """Leave the error for the launcher to tell; False where that cannot be done."""
+    """Leave the error for the launcher to tell; False where that cannot be done.
+
+    The first error of an attempt stays: what other ranks hear after it are its consequences. Only
+    an interruption, by which torch's agent ends the others, gives way.
+    """
     path = os.environ.get(STATUS_FILE)
     if path is None:
         return False
+    told = _left(Path(path))
+    first = told is not None and told["attempt"] == backend.restarts()
+    if told is not None and first and told["status"] != Interrupted.exit_status:
+        return True
     left = {"attempt": backend.restarts(), "status": error.exit_status}
     try:
         write_json(Path(path), left | {"problems": list(error.problems)})
     except OSError:  # a full disk, say: it is told on the terminal
         return False
     return True
+
+
+def _left(path: Path) -> dict[str, Any] | None:
+    """What a rank has left for the launcher."""
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        return None
 
 
 def forget_earlier_attempts() -> None:

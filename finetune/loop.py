@@ -54,6 +54,8 @@ class StepResult:
     """Whether some of them are padding."""
     labelled: int
     """Tokens of that micro-batch that have a label."""
+    longest: int
+    """Tokens of its longest document, 0 where rows are not side by side."""
     seconds: float
     data_seconds: float
     """Of those, waited for rows."""
@@ -158,6 +160,7 @@ def train_step(
         shape=final.shape,
         padded=final.attention_mask is not None,
         labelled=final.trained_tokens,
+        longest=final.boundaries.longest if final.boundaries is not None else 0,
         seconds=seconds,
         data_seconds=waited,
         largest=largest,

@@ -79,6 +79,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             revision=None if own else model.revision,
             trust_remote_code=model.trust_remote_code,
         )
+        vocabulary.check_words(tokenizer)
     except (OSError, ValueError, KeyError) as error:
         raise FinetuneError(
             f"{field}: no tokenizer can be loaded from '{name}' ({first_line(error)}); "

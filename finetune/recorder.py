@@ -20,6 +20,7 @@ from finetune.engine import Engine
 from finetune.errors import FinetuneError
 from finetune.guard import places, verdict
 from finetune.kernels import chains
+from finetune.kernels.attention import by_products
 from finetune.loop import EvalResult, StepResult
 from finetune.planner import Plan, hardware
 from finetune.planner.forecast import Facts, Forecast, forecast
@@ -181,13 +182,13 @@ class Recorder:
         Args:
             counted: bytes on this rank; None where they could not be counted.
         """
-        mine = [counted or 0, *result.shape, int(result.padded), result.labelled]
-        peak, rows, length, padded, labelled = self.engine.largest(mine)
+        mine = [counted or 0, *result.shape, int(result.padded), result.labelled, result.longest]
+        peak, rows, length, padded, labelled, longest = self.engine.largest(mine)
         if not peak:
             return
         predicted = None
         if self.forecast is not None:
-            predicted = self.forecast.peak(rows, length, bool(padded), labelled)
+            predicted = self.forecast.peak(rows, length, bool(padded), labelled, longest)
         # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
         each = max(rows, self.plan.recipe.batch.most_micro_rows)
         length = -(-rows * length // each)
@@ -267,14 +268,17 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
     chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
+    cpu = engine.device.type == "cpu"
+    products = cpu and rows.side_by_side and by_products(dtype, chained)
     return Facts(
         length=int(lengths.max()),
         padded=bool(padded),
         labelled=int(most.sum()),
         slots=_slots(plan, rows, steps),
         document=float(rows.documents.lengths.mean()),
-        cpu=engine.device.type == "cpu",
-        chained=chained and engine.device.type == "cpu",
+        cpu=cpu,
+        chained=chained and cpu,
+        scored=int(rows.documents.lengths.max()) if products else 0,
     )
 
 

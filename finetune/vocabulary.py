@@ -26,6 +26,20 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in tokens if t not in known])
 
 
+def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, where it has tokens for a text.
+
+    From a folder with nothing but `config.json` transformers 5.23 builds one without any, which
+    encodes each text as no tokens.
+
+    Raises:
+        ValueError: it has special tokens at most.
+    """
+    if set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        return tokenizer
+    raise ValueError("the vocabulary is empty: its files are not there")
+
+
 def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of a table in which every token of a tokenizer has one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

@@ -876,3 +876,15 @@ def test_a_mistake_is_told_once_whatever_the_number_of_processes(
     (told,) = [line for line in done.output.splitlines() if "error" in line.lower()]
     assert told.startswith(f"error: {source} row 1: format 'messages' needs 'messages'")
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_without_the_files_of_a_tokenizer_has_none(
+    tiny: Tiny, run_here: InProcess, tmp_path: Path
+) -> None:
+    """For some types transformers 5.23 builds an empty one there: texts become nothing."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
+    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
+    (told,) = errors(run_here("train", recipe, "--output", tmp_path / "run"))
+    assert told.startswith(f"model.name: no tokenizer can be loaded from '{model}' (the vocabulary")

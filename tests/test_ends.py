@@ -130,7 +130,11 @@ def test_an_answer_that_could_not_be_written_is_no_success(tmp_path: Path):
 def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path: Path, made: tuple[Path, Path]):
     run = Run(tmp_path / "run")
     words = ["train", str(made[0]), "max_steps=100000", "--precision", "fp32", "--no-plot"]
-    process = start([*words, "--output", str(run.root)], tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
+    try:
+        process = start([*words, "--output", str(run.root)], tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     try:
         wait_for(lambda: any(run.read_metrics("train")), process)
         process.send_signal(signal.SIGHUP)

@@ -21,7 +21,7 @@ from test_backends import FP32, largest, losses
 from test_interruption import steps_made, words_of
 
 from finetune import last_words
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launcher import lost_worker
 from finetune.run import Run
 
@@ -412,3 +412,18 @@ def test_workers_do_not_outlive_their_launcher(tiny: Tiny, tmp_path: Path) -> No
     gone, alive = psutil.wait_procs(workers, timeout=60)
     assert (len(gone), alive) == (2, [])
     assert run.newest() == steps_made(run)
+
+
+def test_the_first_error_of_an_attempt_is_the_one_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(last_words.STATUS_FILE, str(status))
+    for error, told in [
+        (Interrupted("by the agent"), "by the agent"),
+        (TrainingFailure("the disk is full"), "the disk is full"),
+        (TrainingFailure("another rank is lost"), "the disk is full"),
+        (Interrupted("by the agent"), "the disk is full"),
+    ]:
+        assert last_words.leave(error)
+        assert json.loads(status.read_text())["problems"] == [told]

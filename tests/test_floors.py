@@ -36,7 +36,7 @@ INNER_ORDER = {
     ("fragments", "engine"), ("serving", "data"), ("pretrained", "serving"),
     ("pretrained", "engine"), ("pretrained", "fragments"), ("checkpoint", "pretrained"),
     ("checkpoint", "serving"), ("checkpoint", "integrity"), ("heartbeat", "engine"),
-    ("checkpoint", "catalog"),
+    ("checkpoint", "catalog"), ("data", "integrity"),
     ("guard", "engine"), ("guard", "data"), ("result", "claim"), ("result", "record"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),

@@ -22,12 +22,12 @@ from finetune.data.packing import pack
 from finetune.data.rows import Rows, single_rows
 from finetune.errors import FinetuneError
 from finetune.kernels import chains
-from finetune.kernels.attention import BLOCK, DocumentAttention, serves
+from finetune.kernels.attention import DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.losses import token_loss_sum
 from finetune.methods import SFT
 from finetune.model import causal, recompute
-from finetune.planner.kernels import LOGITS
+from finetune.planner.kernels import LOGITS, SCORE_BLOCK
 from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
 from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Model
@@ -230,7 +230,7 @@ def written_out(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 17, 160, BLOCK, 2 * BLOCK + 77])
+@pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, 2 * SCORE_BLOCK + 77])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
     length: int, groups: int, compiled: bool

@@ -70,6 +70,10 @@ MIXTURE = LLAMA | {
     "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 80,
 }  # fmt: skip
+HEADS = LLAMA | {
+    "num_hidden_layers": 1, "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 8,
+    "vocab_size": 1024,
+}  # fmt: skip
 GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 512}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -122,9 +126,19 @@ def counted_and_predicted(
         (LLAMA, lambda r: r.with_qlora(r=8, use_dora=True), {"activation_checkpointing": True}),
         (MIXTURE, lambda r: r.with_lora(r=8, targets=ATTENTION), {}),
         (MIXTURE, lambda r: r.with_lora(r=8), {"activation_checkpointing": True}),
+        (HEADS, lambda r: r.with_kernels(pointwise="eager").with_lora(r=8), {}),
         (GEMMA, lambda r: r.with_kernels(pointwise="compiled").with_lora(r=8), {}),
     ],
-    ids=["full", "packs", "dora", "qdora", "experts-frozen", "experts-adapted", "gemma3"],
+    ids=[
+        "full",
+        "packs",
+        "dora",
+        "qdora",
+        "experts-frozen",
+        "experts-adapted",
+        "scores",
+        "gemma3",
+    ],
 )
 def test_a_small_model_takes_what_was_predicted_also_beside_what_an_earlier_training_left(
     tmp_path: Path,

@@ -2,10 +2,12 @@
 
 import csv
 import dataclasses
+import fcntl
 import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pydantic.dataclasses import dataclass
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
@@ -26,7 +29,7 @@ from finetune.data.render import Chat, load_chat
 from finetune.data.rows import DocumentWriter, Rows, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods import SFT, Pretrain
-from finetune.recipe import Data, Recipe
+from finetune.recipe import STRICT, Data, Recipe
 
 CHAT = load_chat(small_tokenizer(), "chatml")
 PAIRS = [{"question": f"What is {n}", "answer": f"The answer is {n}"} for n in range(6)]
@@ -433,6 +436,61 @@ def test_the_same_data_is_prepared_once(tmp_path: Path):
     elsewhere = prepare(recipe_of(source), CHAT, tmp_path / "other")
     assert contents(elsewhere.folder) == before
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.folder.name]
+
+
+@pytest.mark.parametrize("name", ["documents/ids.bin", "train/members.npy", "counts.json"])
+def test_a_bit_of_the_prepared_data_that_turned_is_found(tmp_path: Path, name: str):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    folder = prepare(recipe_of(source), CHAT, tmp_path / "cache").folder
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[content.index(b"6") if name == "counts.json" else -1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FinetuneError, match="the prepared data is damaged") as refused:
+        prepare(recipe_of(source), CHAT, tmp_path / "cache")
+    assert name in str(refused.value)
+    shutil.rmtree(folder)
+    assert answers(prepare(recipe_of(source), CHAT, tmp_path / "cache").train) == SAID
+
+
+@pytest.mark.parametrize("counts", ["{}", "null", "[]", "5", "[" * 100_000])
+def test_counts_of_another_shape_are_damage(tmp_path: Path, counts: str):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    folder = prepare(recipe_of(source), CHAT, tmp_path / "cache").folder
+    (folder / "counts.json").write_text(counts)
+    with pytest.raises(FinetuneError, match="the prepared data is damaged"):
+        prepare(recipe_of(source), CHAT, tmp_path / "cache")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Growing(SFT):
+    """Another program writes to the first source while it is read."""
+
+    def encode(self, sample: Any, chat: Chat) -> Any:
+        with open(self.data[0].source, "a", encoding="utf-8") as file:
+            file.write(json.dumps(PAIRS[0]) + "\n")
+        return super().encode(sample, chat)
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    recipe = Growing().with_data(Data(source, "question_answer"))
+    (problem,) = problems_of(recipe, tmp_path / "cache")
+    assert problem.startswith(f"data: {source}: changed while it was read")
+
+
+def test_what_a_dead_process_left_in_the_cache_goes_and_a_living_ones_stays(tmp_path: Path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    dead, living = cache / ".of-a-dead-process.rows", cache / ".of-a-living-one.rows"
+    dead.mkdir()
+    (dead / "ids.bin").write_bytes(b"0")
+    living.mkdir()
+    held = os.open(living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    folder = prepare(recipe_of(write_jsonl(tmp_path / "a.jsonl", PAIRS)), CHAT, cache).folder
+    os.close(held)
+    assert sorted(path.name for path in cache.iterdir()) == sorted([living.name, folder.name])
 
 
 def test_whatever_changes_the_rows_changes_the_key(tmp_path: Path):

@@ -230,10 +230,10 @@ def test_a_disk_that_fills_between_checkpoints_is_told(
     wait_for(lambda: len(list(run.read_metrics("train"))) >= steps, process)
     fill(small_disk)
     _, told = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == 1, told
     files = [run.metrics, run.realised][: 3 - steps]
     said = ": cannot be written (No space left on device); make room"
-    assert any(f"{file}{said}" in told for file in files)
+    assert any(f"{file}{said}" in told for file in files), told
     assert "Traceback" not in told
 
 

@@ -3,7 +3,8 @@
 The result lies in `cache/KEY/`, where the key is a hash of all that it depends on. It appears whole
 or not at all:
 
-    counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source
+    counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source;
+                  size and SHA-256 of every other file and of itself
     bad_rows.jsonl   rows that `on_bad_row=drop` left out, each with its problem
     documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.rows`)
 
@@ -13,8 +14,6 @@ Tokens go to the disk as they are made: memory holds a few numbers per document.
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,16 +45,19 @@ from finetune.data.rows import (
     save_rows,
     single_rows,
 )
+from finetune.data.scratch import scratch_beside
 from finetune.data.sources import Source, find_sources
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
+from finetune.integrity import differing, sealed, sha256
 from finetune.recipe import Batch, Data, Recipe
 
 HELD_OUT = 2**64 - 1
 """The epoch whose shuffle chooses the rows that are held out; no training reaches it."""
 CHUNK = 256
 """Rows that are encoded at a time."""
+COUNTS = "counts.json"
 BAD_ROWS = "bad_rows.jsonl"
 """A file beside the prepared rows: those that were dropped, with their problems."""
 
@@ -89,28 +91,45 @@ class Prepared:
         return f"{self.counts['files'][file]} row {number}"
 
 
-def prepare(recipe: Recipe, chat: Chat, cache: Path) -> Prepared:
+def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prepared:
     """Rows of a recipe's data, from the cache where it has them.
+
+    `check` compares what the cache holds with the hashes that were taken when it was written.
 
     Raises FinetuneError with the problems of the data, each with its file and row.
     """
     sources, eval_sources = find_sources(recipe)
     key = fingerprint(recipe, chat, [*sources, *eval_sources])
     folder = cache / key
-    if not (folder / "counts.json").is_file():
+    if not (folder / COUNTS).is_file():
         _write(folder, recipe, chat, sources, eval_sources)
     try:
-        counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+        counts = _sound_counts(folder, check)
         documents = open_documents(folder / "documents")
         train, evaluation = (
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError) as error:
         raise FinetuneError(
             f"{folder}: the prepared data is damaged ({error}); delete that folder, and the data "
             "is prepared again"
         ) from None
     return Prepared(train, evaluation, counts, folder)
+
+
+def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
+    """The counts of prepared rows.
+
+    Raises:
+        ValueError: they, or with `check` a file beside them, are not what was written.
+    """
+    read = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
+    if not isinstance(read, dict) or sealed(read)["sha256"] != read.get("sha256"):
+        raise ValueError(f"{COUNTS}: its sha256 is not that of what it holds")
+    wrong = differing(folder, read["content"]) if check else []
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return {name: value for name, value in read.items() if name not in ("content", "sha256")}
 
 
 @dataclass
@@ -126,16 +145,23 @@ def _write(
     folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
 ) -> None:
     """Write the result beside its place and move it there in one step."""
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
     try:
-        _fill(scratch, recipe, chat, sources, eval_sources)
-        scratch.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_beside(folder) as scratch:
+            _fill(scratch, recipe, chat, sources, eval_sources)
+            if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
+                raise FinetuneError(
+                    f"data: {', '.join(_changing(sources + eval_sources))}: changed while it was "
+                    "read; start again when nothing writes there"
+                )
+            scratch.rename(folder)
     except OSError as error:
-        if not (folder / "counts.json").is_file():  # else another process was faster
+        if not (folder / COUNTS).is_file():  # else another process was faster
             raise FinetuneError(f"{folder}: cannot write the prepared data: {error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _changing(sources: list[Source]) -> list[str]:
+    return list(dict.fromkeys(str(source.data.source) for source in sources))
 
 
 def _fill(
@@ -173,7 +199,13 @@ def _fill(
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     talks = not {"user", "assistant"}.isdisjoint(counts["train"]["roles"])
     counts["train"]["fixed_date"] = talks and chat.reads_the_date
-    (folder / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+    counts["content"] = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    written = json.dumps(sealed(json.loads(json.dumps(counts))), indent=2)
+    (folder / COUNTS).write_text(written + "\n", encoding="utf-8")
 
 
 def _count_shared(

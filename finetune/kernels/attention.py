@@ -18,17 +18,18 @@ import torch
 from finetune.kernels import native, tiled_attention
 from finetune.kernels.chains import Chain, chain
 from finetune.kernels.tiled_attention import TiledAttention, like
-
-BLOCK = 384
-"""Queries of a document whose scores are there at once, at most."""
-ROOM = 2**23
-"""Numbers in these scores, where `LEAST` queries have no more."""
-LEAST = 64
+from finetune.planner.kernels import SCORE_BLOCK, score_block
 
 
 def serves(query: torch.Tensor) -> bool:
     """Whether this is faster where `query` is: `python -m benchmarks kernels` times it."""
     return query.device.type == "cpu" and query.dtype != torch.float32
+
+
+def by_products(dtype: torch.dtype, compiling: bool) -> bool:
+    """Whether a CPU computes attention of documents in `dtype` by matrix products."""
+    tiled = compiling and dtype == torch.bfloat16 and tiled_attention.reason_against() is None
+    return dtype != torch.float32 and not tiled
 
 
 def longest_served(query: torch.Tensor, longest: int, window: int | None, cap: float | None) -> int:
@@ -110,14 +111,16 @@ class DocumentAttention(torch.autograd.Function):
         groups = query.shape[1] // key.shape[1]
         lengths = [end - start for start, end in itertools.pairwise(ctx.ends)]
         rooms = query.new_empty(
-            2, query.shape[1] * max(length * _block(query, length) for length in lengths)
+            2,
+            query.shape[1]
+            * max(length * score_block(query.shape[1], length) for length in lengths),
         )
         for start, end in itertools.pairwise(ctx.ends):
             whole = slice(start, end)
             keys, values = (_stacked(each, whole, 1) for each in (key, value))
             turned = _turned(keys), _turned(values)
             totals = [torch.zeros_like(each, dtype=torch.float32) for each in turned]
-            size = _block(query, end - start)
+            size = score_block(query.shape[1], end - start)
             for first in range(start, end, size):
                 part = slice(first, min(first + size, end))
                 seen = part.stop - start
@@ -134,11 +137,6 @@ class DocumentAttention(torch.autograd.Function):
             _put(of_key, whole, totals[0].mul_(ctx.scale).transpose(1, 2), 1)
             _put(of_value, whole, totals[1].transpose(1, 2), 1)
         return of_query, of_key, of_value, None, None
-
-
-def _block(query: torch.Tensor, length: int) -> int:
-    """Queries of a document of so many tokens whose scores are there at once."""
-    return min(length, BLOCK, max(LEAST, ROOM // (query.shape[1] * length)))
 
 
 def _stacked(heads: torch.Tensor, part: slice, groups: int) -> torch.Tensor:
@@ -185,6 +183,6 @@ def share_gradients(
 
 @functools.cache
 def _mask(dtype: torch.dtype, groups: int) -> torch.Tensor:
-    """0 where a token of a block sees another, else -inf.  # (BLOCK x groups, BLOCK)"""
-    mask = torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu(1)
+    """0 where a token of a block sees another, else -inf.  # (SCORE_BLOCK x groups, SCORE_BLOCK)"""
+    mask = torch.full((SCORE_BLOCK, SCORE_BLOCK), -torch.inf, dtype=dtype).triu(1)
     return mask.repeat_interleave(groups, 0)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner.architecture import Architecture
+from finetune.planner.kernels import score_block
 from finetune.planner.numerics import AttentionKind, Numerics
 from finetune.planner.products import Products
 from finetune.planner.tape import Tape, Value, parameter
@@ -24,10 +25,11 @@ class Layer:
         length: int,
         attention: AttentionKind,
         ranks: Mapping[str, int],
+        scored: int = 0,
     ) -> None:
         self.shape, self.numerics = shape, numerics
         self.rows, self.length, self.tokens = rows, length, rows * length
-        self.attention = attention
+        self.attention, self.scored = attention, scored
         self.tape = Tape()
         self.products = Products(self.tape, shape, numerics, self.tokens, ranks)
 
@@ -185,7 +187,8 @@ class Layer:
         grouped = self.shape.heads != self.shape.kv_heads
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
-            return self._attend(q, (query, key, values), [query, key, values, lse])
+            held = self._scores()
+            return self._attend(q, (query, key, values), [query, key, values, lse], held)
         if grouped:  # repeated to all heads
             key = tape.run(q, (key,), backward=0)
             values = tape.run(q, (values,), backward=0)
@@ -224,9 +227,24 @@ class Layer:
         tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
         return tape.run(size, (tanh,))
 
-    def _attend(self, size: float, inputs: tuple[Value, ...], keeps: list[Value]) -> Value:
+    def _scores(self) -> float:
+        """What attention by products holds for one document in its backward pass.
+
+        Two rooms of scores; keys and values of the document, as they are and turned, with their
+        gradients in fp32.
+        """
+        if not self.scored:
+            return 0.0
+        shape, length = self.shape, self.scored
+        scores = 2 * shape.heads * length * score_block(shape.heads, length)
+        each = length * shape.kv_heads * shape.head_dim
+        return float(self.numerics.compute * (scores + 4 * each) + 4 * 2 * each)
+
+    def _attend(
+        self, size: float, inputs: tuple[Value, ...], keeps: list[Value], backward: float = 0.0
+    ) -> Value:
         """Flash attention keeps its inputs, its output and one statistic per row and head."""
-        node = self.tape.run(size, inputs, keeps)
+        node = self.tape.run(size, inputs, keeps, backward=backward)
         last = self.tape.nodes[-1]
         self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
         return node

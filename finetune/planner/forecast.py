@@ -28,6 +28,8 @@ class Facts:
     cpu: bool
     chained: bool
     """Whether cheap operations are compiled from C."""
+    scored: int
+    """Tokens of the longest document, where attention is by products on a CPU; else 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +42,13 @@ class Forecast:
     """None where its speed is not known: only memory is predicted then."""
     steps: int
 
-    def peak(self, rows: int, length: int, padded: bool, labelled: int) -> int:
-        """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens."""
-        workload = dataclasses.replace(self.workload, rows=rows)
+    def peak(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> int:
+        """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens.
+
+        `longest` are the tokens of its longest document, 0 where rows are not side by side.
+        """
+        scored = longest if self.workload.scored else 0
+        workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
         workload = _of_length(workload, length, padded, labelled)
         return round(memory.timeline(workload).peak.total)
 
@@ -75,7 +81,9 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    workload = dataclasses.replace(workload, cpu=facts.cpu, chained=facts.chained)
+    workload = dataclasses.replace(
+        workload, cpu=facts.cpu, chained=facts.chained, scored=facts.scored
+    )
     workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
     return Forecast(workload, facts, machine, steps)
 

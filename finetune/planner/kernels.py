@@ -51,6 +51,12 @@ to be fast."""
 TILE_ENTRIES = 2**21
 """Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
 
+SCORE_BLOCK = 384
+"""Queries of a document whose scores attention by products on a CPU holds at once, at most."""
+SCORE_ENTRIES = 2**23
+"""Numbers in these scores, where `SCORE_LEAST` queries have no more."""
+SCORE_LEAST = 64
+
 SINKS = ("gpt_oss",)
 """Types whose attention has a sink beside the scores of each row."""
 
@@ -211,3 +217,8 @@ def model_fields(recipe: Recipe) -> dict[str, Any]:
                 return {}  # loading the model tells what is wrong with it
             return cast(dict[str, Any], found) if isinstance(found, dict) else {}
     return {}
+
+
+def score_block(heads: int, length: int) -> int:
+    """Queries of a document of `length` tokens whose scores attention by products holds at once."""
+    return min(length, SCORE_BLOCK, max(SCORE_LEAST, SCORE_ENTRIES // (heads * length)))

@@ -2,6 +2,7 @@
 
 from finetune.planner import deepspeed, nvme
 from finetune.planner.deepspeed import REDUCE_BUCKET
+from finetune.planner.kernels import SCORE_BLOCK
 from finetune.planner.workload import Workload
 
 
@@ -46,11 +47,17 @@ def _buckets(workload: Workload) -> float:
 
 
 def _inputs(workload: Workload) -> float:
-    """Ids, positions and rotary tables, and the causal mask where one is made."""
+    """Ids, positions and rotary tables, and the causal mask where one is made.
+
+    Attention by products makes that of a block of queries once, for the heads that share a key.
+    """
     tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
     # A mask is expanded to all rows; only checkpoints keep it, layers keep copies of their own.
     masked = workload.attention != "flash" and workload.checkpointing == "full"
     mask = workload.rows * workload.length**2 if masked else 0
+    if workload.scores:
+        groups = workload.shape.heads // workload.shape.kv_heads
+        mask += groups * SCORE_BLOCK**2 * workload.compute
     return 8.0 * workload.tokens + 8.0 * workload.length + tables + mask
 
 

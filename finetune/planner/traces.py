@@ -54,4 +54,5 @@ def layer_of(workload: Workload) -> Layer:
         workload.length,
         workload.attention,
         workload.adapter.ranks if workload.adapter else {},
+        workload.scores,
     )

@@ -158,6 +158,9 @@ class Workload:
     """Share of the tokens that have a label, at most: all but the first of each row may have."""
     grouped_adapters: bool = False
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
+    scored: int = 0
+    """Tokens of the longest document whose scores the backward pass of attention holds: on CPUs in
+    16 bits, where attention is by products; 0 elsewhere."""
 
     @property
     def waiting_activations(self) -> float:
@@ -165,6 +168,11 @@ class Workload:
         if not self.activations_on_host:
             return 0.0
         return float(self.shape.layers * self.tokens * self.shape.hidden * self.numerics.residual)
+
+    @property
+    def scores(self) -> int:
+        """`scored`, where the scores are not capped: those of Gemma 2 are written out."""
+        return 0 if self.shape.capped_scores else self.scored
 
     @property
     def tokens(self) -> int:

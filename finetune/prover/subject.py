@@ -19,6 +19,7 @@ from finetune.planner import published
 from finetune.prover.shrink import shrink
 from finetune.prover.standin import write_data, write_tokenizer
 from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
+from finetune.vocabulary import check_words
 
 Kind = Literal["own", "lora", "qlora", "full"]
 
@@ -124,12 +125,13 @@ def _tokenizer(
     try:
         if name is None:
             raise FinetuneError("model.tokenizer: none; name a folder or a hub id")
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             local_files_only=True,
         )
+        return check_words(tokenizer)
     except (OSError, ValueError, KeyError) as error:
         if shape.whole:
             raise FinetuneError(

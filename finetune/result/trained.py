@@ -34,7 +34,7 @@ from finetune.pretrained import forget_stored_form
 from finetune.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.recipe import Recipe
 from finetune.run import Run
-from finetune.vocabulary import grow, rows_of_adapter, without_lost_pad
+from finetune.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 
 Step = int | Literal["best", "last"]
 
@@ -101,7 +101,7 @@ def open_checkpoint(run: Run, step: Step | None = None) -> Path:
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(str(name))
+        return check_words(AutoTokenizer.from_pretrained(str(name)))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise FinetuneError(f"{name}: no tokenizer could be loaded: {reason}") from None
