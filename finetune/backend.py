@@ -418,12 +418,13 @@ def launch_words(command: list[str]) -> list[str] | None:
     """What a command gives to `accelerate launch`, one word a part; None for another command.
 
     That has three spellings: `accelerate launch`, `accelerate-launch` and
-    `python -m accelerate.commands.launch`; each takes its flags with dashes or underscores.
+    `python -m accelerate.commands.launch`, beside this package's own; each takes its flags with
+    dashes or underscores.
     """
     for place, word in enumerate(command[:4]):
         name, before = Path(word).name, Path(command[place - 1]).name if place else ""
         if (
-            name in ("accelerate-launch", "accelerate.commands.launch")
+            name in ("accelerate-launch", "accelerate.commands.launch", "finetune.loopback")
             or (name == "launch" and "accelerate" in before)
             or word.endswith("accelerate/commands/launch.py")
         ):

@@ -122,10 +122,10 @@ def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """The `accelerate launch` of a plan, running `finetune` with `words` in every process.
 
-    As a module: the script `accelerate` loads all its other commands too, with transformers, which
-    is a second of processor time.
+    As a module of its own, which keeps ports on the loopback: the script `accelerate` loads all its
+    other commands too, with transformers, which is a second of processor time.
     """
-    command = interpreter.python("-m", "accelerate.commands.launch")
+    command = interpreter.python("-m", "finetune.loopback")
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
     if settled.backend.engine == "deepspeed" and machines(flags) > 1:

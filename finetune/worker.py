@@ -42,6 +42,7 @@ from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
 from finetune.kernels import chains, pool
 from finetune.loop import StepResult, StepRows, evaluate, feeding, train_step
+from finetune.loopback import listen_on_loopback
 from finetune.memory import Meter, peak_bytes
 from finetune.planner import Plan
 from finetune.preflight import check_here
@@ -92,6 +93,7 @@ def train(
     """
     settled = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
+    listen_on_loopback()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     nvme, run = options.nvme_path or options.output / "offload", Run(options.output)

@@ -1,5 +1,6 @@
 """How commands end where a folder, a stream, a file or a record is not as it should be."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, Finetune, build_tiny, end_tree, environment, start, wait_for
 from small_tokenizer import small_tokenizer
@@ -252,3 +254,44 @@ def test_a_template_has_limits(template: str, said: str, monkeypatch: pytest.Mon
         with pytest.raises(FinetuneError, match=said):
             turns.render(SAID)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+# Ports.
+
+
+def listening(process: "subprocess.Popen[str]") -> set[str]:
+    """Addresses on which a process and those below it accept connections."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        pids = {root.pid, *(child.pid for child in root.children(recursive=True))}
+        return {
+            connection.laddr.ip
+            for connection in psutil.net_connections("tcp")
+            if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+        }
+    return set()
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_a_launch_on_one_machine_listens_on_the_loopback_only(
+    tmp_path: Path, made: tuple[Path, Path], backend: str
+):
+    run = Run(tmp_path / "run")
+    words = ["launch", str(made[0]), "max_steps=100000", "--backend", backend, "--processes", "2"]
+    words += ["--precision", "fp32", "--no-plot", "--output", str(run.root)]
+    process = start(words, tmp_path)
+    found: set[str] = set()
+    try:
+
+        def trains() -> bool:
+            found.update(listening(process))
+            return any(run.read_metrics("train"))
+
+        wait_for(trains, process)
+        found.update(listening(process))
+    finally:
+        if process.poll() is None:
+            end_tree(process.pid)
+        process.communicate()
+    assert found
+    assert all(address.startswith(("127.", "::1", "::ffff:127.")) for address in found), found

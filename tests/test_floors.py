@@ -19,6 +19,7 @@ FLOORS: list[set[str]] = [
         "integrity", "interruption", "heartbeat", "guard", "loading", "start", "shared_memory",
         "targets", "adapters", "serving", "pretrained", "experts", "vocabulary", "gradients",
         "meta", "soundness", "starting_adapter", "continued", "recurrence", "feed", "base",
+        "loopback",
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
