@@ -41,6 +41,7 @@ from finetune.feed import Feed
 from finetune.heartbeat import Heartbeat
 from finetune.interruption import Interruption
 from finetune.kernels import chains, pool
+from finetune.kernels.attention import release
 from finetune.loop import StepResult, StepRows, evaluate, feeding, train_step
 from finetune.loopback import listen_on_loopback
 from finetune.memory import Meter, peak_bytes
@@ -110,6 +111,7 @@ def train(
         if settled.processes == 1:
             # A notebook trains again, perhaps with another plan, or goes on with something else.
             pool.use_pool(False)
+            release()
             AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -222,7 +222,7 @@ def test_the_only_process_is_named_by_its_signal(tiny: Tiny, tmp_path: Path) -> 
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # a process that ends meanwhile
                 words = child.cmdline()
-                if "train" in words and "accelerate.commands.launch" not in words:
+                if "train" in words and "finetune.loopback" not in words:
                     found.append(child)
         return bool(found)
 

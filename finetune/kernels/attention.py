@@ -181,6 +181,11 @@ def share_gradients(
     )
 
 
+def release() -> None:
+    """Give back what is kept from one backward pass to the next."""
+    _mask.cache_clear()
+
+
 @functools.cache
 def _mask(dtype: torch.dtype, groups: int) -> torch.Tensor:
     """0 where a token of a block sees another, else -inf.  # (SCORE_BLOCK x groups, SCORE_BLOCK)"""
