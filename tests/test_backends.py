@@ -58,6 +58,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "padded": {"batch": {"padding_free": False}},
     "lora": {"adapter": {"r": 8, "dropout": 0.1}, "optim": {"lr": 5e-3}},
     "nf4": {"adapter": {"r": 8}, "model": {"quantization": "nf4"}, "optim": {"lr": 5e-3}},
+    "added": {
+        "model": {"add_tokens": ["<x>", " a b"]},
+        "adapter": {"r": 4, "trainable_token_indices": ["<x>", " a b"]},
+    },
 }
 
 
@@ -132,6 +136,26 @@ def test_each_rank_holds_what_the_backend_promises(trained: Trained, backend: st
 @pytest.mark.parametrize("backend", now_and_then(SEVERAL))
 def test_losses_are_those_of_one_process(trained: Trained, backend: str) -> None:
     compare("full", trained, backend)
+
+
+@pytest.mark.slow
+def test_added_tokens_are_trained_as_by_one_process(trained: Trained) -> None:
+    compare("added", trained, "fsdp_full_shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
+def test_an_adapter_is_trained_further_as_by_one_process(
+    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    first = trained("lora", "single")
+    fields = tiny.fields(model={"name": str(tiny.model), "adapter": str(first.root)})
+    recipe = write_recipe(tmp_path / "further.json", fields)
+    alone, several = Run(tmp_path / "alone"), Run(tmp_path / "several")
+    launch(finetune, recipe, "single", alone.root)
+    launch(finetune, recipe, backend, several.root)
+    assert losses(alone)[0] < losses(first)[0] - 0.01
+    assert largest(losses(several), losses(alone)) < FP32
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
