@@ -86,6 +86,34 @@ def test_names_on_the_hub_train_what_their_files_train(
     assert len(asked) == before
 
 
+@pytest.mark.slow
+def test_an_adapter_of_the_hub_is_trained_further_as_its_folder_is(
+    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
+) -> None:
+    finetune, _ = hub
+    first = Run(tmp_path / "first")
+    recipe = write_recipe(tmp_path / "first.json", fields(tiny))
+    done = finetune("train", recipe, "--output", first.root)
+    assert done.status == 0, done.output
+    shutil.copytree(first.final, tmp_path / "hub/models/someone/adapter")
+    told = {}
+    for name, adapter in (("named", "someone/adapter"), ("folder", str(first.final))):
+        further = fields(tiny) | {"model": {"name": "someone/tiny", "adapter": adapter}}
+        del further["adapter"]
+        run = Run(tmp_path / name)
+        done = finetune(
+            "train", write_recipe(tmp_path / f"{name}.json", further), "--output", run.root
+        )
+        assert done.status == 0, done.output
+        told[name] = losses(run)
+    assert told["named"] == told["folder"]
+    assert told["named"][0] < losses(first)[0]
+    absent = fields(tiny) | {"model": {"name": "someone/tiny", "adapter": "someone/absent"}}
+    done = finetune("train", write_recipe(tmp_path / "absent.json", absent))
+    assert done.status == 2
+    assert "model.adapter: 'someone/absent' is not a folder here" in done.stderr
+
+
 def test_a_stream_reads_what_it_needs_and_leaves_no_copy(
     hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
 ) -> None:
