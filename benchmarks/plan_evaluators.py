@@ -8,16 +8,16 @@ from typing import Any
 from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, update_of
 
 from finetune.errors import FinetuneError
-from finetune.planner import claims  # fmt: skip
+from finetune.planner import claims
 from finetune.planner.estimate import (
-    advice,  # fmt: skip
-    changes,  # fmt: skip
-    communication,  # fmt: skip
-    memory,  # fmt: skip
-    parallelism,  # fmt: skip
-    states,  # fmt: skip
-    timing,  # fmt: skip
-    totals,  # fmt: skip
+    advice,
+    changes,
+    communication,
+    memory,
+    parallelism,
+    states,
+    timing,
+    totals,
 )
 from finetune.planner.estimate.adapters import adapter_size
 from finetune.planner.estimate.hardware import NETWORKS, Machine, machine
@@ -50,9 +50,13 @@ def seed_numbers(inputs: Inputs) -> Any:
         return {"bubble": parallelism.bubble(*pipeline)}
     if "params" in inputs:
         shard: dict[str, Any] = {
-            "ddp": "none", "zero1": "optimizer", "zero2": "grads", "zero3": "params",
-            "fsdp_full": "params", "fsdp_grad": "grads",
-        }  # fmt: skip
+            "ddp": "none",
+            "zero1": "optimizer",
+            "zero2": "grads",
+            "zero3": "params",
+            "fsdp_full": "params",
+            "fsdp_grad": "grads",
+        }
         layout = Layout("deepspeed", shard[inputs["strategy"]], inputs["dp"])
         each = states.FULL if inputs["dtype"] == "fp32" else states.MIXED
         parts = {
@@ -125,9 +129,12 @@ def step_time(inputs: Inputs) -> float:
         return 100 * work / inputs["iter_s"] / peak
     adapter = inputs.get("mode") in ("lora", "qlora")
     return timing.flops_per_token(
-        shape_of(inputs), inputs["s"], inputs.get("causal", True), adapter,
+        shape_of(inputs),
+        inputs["s"],
+        inputs.get("causal", True),
+        adapter,
         recompute=inputs.get("ckpt", False),
-    )  # fmt: skip
+    )
 
 
 def published_rules(inputs: Inputs) -> Any:
@@ -142,10 +149,15 @@ def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
         found = states.deepspeed_zero2(*shared, inputs["offload_optimizer"], factor)
     else:
         found = states.deepspeed_zero3(
-            inputs["params"], inputs["largest_layer"], inputs["gpus_per_node"], inputs["nodes"],
-            inputs["offload_optimizer"], inputs["offload_param"], inputs.get("zero_init", True),
+            inputs["params"],
+            inputs["largest_layer"],
+            inputs["gpus_per_node"],
+            inputs["nodes"],
+            inputs["offload_optimizer"],
+            inputs["offload_param"],
+            inputs.get("zero_init", True),
             factor,
-        )  # fmt: skip
+        )
     return {"cpu_bytes": found.host, "gpu_bytes": found.gpu}
 
 
@@ -178,35 +190,44 @@ def memtracker(inputs: Inputs) -> float:
     masked = inputs.get("sdpa_mask_materialised", True)
     eager = "eager" in (options.get("attn"), options.get("attn_impl"), options.get("attention"))
     workload = Workload(
-        shape, inputs["b"], inputs["s"],
+        shape,
+        inputs["b"],
+        inputs["s"],
         scheme=schemes.get(precision, precision),
         adapter=lora(shape, options.get("lora_r", 16), targets_of(options), 4 if wide else 2)
-        if adapted else None,
+        if adapted
+        else None,
         quantization="nf4" if quantised else "none",
         kbit_prepared=options.get("kbit", False),
         checkpointing="full" if options.get("ckpt") else "none",
         attention="eager" if eager else "masked" if masked else "flash",
         loss=LOSSES["hf_output_kept" if kept else "hf"],
-        stepping="foreach" if options.get("foreach") else
-        "fused" if options.get("fused") else "loop",
+        stepping="foreach"
+        if options.get("foreach")
+        else "fused"
+        if options.get("fused")
+        else "loop",
         accumulation=options.get("accum", 1),
-    )  # fmt: skip
+    )
     return memory.timeline(workload).peak.total
 
 
 def fsdp_oracle(inputs: Inputs) -> float:
     shape = shape_of(inputs)
     workload = Workload(
-        shape, inputs["b"], inputs["s"],
+        shape,
+        inputs["b"],
+        inputs["s"],
         scheme="fsdp" if inputs.get("master", "fp32") == "fp32" else "bf16",
         layout=layout_of({"strategy": "fsdp_full", **inputs}),
         adapter=lora(shape, inputs.get("r", 16), targets_of(inputs), 2)
-        if "lora" in inputs.get("mode", "full") else None,
+        if "lora" in inputs.get("mode", "full")
+        else None,
         reduce_width=2 if inputs.get("reduce") == "bf16" else 4,
         checkpointing="full" if inputs["ckpt"] else "none",
         attention="masked" if inputs.get("sdpa_mask_materialised", True) else "flash",
         root_unit=True,
-    )  # fmt: skip
+    )
     return memory.timeline(workload).peak.total
 
 
@@ -232,12 +253,20 @@ def memory_outcomes(inputs: Inputs) -> dict[str, str]:
     """
     shape, found = shape_of(inputs), {}
     for name, steps, each in (
-        ("accum1", 1, False), ("accum2_no_sync", 2, False), ("accum16_sync_each_batch", 16, True)
-    ):  # fmt: skip
+        ("accum1", 1, False),
+        ("accum2_no_sync", 2, False),
+        ("accum16_sync_each_batch", 16, True),
+    ):
         workload = Workload(
-            shape, 1, 1024, scheme="bf16", layout=layout_of(inputs), checkpointing="full",
-            accumulation=steps, synchronise_each=each,
-        )  # fmt: skip
+            shape,
+            1,
+            1024,
+            scheme="bf16",
+            layout=layout_of(inputs),
+            checkpointing="full",
+            accumulation=steps,
+            synchronise_each=each,
+        )
         taken = totals.of(memory.timeline(workload), workload)
         fits = taken.allocated <= machine("A100-80", inputs["gpus"]).usable
         found[name] = f"{taken.process / 2**30:.0f}G" if fits else "OOM"
@@ -330,15 +359,22 @@ def decision(inputs: Inputs) -> dict[str, Any]:
     networks = {"ib": "ib400", "eth": "100gbe", "ethernet": "100gbe"}
     host = inputs.get("host_ram_gb")
     hardware = machine(
-        inputs["gpu"], inputs["gpus"], inputs.get("nodes", max(1, several)), link or None,
-        networks.get(network, network) or None, None if host is None else host * 1e9,
-    )  # fmt: skip
+        inputs["gpu"],
+        inputs["gpus"],
+        inputs.get("nodes", max(1, several)),
+        link or None,
+        networks.get(network, network) or None,
+        None if host is None else host * 1e9,
+    )
     adapter = lora(shape, 16, width=4) if "lora" in mode else None
     workload = Workload(
-        shape, inputs.get("b_fits", inputs.get("b", 1)), inputs.get("s", 2048), adapter=adapter,
+        shape,
+        inputs.get("b_fits", inputs.get("b", 1)),
+        inputs.get("s", 2048),
+        adapter=adapter,
         quantization="nf4" if "qlora" in mode else "none",
         accumulation=inputs.get("accum", 1),
-    )  # fmt: skip
+    )
     pretraining = mode == "pretrain"
     refused = _refused(inputs, shape, hardware)
     if any(advice.grids(workload, hardware, pretraining)):

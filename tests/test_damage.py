@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_backends import losses
 from test_interruption import steps_made
 
-from finetune.checkpoints import base_weights as base
+from finetune.checkpoints import base_weights
 from finetune.errors import FinetuneError
 from finetune.exporters.publish import publish
 from finetune.recipe import Model
@@ -433,10 +433,10 @@ def test_another_base_under_the_same_name_is_refused(
     run, recipe = Run(tmp_path / "run"), write_recipe(tmp_path / "r.json", fields)
     words = ["train", recipe, "--precision", "fp32", "--output", run.root]
     assert finetune(*words, "max_steps=2").status == 0
-    first = base.fingerprint(Model(str(model)))
+    first = base_weights.fingerprint(Model(str(model)))
     assert read_manifest(run.checkpoint(2))["progress"]["base"] == first
     scaled(model / "model.safetensors")
-    now = base.fingerprint(Model(str(model)))
+    now = base_weights.fingerprint(Model(str(model)))
     told = (
         f"error: {run.checkpoint(2)}: its adapter was trained on other weights than those of "
         f"{model} now ({first} then, {now} now): put the old ones back, or train another run on "
@@ -468,7 +468,7 @@ def test_a_large_base_is_told_apart_by_a_sample_of_each_tensor(tmp_path: Path) -
     def seen(changed: dict[str, torch.Tensor]) -> str | None:
         for part, tensors in parts.items():
             save_file({name: changed.get(name, t) for name, t in tensors.items()}, tmp_path / part)
-        return base.fingerprint(Model(str(tmp_path)))
+        return base_weights.fingerprint(Model(str(tmp_path)))
 
     first = seen({})
     middle = parts["model-00002-of-00002.safetensors"]["c"].clone()
@@ -477,5 +477,5 @@ def test_a_large_base_is_told_apart_by_a_sample_of_each_tensor(tmp_path: Path) -
     assert seen({"b": torch.zeros(64)}) != first
     assert seen({"b": torch.zeros(65)}) != first
     assert seen({}) == first
-    assert base.fingerprint(Model(config={"model_type": "llama"})) is None
-    assert base.fingerprint(Model("not/on-this-machine")) is None
+    assert base_weights.fingerprint(Model(config={"model_type": "llama"})) is None
+    assert base_weights.fingerprint(Model("not/on-this-machine")) is None

@@ -14,7 +14,7 @@ from conftest import ROOT, Finetune, build_tiny, end_tree, environment, start, w
 from small_tokenizer import small_tokenizer
 
 from finetune.cache import cache
-from finetune.data.chat import template_limits as limits
+from finetune.data.chat import template_limits
 from finetune.data.chat.turns import Turns
 from finetune.data.formats import Conversation
 from finetune.errors import FinetuneError, of_a_file
@@ -49,7 +49,8 @@ def test_a_module_of_the_working_folder_is_never_picked_up(
     tmp_path: Path, made: tuple[Path, Path], name: str
 ):
     (tmp_path / f"{name}.py").write_text("print('A STRANGER RUNS'); raise SystemExit(0)\n")
-    code = "import sys; from finetune.cli.main import run; sys.argv[0] = 'finetune'; run()"  # as the script
+    # As the installed script does.
+    code = "import sys; from finetune.cli import run; sys.argv[0] = 'finetune'; run()"
     words = ["launch", str(made[0]), "--precision", "fp32", "--no-plot", "--output", "run"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *words, "max_steps=1"],
@@ -246,7 +247,7 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
     ],
 )
 def test_a_template_has_limits(template: str, said: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits, "SECONDS", 0.3)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.3)
     turns = Turns(small_tokenizer(), template)
     for _ in range(4):
         with pytest.raises(FinetuneError, match=said):

@@ -22,7 +22,7 @@ from test_interruption import steps_made, words_of
 
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.accelerate import lost_worker
-from finetune.process import error_report as last_words
+from finetune.process import error_report
 from finetune.runs.run import Run
 
 BF16 = 2e-2
@@ -392,13 +392,13 @@ def test_an_error_of_an_earlier_attempt_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = tmp_path / "status.json"
-    monkeypatch.setenv(last_words.STATUS_FILE, str(status))
-    last_words.forget_earlier_attempts()  # nothing was left
-    last_words.leave(FinetuneError("first"))
-    last_words.forget_earlier_attempts()
+    monkeypatch.setenv(error_report.STATUS_FILE, str(status))
+    error_report.forget_earlier_attempts()  # nothing was left
+    error_report.leave(FinetuneError("first"))
+    error_report.forget_earlier_attempts()
     assert json.loads(status.read_text())["problems"] == ["first"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    last_words.forget_earlier_attempts()
+    error_report.forget_earlier_attempts()
     assert not status.exists()
 
 
@@ -418,12 +418,12 @@ def test_the_first_error_of_an_attempt_is_the_one_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = tmp_path / "status.json"
-    monkeypatch.setenv(last_words.STATUS_FILE, str(status))
+    monkeypatch.setenv(error_report.STATUS_FILE, str(status))
     for error, told in [
         (Interrupted("by the agent"), "by the agent"),
         (TrainingFailure("the disk is full"), "the disk is full"),
         (TrainingFailure("another rank is lost"), "the disk is full"),
         (Interrupted("by the agent"), "the disk is full"),
     ]:
-        assert last_words.leave(error)
+        assert error_report.leave(error)
         assert json.loads(status.read_text())["problems"] == [told]

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from finetune.kernels.cpu import pool
 from finetune.runs.run import Run
-from finetune.training import memory_meter as memory
+from finetune.training import memory_meter
 
 CPU = torch.device("cpu")
 needs_pool = pytest.mark.skipif(
@@ -154,22 +154,22 @@ def test_storages_grow_and_empty_themselves_as_fsdp_does(pooled: None) -> None:
 
 @needs_pool
 def test_the_meter_counts_blocks_and_the_profiler_sees_them_come_and_go(pooled: None) -> None:
-    assert memory._keep_sizes()
-    before = memory.allocated()
+    assert memory_meter._keep_sizes()
+    before = memory_meter.allocated()
     old = tensor(2**24)
-    assert memory.allocated() - before == 2**24
+    assert memory_meter.allocated() - before == 2**24
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         del old
         first = tensor(2**23)
         second = tensor(2**22)
         del first, second
     # The old block goes first: the sum never rises above where it began.
-    assert memory._highest_sum(profiled) == 0
+    assert memory_meter._highest_sum(profiled) == 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         first = tensor(2**23)
         second = tensor(2**22)
         del first, second
-    assert memory._highest_sum(profiled) == 2**23 + 2**22
+    assert memory_meter._highest_sum(profiled) == 2**23 + 2**22
 
 
 @needs_pool

@@ -12,7 +12,7 @@ from conftest import ROOT, environment
 
 from finetune import backend
 from finetune.errors import FinetuneError
-from finetune.process import error_report as last_words
+from finetune.process import error_report
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_a_mistake_that_rank_0_does_not_find_is_told_by_the_rank_that_does(
 ) -> None:
     """Its machine lacks a file, say; nobody ends it while it waits."""
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(last_words, "SECONDS_FOR_THE_FIRST", 0)
-    assert last_words.tell(FinetuneError("no such file")) == FinetuneError.exit_status
+    monkeypatch.setattr(error_report, "SECONDS_FOR_THE_FIRST", 0)
+    assert error_report.tell(FinetuneError("no such file")) == FinetuneError.exit_status
     assert capsys.readouterr().err == "error [rank 1]: no such file\n"
 
 
 def test_an_error_that_cannot_be_left_for_the_launcher_is_told_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for variable in (last_words.STATUS_FILE, last_words.AGENTS_FILE):
+    for variable in (error_report.STATUS_FILE, error_report.AGENTS_FILE):
         monkeypatch.setenv(variable, "/proc/no-file-can-be-made-here")
-    assert last_words.tell(FinetuneError("first", "second")) == FinetuneError.exit_status
+    assert error_report.tell(FinetuneError("first", "second")) == FinetuneError.exit_status
     assert capsys.readouterr().err == "error: first\nerror: second\n"

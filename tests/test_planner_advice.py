@@ -13,8 +13,8 @@ import pytest
 
 import finetune as ft
 from finetune import catalog
-from finetune.cli import plan as command
-from finetune.cli import plan_arguments as arguments
+from finetune.cli import plan as arguments
+from finetune.cli import plan_on_machine as command
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import (
     advice,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import finetune as ft
-from finetune.cli import plan as command
-from finetune.cli import plan_arguments as arguments
+from finetune.cli import plan as arguments
+from finetune.cli import plan_on_machine as command
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, timing
 from finetune.planner.estimate.workload import Workload, lora

@@ -5,8 +5,9 @@
       model/       transformers format, in the precision of the run  (recipes without)
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
-                   as the fragments that each rank held (`finetune.distributed.fragments`), and what the model
-                   saves besides: persistent buffers and, without an adapter, frozen weights
+                   as the fragments that each rank held (`finetune.distributed.fragments`), and
+                   what the model saves also: persistent buffers and, without an adapter, frozen
+                   weights
 
 `adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
       manifest.json   step, recipe, progress, the size and SHA-256 of every file and of itself;
@@ -62,7 +63,7 @@ class Progress:
     data: dict[str, Any] | None = None
     """The rows that the steps count in: see `finetune.data.audit.identity`."""
     base: str | None = None
-    """The weights that an adapter lies over: see `finetune.checkpoints.base_weights.fingerprint`."""
+    """Identity of the adapter's base: see `finetune.checkpoints.base_weights.fingerprint`."""
 
 
 @dataclasses.dataclass(frozen=True)

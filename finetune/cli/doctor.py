@@ -1,41 +1,52 @@
-"""`finetune doctor`: print the table of questions and answers."""
+"""`finetune doctor`: check a model or a recipe in seconds, before a GPU is rented."""
 
+import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers.utils import logging
+from finetune.cli import options
 
-from finetune.cache import cache
-from finetune.recipe import Recipe
-from finetune.verification.doctor.examination import Examination
-from finetune.verification.doctor.finding import Finding
-from finetune.verification.doctor.subject import named
-from finetune.verification.doctor.system import describe_system
+if TYPE_CHECKING:
+    from finetune.verification.doctor.finding import Finding
 
+SUMMARY = "check a model or a recipe in seconds, before a GPU"
 NAME_WIDTH = 26
 
 
-def run(word: str | None, overrides: Sequence[str], as_json: bool) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", nargs="?", help="model folder or hub id, or a recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as adapter.r=8"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Describe this machine, or examine a model or a recipe; returns the exit status.
 
     That is 1 where an answer is no.
     """
-    if word is None:
+    from finetune.cache import cache
+    from finetune.verification.doctor.examination import Examination
+    from finetune.verification.doctor.subject import named
+    from finetune.verification.doctor.system import describe_system
+
+    if arguments.subject is None:
         print(describe_system())
         return 0
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    options.without_bars()
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        examination = Examination(named(word, list(overrides)), Path(folder), cache("data"))
-        found = list[Finding]()
+        subject = named(arguments.subject, list(arguments.overrides))
+        examination = Examination(subject, Path(folder), cache("data"))
+        found = list["Finding"]()
         for finding in examination.findings():
             found.append(finding)
-            if not as_json:
+            if not arguments.json:
                 print(f"{finding.answer:<4} {finding.name:<{NAME_WIDTH}} {finding.why}", flush=True)
-        if as_json:
+        if arguments.json:
             record = {
                 "subject": examination.about,
                 "notes": examination.notes,
@@ -46,13 +57,3 @@ def run(word: str | None, overrides: Sequence[str], as_json: bool) -> int:
             for note in examination.notes:
                 print(f"note {note}")
     return int(any(each.passed is False for each in found))
-
-
-def doctor(recipe: Recipe) -> list[Finding]:
-    """What `finetune doctor` finds, in seconds and without a GPU, on two layers of the model.
-
-    Raises:
-        FinetuneError: the recipe's data cannot be read.
-    """
-    with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        return list(Examination(recipe, Path(folder), cache("data")).findings())

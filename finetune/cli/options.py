@@ -3,6 +3,10 @@
 import argparse
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.checkpoints.resume import Resume
 
 
 def count(text: str) -> int:
@@ -51,15 +55,18 @@ def run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plot", action="store_true", help="draw no loss.png at the end")
 
 
-def proof_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", help="names with commas, or all; by default the recipe's")
-    parser.add_argument("--processes", type=count, default=2, help="of each sharded run")
-    parser.add_argument("--steps", type=count, default=10, help="optimizer steps compared")
-    parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")
-    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
-    parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
-    parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
-    parser.add_argument("--pairs", action="store_true", help="resume between every two backends")
-    parser.add_argument("--jobs", type=count, default=1, help="launches at a time")
-    parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+def output_of(arguments: argparse.Namespace) -> Path:
+    """The run directory that is named, or that of the recipe."""
+    return arguments.output or Path("runs") / Path(arguments.recipe).stem
+
+
+def resume_of(arguments: argparse.Namespace) -> "Resume":
+    return "auto" if arguments.resume == "auto" else arguments.resume is not None
+
+
+def without_bars() -> None:
+    """Keep transformers' own progress bars out of an answer."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

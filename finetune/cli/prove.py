@@ -1,82 +1,49 @@
-"""`finetune prove` for a person: progress while it runs, then the verdict."""
+"""`finetune prove`: show that backends change nothing of a recipe."""
 
 import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from finetune import backend as known
-from finetune.cache import cache
+from finetune.cli import options
 from finetune.errors import FinetuneError
 from finetune.process.signals import heeded
-from finetune.recipe import Recipe
-from finetune.reports.proof_page import KINDS, overview, read_proof
-from finetune.verification.proofs.job import carry_out
-from finetune.verification.proofs.matrix import Request
-from finetune.verification.proofs.proof import Proof
-from finetune.verification.proofs.small_recipe import Kind, Shape
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
+SUMMARY = "show that backends change nothing of a recipe"
 
 
-def prove(
-    recipe: Recipe,
-    backends: str | None = None,
-    processes: int = 2,
-    steps: int = 10,
-    output: str | Path = "proofs/latest",
-    *,
-    bf16: bool = False,
-    like_mine: bool = False,
-    full: bool = False,
-    kinds: str = "own",
-    every_pair: bool = False,
-    jobs: int = 1,
-    console: Console | None = None,
-) -> Proof:
-    """Show that backends (names with commas, or `all`) change nothing of what a recipe learns.
-
-    The words are those of `finetune prove`; `proof.json` and `proof.html` go to `output`.
-
-    Raises:
-        FinetuneError: the request cannot be honoured; nothing was started.
-    """
-    shape = Shape(processes, steps, like_mine, full)
-    request = Request(
-        recipe=recipe,
-        backends=named_backends(backends, recipe, shape),
-        named=backends != "all",
-        output=Path(output),
-        kinds=named_kinds(kinds),
-        shape=shape,
-        precision="bf16" if bf16 else "fp32",
-        every_pair=every_pair,
-        jobs=jobs,
-    )
-    columns = (SpinnerColumn(), TextColumn("proving"), TimeElapsedColumn())
-    with Progress(*columns, console=console or Console(), transient=True) as progress:
-        progress.add_task("proving")
-        return carry_out(
-            request,
-            cache("data"),
-            lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    parser.add_argument("--backends", help="names with commas, or all; by default the recipe's")
+    parser.add_argument("--processes", type=options.count, default=2, help="of each sharded run")
+    parser.add_argument("--steps", type=options.count, default=10, help="optimizer steps compared")
+    parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")
+    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
+    parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
+    parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
+    parser.add_argument("--pairs", action="store_true", help="resume between every two backends")
+    parser.add_argument("--jobs", type=options.count, default=1, help="launches at a time")
+    parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class Ended(BaseException):
     """By a signal, whose number it has."""
 
 
-def run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prove, tell, and return the exit status: 0 where everything holds, else 1.
 
     A signal ends every process that was started; the status is then 128 and its number.
     """
+    from finetune import catalog
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     if recipe.model.adapter is not None:
         raise FinetuneError("model.adapter: a proof starts from a new adapter; set it to null")
 
@@ -86,16 +53,22 @@ def run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
     for number in heeded():  # in a script's background SIGINT would be ignored
         signal.signal(number, end)
     try:
-        return _run(arguments, recipe, name)
+        return _prove(arguments, recipe)
     except Ended as ended:
         (number,) = ended.args
         print(f"interrupted by {signal.Signals(number).name}: nothing is proved", file=sys.stderr)
         return 128 + number
 
 
-def _run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
+def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
+    from rich.console import Console
+
+    from finetune.cli.proof_table import tell
+    from finetune.reports.proof_page import read_proof
+    from finetune.verification.proofs.prove import prove
+
     console = Console(stderr=arguments.json)
-    output = arguments.output or Path("proofs") / Path(name).stem
+    output = arguments.output or Path("proofs") / Path(arguments.recipe).stem
     proof = prove(
         recipe,
         arguments.backends,
@@ -115,51 +88,3 @@ def _run(arguments: argparse.Namespace, recipe: Recipe, name: str) -> int:
     else:
         tell(proof, output, console)
     return 0 if proof.proved else 1
-
-
-def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str, ...]:
-    """`all`, names with commas, or by default the recipe's own (`ddp` where that is `single`)."""
-    if words == "all":
-        return tuple(known.names())
-    if words is None:
-        several = shape.processes > 1 and recipe.backend == "single"
-        return ("ddp" if several else recipe.backend,)
-    chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
-    for name in chosen:
-        known.find(name)
-    if not chosen:
-        raise FinetuneError(f"--backends: got '{words}', expected names with commas, or all")
-    return chosen
-
-
-def named_kinds(words: str) -> tuple[Kind, ...]:
-    """`own`, or some of lora, qlora and full with commas."""
-    chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
-    unknown = [word for word in chosen if word not in KINDS]
-    if unknown:
-        raise FinetuneError(f"--kinds: got '{unknown[0]}', expected some of {', '.join(KINDS)}")
-    return chosen  # type: ignore[return-value]
-
-
-def tell(proof: Proof, output: Path, console: Console) -> None:
-    """The table of all pairs, what failed or was refused, and the verdict."""
-    table = overview(read_proof(output / "proof.json"))
-    console.print(_drawn(table.columns, table.rows))
-    for check in proof.checks:
-        if check.passed is False:
-            where = f"{KINDS[check.kind]} on {check.backend}, {check.name}"
-            console.print(f"[red]failed[/]  {where}: {escape(check.summary)}", highlight=False)
-    for refused in proof.refused:
-        word = "not possible here:" if refused.missing else "refused"
-        where = f"{KINDS[refused.kind]} on {refused.backend}"
-        console.print(f"[dim]{word} {where}: {escape(refused.reason)}[/]", highlight=False)
-    colour = "green" if proof.proved else "red"
-    console.print(f"[bold {colour}]{proof.verdict}[/]", highlight=False)
-    console.print(f"{output / 'proof.html'} has every number", highlight=False)
-
-
-def _drawn(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    drawn = Table(*columns)
-    for row in rows:
-        drawn.add_row(*(f"[bold red]{cell}[/]" if cell == "NO" else str(cell) for cell in row))
-    return drawn

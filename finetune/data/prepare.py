@@ -364,7 +364,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
 def _code_hash(recipe: Recipe) -> str:
     """A hash of this package and of the method's `encode`: new code, new rows."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     digest.update(repr(_code(type(recipe).encode.__code__)).encode())
     return digest.hexdigest()

@@ -121,7 +121,7 @@ class Engine:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
     def gather_frozen_units(self) -> None:
-        """After a first forward pass: see `finetune.distributed.accelerator.gather_frozen_units`."""
+        """After a first forward pass: see `accelerator.gather_frozen_units`."""
         accelerator.gather_frozen_units(self.model)
 
     def _fit_buckets(self, model: nn.Module) -> None:

@@ -25,3 +25,9 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left @ right)[0, 0].item()  # waits for the device
+
+
+def rate_of_products(precision: str) -> float:
+    """FLOP/s that this machine's CPU multiplies matrices with, all cores together."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return matmul_flops(torch.device("cpu"), dtype)

@@ -1,7 +1,7 @@
 """Check a model as a causal language model: its attention, and its weights.
 
-Each check is a plain function of a model, for any code that has one. `finetune.models.meta.unreached` is
-the check of gradients.
+Each check is a plain function of a model, for any code that has one. The check of gradients is
+`finetune.models.meta.unreached`.
 """
 
 import contextlib

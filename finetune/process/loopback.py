@@ -1,9 +1,10 @@
-"""Keep the ports of a job on one machine closed to others: `python -m finetune.process.loopback` launches.
+"""Keep the ports of a job on one machine closed to others.
 
-It is `accelerate launch` with one difference. torch (2.13) binds the store through which processes
-find each other to every interface of the machine, whatever address it is given; anyone in the same
-network could read and write it. Here a store whose address is the loopback is bound to that alone.
-A job of several machines names another address, and is left as it is.
+`python -m finetune.process.loopback` is `accelerate launch` with one difference. torch (2.13) binds
+the store through which processes find each other to every interface of the machine, whatever
+address it is given; anyone in the same network could read and write it. Here a store whose address
+is the loopback is bound to that alone. A job of several machines names another address, and is left
+as it is.
 """
 
 import functools

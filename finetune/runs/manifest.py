@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
 FORMAT = 1
-"""Of the layout that `finetune.checkpoints.checkpoint` writes; 1 more where an old reader would be wrong."""
+"""Version of the layout that `finetune.checkpoints.checkpoint` writes; a reader refuses others."""
 
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 

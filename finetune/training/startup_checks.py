@@ -115,7 +115,7 @@ def libraries(engine: str) -> str:
 
 
 def _source() -> str:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     texts = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         texts.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

@@ -17,8 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
 from finetune.cache import cache, keep_compiled
-from finetune.checkpoints import checkpoint
-from finetune.checkpoints import handover as serving
+from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.resume import Resume, card, claim, finished, locked, refuse_other_data
@@ -33,8 +32,7 @@ from finetune.exporters.publish import describe, publish
 from finetune.kernels import chains
 from finetune.kernels.cpu import pool
 from finetune.kernels.cpu.attention import release
-from finetune.models import adapters, experts, model, starting_adapter, vocabulary
-from finetune.models import load_checks as loading
+from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.process.loopback import listen_on_loopback
@@ -249,7 +247,7 @@ class Training:
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
         vocabulary_notes = self._fit_vocabulary(network)
-        self.tokenizer = serving.settle(network, self.chat, self.data.train)
+        self.tokenizer = handover.settle(network, self.chat, self.data.train)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
@@ -262,7 +260,7 @@ class Training:
         if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
             # Such an adapter took its product out of the base: to undo that, the product is kept.
             network.save_pretrained(self.run.initial_adapter)
-            serving.follow_umask(self.run.initial_adapter)
+            handover.follow_umask(self.run.initial_adapter)
         if folder is not None:
             if self.recipe.adapter is not None:
                 refuse_other_base(folder, self.recipe.model)
@@ -287,7 +285,7 @@ class Training:
 
     def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
         """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""
-        rows = loading.token_rows(network)
+        rows = load_checks.token_rows(network)
         highest = int(self.data.train.documents.ids.max())
         vocabulary.refuse_tokens_without_rows(self.recipe, self.tokenizer, rows, highest)
         note = vocabulary.replace_pad(self.tokenizer, rows)
@@ -296,10 +294,10 @@ class Training:
 
     def _check_context(self, network: torch.nn.Module) -> list[str]:
         """Refuse rows longer than the model's context; notes of those that are to pass."""
-        context = loading.context_length(network.config)
+        context = load_checks.context_length(network.config)
         if context is None:
             return []
-        learned = loading.has_learned_positions(network, context)
+        learned = load_checks.has_learned_positions(network, context)
         problem = beyond_context((self.data.train, self.data.eval), context, learned)
         if problem is None:
             return []

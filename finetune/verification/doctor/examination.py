@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import io
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
+from finetune.cache import cache
 from finetune.data.chat.render import load_chat
 from finetune.distributed.engine import Engine
 from finetune.errors import FinetuneError
@@ -235,3 +237,13 @@ class Examination:
         if lost:
             return False, f"trained to end with {named}, but final/ stops at {stops}"
         return True, f"trained to end with {named}, and final/ stops there"
+
+
+def doctor(recipe: Recipe) -> list[Finding]:
+    """What `finetune doctor` finds, in seconds and without a GPU, on two layers of the model.
+
+    Raises:
+        FinetuneError: the recipe's data cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
+        return list(Examination(recipe, Path(folder), cache("data")).findings())

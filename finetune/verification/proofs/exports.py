@@ -15,7 +15,7 @@ from finetune.runs.run import Run
 from finetune.verification.proofs.proof import Check, Tolerance
 from finetune.verification.proofs.small_recipe import Subject
 
-PLAIN = Path(__file__).with_name("plain.py")
+PLAIN = Path(__file__).with_name("plain_loader.py")
 
 
 @dataclasses.dataclass(frozen=True)

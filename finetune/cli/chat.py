@@ -1,0 +1,33 @@
+"""`finetune chat`: talk to a run's model."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from finetune.cli import options
+from finetune.errors import FinetuneError
+
+SUMMARY = "talk to a run's model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory, or a folder with a model")
+    parser.add_argument("--prompt", help="answer this once, instead of a conversation")
+    parser.add_argument("--max-new-tokens", type=options.count, default=512)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.run).is_dir():
+        raise FinetuneError(
+            f"{arguments.run}: no such folder; name a run, or a folder with a model"
+        )
+    from finetune.inference.chat import answer, chat
+    from finetune.inference.generate import open_model
+
+    options.without_bars()
+    loaded = open_model(arguments.run)
+    if arguments.prompt is not None:
+        answer(loaded, arguments.prompt, arguments.max_new_tokens)
+    else:
+        chat(loaded, max_new_tokens=arguments.max_new_tokens, typed=sys.stdin.isatty())
+    return 0

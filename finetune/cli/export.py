@@ -1,0 +1,29 @@
+"""`finetune export`: write a run's result as a model that loads everywhere."""
+
+import argparse
+from pathlib import Path
+
+from finetune.cli import options
+
+SUMMARY = "write a run's result as a model that loads everywhere"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--to", required=True, type=Path, help="folder to write")
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into the base")
+    parser.add_argument(
+        "--step", type=options.count, help="checkpoint, instead of the best or last one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.runs.run import open_run
+
+    run = open_run(arguments.run)
+    from finetune.exporters.huggingface import export
+
+    options.without_bars()
+    folder = export(run, arguments.to, arguments.merge, arguments.step)
+    print(f"exported to {folder}")
+    return 0

@@ -1,0 +1,35 @@
+"""`finetune inspect`: rows as the model sees them, and what is trained."""
+
+import argparse
+import json
+from pathlib import Path
+
+from finetune.cli import options
+
+SUMMARY = "rows as the model sees them, and what is trained"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    parser.add_argument("--rows", type=options.count, default=3, help="rows to show")
+    parser.add_argument("--html", type=Path, help="page to write, instead of printing rows")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.training.preflight import check_files
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    check_files(recipe)
+    from finetune.reports import inspection
+
+    found = inspection.inspect(recipe, arguments.rows)
+    if arguments.json:
+        print(json.dumps(inspection.to_json(found), indent=2, ensure_ascii=False))
+    elif arguments.html is not None:
+        inspection.write_page(found, Path(arguments.recipe).stem, arguments.html)
+        print(f"wrote {arguments.html}")
+    else:
+        inspection.show(found, inspection.Console())
+    return 0

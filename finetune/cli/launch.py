@@ -1,0 +1,43 @@
+"""`finetune launch`: train in processes that `accelerate launch` starts."""
+
+import argparse
+
+from finetune.cli import options
+
+SUMMARY = "train through `accelerate launch`"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    options.backend_words(parser)
+    options.run_words(parser)
+    parser.add_argument(
+        "--max-restarts",
+        type=options.count,
+        default=0,
+        help="start anew after a failure so many times",
+    )
+    parser.epilog = "Other --flags are passed to `accelerate launch`."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.launchers.accelerate import launch
+    from finetune.training.preflight import read_words
+
+    recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
+    words = ["--timeout", str(arguments.timeout)]
+    words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
+    words += ["--profile"] if arguments.profile else []
+    words += ["--no-plot"] if arguments.no_plot else []
+    launch(
+        recipe,
+        arguments.backend,
+        arguments.processes,
+        options.output_of(arguments),
+        options.resume_of(arguments),
+        arguments.precision,
+        arguments=words,
+        flags=arguments.flags,
+        max_restarts=arguments.max_restarts,
+    )
+    return 0

@@ -1,0 +1,24 @@
+"""`finetune report`: write a run's report as one HTML page."""
+
+import argparse
+from pathlib import Path
+
+SUMMARY = "write a run's report as one HTML page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--proof", type=Path, help="folder of a proof of the run's recipe")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.reports.page import report
+    from finetune.runs.run import open_run
+
+    run = open_run(arguments.run)
+    if arguments.proof is not None:
+        from finetune.reports.proof_page import take_proof
+
+        take_proof(run, arguments.proof)
+    print(f"wrote {report(run)}")
+    return 0

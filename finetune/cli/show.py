@@ -1,0 +1,26 @@
+"""`finetune show`: a recipe with every field."""
+
+import argparse
+import json
+
+from finetune.cli import options
+
+SUMMARY = "a recipe with every field"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from finetune import catalog
+
+    fields = catalog.to_fields(catalog.resolve(arguments.recipe, arguments.overrides))
+    if arguments.json:
+        print(json.dumps(fields, indent=2))
+    else:
+        print(yaml.safe_dump(fields, sort_keys=False), end="")
+    return 0

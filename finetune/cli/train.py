@@ -1,0 +1,38 @@
+"""`finetune train`: train in this process, or as one of those that a launcher started."""
+
+import argparse
+
+from finetune.cli import options
+
+SUMMARY = "train in this process (or under `accelerate launch`)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    parser.add_argument("--backend", help="backend of a run that Accelerate did not launch")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
+    options.run_words(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.process import error_report
+    from finetune.process.start import collecting_later, compiling_later, read_models_once
+    from finetune.training.preflight import check_here, read_words
+
+    error_report.forget_earlier_attempts()
+    recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
+    check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
+    with collecting_later(), compiling_later():
+        read_models_once()
+        from finetune.training.worker import Options, train
+
+    carried_out = Options(
+        options.output_of(arguments),
+        options.resume_of(arguments),
+        arguments.nvme_path,
+        arguments.timeout,
+        arguments.profile,
+        not arguments.no_plot,
+    )
+    train(recipe, arguments.backend, arguments.precision, options=carried_out)
+    return 0

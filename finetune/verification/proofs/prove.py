@@ -1,0 +1,84 @@
+"""Prove that backends change nothing of what a recipe learns, with progress while it runs."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from finetune import backend as known
+from finetune.cache import cache
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.reports.proof_page import KINDS
+from finetune.verification.proofs.job import carry_out
+from finetune.verification.proofs.matrix import Request
+from finetune.verification.proofs.proof import Proof
+from finetune.verification.proofs.small_recipe import Kind, Shape
+
+
+def prove(
+    recipe: Recipe,
+    backends: str | None = None,
+    processes: int = 2,
+    steps: int = 10,
+    output: str | Path = "proofs/latest",
+    *,
+    bf16: bool = False,
+    like_mine: bool = False,
+    full: bool = False,
+    kinds: str = "own",
+    every_pair: bool = False,
+    jobs: int = 1,
+    console: Console | None = None,
+) -> Proof:
+    """Show that backends (names with commas, or `all`) change nothing of what a recipe learns.
+
+    The words are those of `finetune prove`; `proof.json` and `proof.html` go to `output`.
+
+    Raises:
+        FinetuneError: the request cannot be honoured; nothing was started.
+    """
+    shape = Shape(processes, steps, like_mine, full)
+    request = Request(
+        recipe=recipe,
+        backends=named_backends(backends, recipe, shape),
+        named=backends != "all",
+        output=Path(output),
+        kinds=named_kinds(kinds),
+        shape=shape,
+        precision="bf16" if bf16 else "fp32",
+        every_pair=every_pair,
+        jobs=jobs,
+    )
+    columns = (SpinnerColumn(), TextColumn("proving"), TimeElapsedColumn())
+    with Progress(*columns, console=console or Console(), transient=True) as progress:
+        progress.add_task("proving")
+        return carry_out(
+            request,
+            cache("data"),
+            lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
+        )
+
+
+def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str, ...]:
+    """`all`, names with commas, or by default the recipe's own (`ddp` where that is `single`)."""
+    if words == "all":
+        return tuple(known.names())
+    if words is None:
+        several = shape.processes > 1 and recipe.backend == "single"
+        return ("ddp" if several else recipe.backend,)
+    chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    for name in chosen:
+        known.find(name)
+    if not chosen:
+        raise FinetuneError(f"--backends: got '{words}', expected names with commas, or all")
+    return chosen
+
+
+def named_kinds(words: str) -> tuple[Kind, ...]:
+    """`own`, or some of lora, qlora and full with commas."""
+    chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
+    unknown = [word for word in chosen if word not in KINDS]
+    if unknown:
+        raise FinetuneError(f"--kinds: got '{unknown[0]}', expected some of {', '.join(KINDS)}")
+    return chosen  # type: ignore[return-value]
