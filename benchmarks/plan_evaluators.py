@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import published_formulas
 from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, update_of
 
 from finetune.errors import FinetuneError
-from finetune.planner import claims
 from finetune.planner.estimate import (
     advice,
     changes,
@@ -68,21 +68,19 @@ def seed_numbers(inputs: Inputs) -> Any:
         held = parts[inputs["component"]].held(layout) * inputs["params"]
         return held / UNITS[inputs.get("unit", "GB")]
     if "base_lr" in inputs:
-        lr = timing.scaled_lr(inputs["base_lr"], inputs["world"], inputs["rule"])
-        return {"lr": lr, "must_warn": timing.lr_warning(inputs["world"], inputs["rule"])}
+        lr = published_formulas.scaled_lr(inputs["base_lr"], inputs["world"], inputs["rule"])
+        return {
+            "lr": lr,
+            "must_warn": published_formulas.lr_warning(inputs["world"], inputs["rule"]),
+        }
     if "micro" in inputs:
         return {"effective": inputs["micro"] * inputs["accum"] * inputs["gpus"]}
     if "accum" in inputs:
-        return {"comm_saved_fraction": communication.no_sync_saving(inputs["accum"])}
+        return {"comm_saved_fraction": published_formulas.no_sync_saving(inputs["accum"])}
     return {
         "bucket_mb": communication.DDP_BUCKET / 2**20,
         "first_bucket_mb": communication.DDP_FIRST_BUCKET / 2**20,
     }
-
-
-def seed_errors(inputs: Inputs) -> dict[str, str]:
-    found = claims.judge(inputs["claim"])
-    return {"verdict": "unknown"} if found is None else {"verdict": found.verdict}
 
 
 def lora_params(inputs: Inputs) -> float:
@@ -111,18 +109,20 @@ def megatron_act(inputs: Inputs) -> float:
     a, s, h = inputs["a"], inputs["s"], inputs["h"]
     if "variant" not in inputs:
         share = inputs["quantity"] == "saving"
-        term = parallelism.selective_saving if share else parallelism.attention_term
+        term = published_formulas.selective_saving if share else published_formulas.attention_term
         return term(a, s, h)
-    each = parallelism.megatron_activations(s, inputs["b"], h, a, inputs["t"], inputs["variant"])
+    each = published_formulas.megatron_activations(
+        s, inputs["b"], h, a, inputs["t"], inputs["variant"]
+    )
     return each * (inputs["layers"] if inputs["per"] != "layer" else 1)
 
 
 def step_time(inputs: Inputs) -> float:
     if "pcie_Bps" in inputs:
         peak = inputs["peak_tflops"] * 1e12
-        return timing.offload_break_even(peak, inputs["mfu"], inputs["pcie_Bps"])
+        return published_formulas.offload_break_even(peak, inputs["mfu"], inputs["pcie_Bps"])
     if "iter_s" in inputs:
-        work = parallelism.megatron_flops(
+        work = published_formulas.megatron_flops(
             inputs["batch"], inputs["s"], inputs["layers"], inputs["h"], inputs["vocab"]
         )
         peak = inputs["peak_tflops"] * 1e12 * inputs["gpus"]
@@ -138,7 +138,10 @@ def step_time(inputs: Inputs) -> float:
 
 
 def published_rules(inputs: Inputs) -> Any:
-    gb = {name: value / 1e9 for name, value in states.rules_of_thumb(inputs["params"]).items()}
+    gb = {
+        name: value / 1e9
+        for name, value in published_formulas.rules_of_thumb(inputs["params"]).items()
+    }
     return gb[inputs["method"]] if "method" in inputs else gb
 
 
@@ -146,9 +149,9 @@ def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
     shared = inputs["params"], inputs["gpus_per_node"], inputs["nodes"]
     factor = inputs.get("buffer_factor", 1.5)
     if "largest_layer" not in inputs:
-        found = states.deepspeed_zero2(*shared, inputs["offload_optimizer"], factor)
+        found = published_formulas.deepspeed_zero2(*shared, inputs["offload_optimizer"], factor)
     else:
-        found = states.deepspeed_zero3(
+        found = published_formulas.deepspeed_zero3(
             inputs["params"],
             inputs["largest_layer"],
             inputs["gpus_per_node"],
@@ -163,7 +166,7 @@ def deepspeed_compat(inputs: Inputs) -> dict[str, float]:
 
 def comm_volume(inputs: Inputs) -> Any:
     if "tp" in inputs:
-        return communication.tensor_parallel(
+        return published_formulas.tensor_parallel(
             inputs["layers"], inputs["h"], inputs["tokens"], inputs["tp"], inputs.get("ckpt", False)
         )
     layout = layout_of(inputs)
@@ -419,7 +422,6 @@ EVALUATORS: dict[str, Callable[[Inputs], Any]] = {
     "zero_states": zero_states,
     "zero_factor": zero_factor,
     "seed_numbers": seed_numbers,
-    "seed_errors": seed_errors,
     "lora_params": lora_params,
     "param_count": param_count,
     "nf4": nf4,

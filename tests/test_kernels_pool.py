@@ -246,7 +246,7 @@ def test_without_a_compiler_malloc_serves_and_it_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code = (
-        "import torch; from finetune.kernels import pool;"
+        "import torch; from finetune.kernels.cpu import pool;"
         "print(*pool.settle('auto', torch.device('cpu'), 10**6)); pool.use_pool(False);"
         "print(pool.handed_out())"
     )

@@ -28,7 +28,7 @@ def words(*given: str) -> argparse.Namespace:
         parser.add_argument(name)
     parser.add_argument("--processes", type=int)
     parser.add_argument("--json", action="store_true")
-    arguments.add_arguments(parser)
+    arguments.add_machine(parser)
     return parser.parse_args(given)
 
 

@@ -68,23 +68,6 @@ def volume(
     return Volume(steps * (weight_bytes + again) * share, reduces * gradient_bytes * share, between)
 
 
-def tensor_parallel(
-    layers: int, hidden: int, tokens: int, ways: int, recompute: bool, element: int = 2
-) -> float:
-    """Bytes sent per process and micro-batch by tensor parallel layers (arXiv:1909.08053).
-
-    Each layer all-reduces its output of tokens x hidden twice forwards and twice backwards; full
-    recomputation repeats the two of the forward pass.
-    """
-    reduces = 6 if recompute else 4
-    return layers * reduces * 2 * ring(ways) * tokens * hidden * element
-
-
 # torch 2.13 DistributedDataParallel: bucket_cap_mb, and the smaller first bucket.
 DDP_BUCKET = 25 * 2**20
 DDP_FIRST_BUCKET = 2**20
-
-
-def no_sync_saving(accumulation: int) -> float:
-    """Share of gradient traffic saved by reducing once per step instead of per micro-batch."""
-    return 1 - 1 / accumulation

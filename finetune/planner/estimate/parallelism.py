@@ -1,12 +1,9 @@
 """Tensor x pipeline x data parallel layouts, as arithmetic: what they hold, keep and waste."""
 
 import dataclasses
-from typing import Literal
 
 from finetune.errors import FinetuneError
 from finetune.planner.shapes.architecture import Architecture
-
-Recompute = Literal["none", "tp", "tp_sp", "tp_selective", "tp_sp_selective", "full_recompute"]
 
 
 def bubble(stages: int, microbatches: int, virtual: int = 1) -> float:
@@ -15,43 +12,6 @@ def bubble(stages: int, microbatches: int, virtual: int = 1) -> float:
     (p - 1) / (v m + p - 1), where v is the number of model chunks per stage.
     """
     return (stages - 1) / (virtual * microbatches + stages - 1)
-
-
-def attention_term(heads: int, length: int, hidden: int) -> float:
-    """5 a s / h of arXiv:2205.05198: what scores cost beside the 34 of the rest."""
-    return 5 * heads * length / hidden
-
-
-def selective_saving(heads: int, length: int, hidden: int) -> float:
-    """Share of activations that recomputing attention alone saves (arXiv:2205.05198)."""
-    term = attention_term(heads, length, hidden)
-    return term / (34 + term)
-
-
-def megatron_activations(
-    length: int, rows: int, hidden: int, heads: int, ways: int, variant: Recompute
-) -> float:
-    """Bytes that a GPT layer of Megatron keeps (arXiv:2205.05198, Table 2).
-
-    GPT-2's block in 16 bits with dropout; a Llama block of transformers keeps other tensors.
-    """
-    unit = length * rows * hidden
-    term = attention_term(heads, length, hidden)
-    factors: dict[Recompute, float] = {
-        "none": 34 + term,
-        "tp": 10 + 24 / ways + term / ways,
-        "tp_sp": 34 / ways + term / ways,
-        "tp_selective": 10 + 24 / ways,
-        "tp_sp_selective": 34 / ways,
-        "full_recompute": 2,
-    }
-    return unit * factors[variant]
-
-
-def megatron_flops(batch: int, length: int, layers: int, hidden: int, vocab: int) -> float:
-    """FLOPs of an iteration, recomputation not counted (arXiv:2205.05198, appendix A)."""
-    inner = 1 + length / (6 * hidden) + vocab / (12 * hidden * layers)
-    return 72 * batch * layers * length * hidden**2 * inner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """How long a step takes: FLOPs against the GPU's rate, bytes against the links: a roofline."""
 
 import dataclasses
-import math
 
 from finetune.planner.estimate.autograd.operations import operations
 from finetune.planner.estimate.communication import Volume
@@ -61,25 +60,6 @@ def step_flops(
     scores = 3 * 2.0 * shape.layers * shape.query * length
     per_token = passes * 2.0 * inside + 6.0 * adapter + scores
     return tokens * per_token + trained_tokens * passes * 2.0 * shape.embedding
-
-
-def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
-    """Tokens per micro-step from which offloaded weights no longer bound the step.
-
-    4 bytes per weight travel, 2 for each pass, while 8 FLOPs per weight and token run,
-    recomputation counted: 8 T / (F m) = 4 / B, and so T* = F m / (2 B).
-    """
-    return flops * mfu / (2 * bandwidth)
-
-
-def scaled_lr(base: float, processes: int, rule: str) -> float:
-    """The learning rate under a scaling rule, the one that a recipe's `lr_scaling` names."""
-    return base * {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[rule]
-
-
-def lr_warning(processes: int, rule: str) -> str:
-    """What to know about a scaled learning rate; empty when nothing is scaled."""
-    return "warmup; sqrt rule for Adam" if rule == "linear" and processes > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)

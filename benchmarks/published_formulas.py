@@ -1,0 +1,149 @@
+"""Formulas of papers and of other tools, for plan cases: the planner never uses them."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from finetune.planner.estimate import communication, states
+
+Recompute = Literal["none", "tp", "tp_sp", "tp_selective", "tp_sp_selective", "full_recompute"]
+
+
+def attention_term(heads: int, length: int, hidden: int) -> float:
+    """5 a s / h of arXiv:2205.05198: what scores cost beside the 34 of the rest."""
+    return 5 * heads * length / hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """DeepSpeed's own estimate of model states: bytes of one GPU, and of one host."""
+
+    gpu: float
+    host: float
+
+
+# What is left beside weights for one short row: a context (0.6 GB), the logits of a thousand or two
+# tokens and their gradients (12 bytes x 32,000 each: 0.8 GB), adapters and their optimizer state.
+REST = 2e9
+# Embedding and head stay in 16 bits when the layers are quantised: 5 % of an 8B model's weights
+# are one of the two.
+UNQUANTISED = 0.05
+
+
+def tensor_parallel(
+    layers: int, hidden: int, tokens: int, ways: int, recompute: bool, element: int = 2
+) -> float:
+    """Bytes sent per process and micro-batch by tensor parallel layers (arXiv:1909.08053).
+
+    Each layer all-reduces its output of tokens x hidden twice forwards and twice backwards; full
+    recomputation repeats the two of the forward pass.
+    """
+    reduces = 6 if recompute else 4
+    return layers * reduces * 2 * communication.ring(ways) * tokens * hidden * element
+
+
+def no_sync_saving(accumulation: int) -> float:
+    """Share of gradient traffic saved by reducing once per step instead of per micro-batch."""
+    return 1 - 1 / accumulation
+
+
+def selective_saving(heads: int, length: int, hidden: int) -> float:
+    """Share of activations that recomputing attention alone saves (arXiv:2205.05198)."""
+    term = attention_term(heads, length, hidden)
+    return term / (34 + term)
+
+
+def megatron_activations(
+    length: int, rows: int, hidden: int, heads: int, ways: int, variant: Recompute
+) -> float:
+    """Bytes that a GPT layer of Megatron keeps (arXiv:2205.05198, Table 2).
+
+    GPT-2's block in 16 bits with dropout; a Llama block of transformers keeps other tensors.
+    """
+    unit = length * rows * hidden
+    term = attention_term(heads, length, hidden)
+    factors: dict[Recompute, float] = {
+        "none": 34 + term,
+        "tp": 10 + 24 / ways + term / ways,
+        "tp_sp": 34 / ways + term / ways,
+        "tp_selective": 10 + 24 / ways,
+        "tp_sp_selective": 34 / ways,
+        "full_recompute": 2,
+    }
+    return unit * factors[variant]
+
+
+def megatron_flops(batch: int, length: int, layers: int, hidden: int, vocab: int) -> float:
+    """FLOPs of an iteration, recomputation not counted (arXiv:2205.05198, appendix A)."""
+    inner = 1 + length / (6 * hidden) + vocab / (12 * hidden * layers)
+    return 72 * batch * layers * length * hidden**2 * inner
+
+
+def deepspeed_zero2(
+    parameters: float, gpus_per_node: int, nodes: int, offload: bool, factor: float = 1.5
+) -> Estimate:
+    """`estimate_zero2_model_states_mem_needs` of DeepSpeed 0.19, term by term."""
+    gpus = gpus_per_node * nodes
+    if offload:
+        host = parameters * max(4 * gpus, 16) * factor
+        return Estimate(2 * parameters, host)
+    host = parameters * 4 * gpus_per_node * factor
+    return Estimate(2 * parameters + int(18 * parameters / gpus), host)
+
+
+def deepspeed_zero3(
+    parameters: float,
+    largest: float,
+    gpus_per_node: int,
+    nodes: int,
+    offload_optimizer: bool,
+    offload_parameters: bool,
+    zero_init: bool = True,
+    factor: float = 1.5,
+) -> Estimate:
+    """`estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19; `largest`: a module's own size."""
+    gpus = gpus_per_node * nodes
+    live = 4 * largest
+    if not offload_optimizer:
+        host = (4 * largest if zero_init else 4 * parameters) * gpus_per_node
+        return Estimate(live + int(18 * parameters / gpus), host * factor)
+    held = (18 if offload_parameters else 16) / nodes
+    loading = held if zero_init else max(4 * gpus_per_node, held)
+    gpu = live if offload_parameters else live + int(2 * parameters / gpus)
+    return Estimate(gpu, parameters * loading * factor)
+
+
+def rules_of_thumb(parameters: float) -> dict[str, float]:
+    """Bytes for a first look, by method, as published tables give them: no batch, no vocabulary.
+
+    LLaMA-Factory's README and Unsloth's requirements page print such numbers.
+    """
+    nf4 = states.nf4_bits() / 8 * (1 - UNQUANTISED) + 2 * UNQUANTISED
+    each = {
+        "full_bf16_amp": states.MIXED.total + 2,  # and fp32 gradients are copied for reduction
+        "full_pure_bf16": states.PURE_BF16.total,
+        "lora16": 2.0,
+        "qlora8": 1.0 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
+        "qlora4": nf4,
+        "qlora2": 0.25 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
+    }
+    return {name: width * parameters + REST for name, width in each.items()}
+
+
+def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
+    """Tokens per micro-step from which offloaded weights no longer bound the step.
+
+    4 bytes per weight travel, 2 for each pass, while 8 FLOPs per weight and token run,
+    recomputation counted: 8 T / (F m) = 4 / B, and so T* = F m / (2 B).
+    """
+    return flops * mfu / (2 * bandwidth)
+
+
+def scaled_lr(base: float, processes: int, rule: str) -> float:
+    """The learning rate under a scaling rule, the one that a recipe's `lr_scaling` names."""
+    return base * {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[rule]
+
+
+def lr_warning(processes: int, rule: str) -> str:
+    """What to know about a scaled learning rate; empty when nothing is scaled."""
+    return "warmup; sqrt rule for Adam" if rule == "linear" and processes > 1 else ""
