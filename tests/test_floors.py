@@ -11,8 +11,10 @@ from conftest import ROOT
 
 import finetune
 from finetune.cli.main import VERBS
+from finetune.kernels import cpu
 
 PACKAGE = ROOT / "finetune"
+CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "recipe"},
     {"backend", "cache", "runs"},
@@ -126,6 +128,15 @@ def test_few_modules_lie_at_the_root() -> None:
 def test_no_folder_has_the_name_of_a_public_function() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in MODULES}
     assert folders & set(finetune.__all__) == set()
+
+
+@each_module
+def test_code_for_cpus_is_reached_through_its_folder_alone(path: Path) -> None:
+    if not path.is_relative_to(CPU):
+        names = set(imported(without_typing(parse(path))))
+        inside = {name for name in names if name.startswith("finetune.kernels.cpu.")}
+        assert inside <= {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
+        assert not any(name.split(".")[0] == "ctypes" for name in names)
 
 
 @each_module

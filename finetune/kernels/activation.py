@@ -13,7 +13,6 @@ from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from finetune.kernels.chains import chain
-from finetune.kernels.cpu import native
 
 FEED_FORWARDS = (
     "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",
@@ -57,12 +56,12 @@ class GatedUnit(torch.autograd.Function):
         return by_gate.view(gate.shape), by_up.view(up.shape), None
 
 
-@chain(native.gated)
+@chain
 def gated(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
     return _active(gate, tanh).mul_(up)  # (rows, width)
 
 
-@chain(native.gated_gradients)
+@chain
 def gated_gradients(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.kernels.cpu import native
+from finetune.kernels import cpu
 from finetune.planner.kernels import COMPILE_FROM
 
 
@@ -20,15 +20,19 @@ class Chain:
     """A function of tensors with as many rows each as the first, and of what does not change.
 
     It is eager, or after `compile_chains(True)` compiled at its first call for any number of rows:
-    on a CPU `in_c`, which answers None for tensors that it is not for.
+    on a CPU its twin of the same name in C, which answers None for tensors that it is not for.
     """
 
     compiling = False
     """Of all chains of this process."""
 
-    def __init__(self, function: Callable[..., Any], in_c: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
-        self.eager, self.in_c = function, in_c
+        self.eager = function
+
+    @functools.cached_property
+    def in_c(self) -> Callable[..., Any]:
+        return cpu.twin(self.eager.__name__)
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
@@ -50,9 +54,9 @@ class Chain:
             return self.compiled(*given)
 
 
-def chain(in_c: Callable[..., Any]) -> Callable[[Callable[..., Any]], Chain]:
-    """Make a chain of a function whose twin in C is given."""
-    return functools.partial(Chain, in_c=in_c)
+def chain(function: Callable[..., Any]) -> Chain:
+    """Make a chain of a function that has a twin in C."""
+    return Chain(function)
 
 
 def compile_chains(on: bool) -> None:
@@ -92,7 +96,7 @@ def usual_folder() -> str:
 def reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why nothing can be compiled for a device on this machine; None where it can."""
     if device.type == "cpu":
-        return native.reason_against(dtype)
+        return cpu.reason_against_chains(dtype)
     from torch.utils._triton import has_triton  # slow to import
 
     return None if has_triton() else "Triton is not installed"

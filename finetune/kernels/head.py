@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chains import chain
-from finetune.kernels.cpu import native
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 
@@ -228,7 +227,7 @@ class _Gradients:
         )
 
 
-@chain(native.tile_loss)
+@chain
 def tile_loss(
     logits: torch.Tensor,
     targets: torch.Tensor,

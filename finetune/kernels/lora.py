@@ -22,8 +22,8 @@ from peft.tuners import lora
 from peft.tuners.lora.bnb import Linear4bit as AdaptedLinear4bit
 from torch import nn
 
+from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
-from finetune.kernels.cpu import tiled_adapters
 from finetune.kernels.precision import compute_dtype
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -59,7 +59,7 @@ def reasons_against_tiles(model: nn.Module) -> list[str]:
     """Why gradients of grouped adapters are not computed over tiles on this machine."""
     layers = [each.get_base_layer() for each in model.modules() if isinstance(each, Grouped)]
     widths = {width for each in layers for width in (each.in_features, each.out_features)}
-    reasons = {tiled_adapters.reason_against(width) for width in widths}
+    reasons = {cpu.reason_against_adapter_tiles(width) for width in widths}
     return sorted(reason for reason in reasons if reason is not None)
 
 
@@ -172,9 +172,9 @@ def multiply(
         up: # (wide, r)
         product: # (n, r)
     """
-    if Chain.compiling and tiled_adapters.serves(wide):
+    if Chain.compiling and cpu.serves_adapter_tiles(wide):
         with torch.profiler.record_function("chain::adapter_gradients"):
-            found, outer = tiled_adapters.products(wide, narrow, up)
+            found, outer = cpu.adapter_products(wide, narrow, up)
         if found is not None and product is not None:
             product.copy_(found)
         return outer

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import chain
-from finetune.kernels.cpu import native
 
 NORMS: dict[str, str] = {
     "LlamaRMSNorm": "variance_epsilon",
@@ -75,7 +74,7 @@ class RMSNorm(torch.autograd.Function):
         return None if by_x is None else by_x.view(x.shape), by_weight, None, None
 
 
-@chain(native.normed)
+@chain
 def normed(
     x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +88,7 @@ def normed(
     return weight * result.to(x.dtype), inverse
 
 
-@chain(native.norm_gradients)
+@chain
 def norm_gradients(
     x: torch.Tensor,
     grad: torch.Tensor,

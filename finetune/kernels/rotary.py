@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import chain
-from finetune.kernels.cpu import native
 
 ATTENTIONS = (
     "LlamaAttention", "MistralAttention", "MixtralAttention", "Qwen2Attention", "Qwen3Attention",
@@ -89,7 +88,7 @@ def _both(
     return tuple(each.unflatten(0, (rows, tokens)).transpose(1, 2) for each in turned)
 
 
-@chain(native.rotated)
+@chain
 def rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,9 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
+from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
-from finetune.kernels.cpu import tiled_attention
-from finetune.kernels.cpu.attention import attention_of_documents, longest_served
 from finetune.planner.kernels import SINKS, against_one_call
 from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
@@ -85,7 +84,7 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
             found.append("this GPU is older than Ampere")
         instead = "each document by itself, not all in one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
-        lacking = tiled_attention.reason_against()
+        lacking = cpu.reason_against_attention_tiles()
         found += [] if lacking is None else [lacking]
         instead = "each document by products of PyTorch, not in one pass over tiles"
     if instead and not found:
@@ -162,7 +161,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     longest = 0
     if known and not dropout:
-        longest = longest_served(query, max_length_q, window, softcap)
+        longest = cpu.longest_served(query, max_length_q, window, softcap)
     runs = _runs(cu_seq_lens_q.tolist(), longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
@@ -171,7 +170,7 @@ def attend(
     for run, (q, k, v) in zip(runs, heads, strict=True):
         if run[1] - run[0] <= longest:
             ends = [end - run[0] for end in run]
-            part = attention_of_documents(q, k, v, ends, scale, window, softcap)
+            part = cpu.attention_of_documents(q, k, v, ends, scale, window, softcap)
         elif softcap is None and s_aux is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:

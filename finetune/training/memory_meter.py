@@ -1,7 +1,6 @@
 """Memory of this process as the record counts it."""
 
 import contextlib
-import ctypes
 import gc
 import resource
 import sys
@@ -14,13 +13,9 @@ from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from finetune.kernels.cpu import pool
+from finetune.kernels import cpu
 
 MAPS = Path("/proc/self/maps")
-CORE = Path(torch.__file__).parent / "lib" / "libc10.so"
-SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
-"""A variable of libc10 (torch 2.13): while it is true, PyTorch keeps the size of each block that it
-has on a CPU, so that a block from before a profile is known when it is freed."""
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -43,10 +38,10 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()  # what an earlier training of this process left, which would be freed later
-        self.counts = device.type == "cpu" and _keep_sizes()
+        self.counts = device.type == "cpu" and cpu.keep_sizes()
         self.before = allocated() if self.counts else 0
         self.peak: int | None = None
-        """Bytes; None until it was measured, and where PyTorch does not count (`SWITCH`)."""
+        """Bytes; None until it was measured, and where PyTorch keeps no sizes."""
 
     @contextlib.contextmanager
     def measuring(self, model: nn.Module) -> Iterator[None]:
@@ -66,15 +61,6 @@ class Meter:
             self.peak = held + _highest_sum(profiled)
 
 
-def _keep_sizes() -> bool:
-    """Let PyTorch keep the sizes of its blocks from now on; whether it can."""
-    try:
-        ctypes.c_bool.in_dll(ctypes.CDLL(str(CORE)), SWITCH).value = True
-    except (OSError, ValueError):  # another build of PyTorch
-        return False
-    return True
-
-
 def _profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
@@ -88,7 +74,7 @@ def allocated() -> int:
         found = nodes.pop()
         about = found.extra_fields
         if type(about).__name__ == "_ExtraFields_Allocation" and about.alloc_size > 0:
-            return about.total_allocated - probe.nbytes + pool.handed_out()
+            return about.total_allocated - probe.nbytes + cpu.handed_out()
         nodes += found.children
     raise AssertionError("a tensor was made while memory was profiled")
 

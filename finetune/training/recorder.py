@@ -18,8 +18,7 @@ from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
 from finetune.distributed.engine import Engine
 from finetune.errors import FinetuneError
-from finetune.kernels import chains
-from finetune.kernels.cpu.attention import by_products
+from finetune.kernels import chains, cpu
 from finetune.kernels.matmul_rate import matmul_flops
 from finetune.models import model
 from finetune.planner import Plan
@@ -270,16 +269,16 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
     chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
-    cpu = engine.device.type == "cpu"
-    products = cpu and rows.side_by_side and by_products(dtype, chained)
+    on_cpu = engine.device.type == "cpu"
+    products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
     return Facts(
         length=int(lengths.max()),
         padded=bool(padded),
         labelled=int(most.sum()),
         slots=_slots(plan, rows, steps),
         document=float(rows.documents.lengths.mean()),
-        cpu=cpu,
-        chained=chained and cpu,
+        cpu=on_cpu,
+        chained=chained and on_cpu,
         scored=int(rows.documents.lengths.max()) if products else 0,
     )
 

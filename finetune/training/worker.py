@@ -29,9 +29,7 @@ from finetune.distributed.engine import Engine
 from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
-from finetune.kernels import chains
-from finetune.kernels.cpu import pool
-from finetune.kernels.cpu.attention import release
+from finetune.kernels import chains, cpu
 from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
@@ -103,8 +101,8 @@ def train(
     finally:
         if settled.processes == 1:
             # A notebook trains again, perhaps with another plan, or goes on with something else.
-            pool.use_pool(False)
-            release()
+            cpu.use_pool(False)
+            cpu.release()
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -313,8 +311,8 @@ class Training:
         device, tokens = self.engine.device, tokens_of_run(self.plan, self.data, self.steps)
         chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
         chains.compile_chains(chained)
-        pooled, of_pool = pool.settle(kernels.allocator, device, tokens)
-        pool.use_pool(pooled)
+        pooled, of_pool = cpu.settle_pool(kernels.allocator, device, tokens)
+        cpu.use_pool(pooled)
         return [note for note in (of_chains, of_pool) if note is not None]
 
     def _loop(self) -> None:

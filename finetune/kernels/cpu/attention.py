@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finetune.kernels.chains import Chain, chain
-from finetune.kernels.cpu import native, tiled_attention
+from finetune.kernels.cpu import tiled_attention
 from finetune.kernels.cpu.tiled_attention import TiledAttention, like
 from finetune.planner.kernels import SCORE_BLOCK, score_block
 
@@ -162,7 +162,7 @@ def _product(first: torch.Tensor, second: torch.Tensor, room: torch.Tensor) -> t
     return torch.bmm(first, second, out=room[: math.prod(shape)].view(shape))
 
 
-@chain(native.share_gradients)
+@chain
 def share_gradients(
     scores: torch.Tensor, grads: torch.Tensor, logs: torch.Tensor, groups: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

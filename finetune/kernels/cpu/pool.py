@@ -19,6 +19,10 @@ from finetune.planner.kernels import POOL_FROM
 
 SOURCE = Path(__file__).with_name("pool.cpp")
 TORCH = Path(torch.__file__).parent
+CORE = TORCH / "lib" / "libc10.so"
+SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
+"""A variable of libc10 (torch 2.13): while it is true, PyTorch keeps the size of each block that it
+has on a CPU, so that a block from before a profile is known when it is freed."""
 RESERVED = 4
 """Addresses, as a multiple of the machine's memory: what is reserved takes none of it."""
 
@@ -87,3 +91,12 @@ def _library() -> ctypes.CDLL | str:
     if not found.install(RESERVED * memory):
         return "this process may not reserve addresses (ulimit -v)"
     return found
+
+
+def keep_sizes() -> bool:
+    """Let PyTorch keep the sizes of its blocks from now on; whether it can."""
+    try:
+        ctypes.c_bool.in_dll(ctypes.CDLL(str(CORE)), SWITCH).value = True
+    except (OSError, ValueError):  # another build of PyTorch
+        return False
+    return True

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from finetune import backend
-from finetune.kernels.cpu.compiler import COMPILERS, LANGUAGES
+from finetune.kernels.cpu import COMPILERS, LANGUAGES
 from finetune.runs import units
 from finetune.runs.environment import TRACKERS, commit, processor, versions
 
