@@ -18,6 +18,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from finetune import extensions
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import METHODS
 from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
@@ -154,7 +155,9 @@ def _places(error: BaseException) -> Iterator[tuple[str, int | None]]:
 
 def to_fields(recipe: Recipe) -> dict[str, Any]:
     """A recipe as plain values, with its method: what JSON and YAML hold."""
-    return {"method": recipe.method} | to_jsonable_python(recipe)
+    kind = type(recipe)
+    name = recipe.method if METHODS.get(recipe.method) is kind else extensions.name_of(kind)
+    return {"method": name} | to_jsonable_python(recipe)
 
 
 def from_fields(fields: Any, where: str = "recipe") -> Recipe:
@@ -167,13 +170,12 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
         raise FinetuneError(f"{where}: expected keys and values, got {type(fields).__name__}")
     fields = dict(fields)
     method = fields.pop("method", None)
-    if not isinstance(method, str) or method not in METHODS:
+    if not isinstance(method, str):
         known = ", ".join(METHODS)
-        raise FinetuneError(
-            f"{where}: method: got {method!r}, expected one of {known}"
-            f"{did_you_mean(str(method), METHODS)}"
-        )
-    kind = METHODS[method]
+        raise FinetuneError(f"{where}: method: got {method!r}, expected one of {known}")
+    kind = extensions.find(f"{where}: method", method, METHODS)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise FinetuneError(f"{where}: method: '{method}' is not a subclass of finetune.Recipe")
     try:
         return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:

@@ -115,7 +115,10 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "an unknown method": (
         ["show", "quickstart", "method=stf"],
-        ["override: method: got 'stf', expected one of sft, pretrain; did you mean 'sft'?"],
+        [
+            "override: method: got 'stf', expected one of sft, pretrain, or module:attribute of "
+            "your own; did you mean 'sft'?"
+        ],
     ),
     "a word that is no override": (
         ["show", "quickstart", "optim.lr"],

@@ -204,7 +204,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, P
 def test_an_export_tells_what_is_wrong_with_its_place(
     tmp_path: Path, made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    from finetune.exporters.huggingface import export
+    from finetune.exporters.export import export
 
     run = Run(made[1])
     (tmp_path / "x").mkdir()

@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_run, spread
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.runs.run import Run, write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]

@@ -31,7 +31,7 @@ from finetune import catalog
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.generate import load
 from finetune.recipe import LoRA
 from finetune.runs.run import Run

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "recipe"},
-    {"backend", "cache", "runs"},
+    {"backend", "cache", "extensions", "runs"},
     {"process", "planner"},
     {"data", "distributed", "kernels"},
     {"methods"},
@@ -43,7 +43,8 @@ LIGHT = [
     "finetune.planner", "finetune.planner.estimate.answers", "finetune.checkpoints.resume",
     "finetune.models.starting_adapter", "finetune.process.quiet", "finetune.process.signals",
     "finetune.process.error_report", "finetune.process.start", "finetune.training.preflight",
-    "finetune.launchers.accelerate", "finetune.verification.memory.launch", "finetune.cli.main",
+    "finetune.launchers.accelerate", "finetune.launchers.job",
+    "finetune.verification.memory.launch", "finetune.cli.main",
     *(f"finetune.cli.{name}" for name in VERBS),
 ]  # fmt: skip
 READS_ENVIRONMENT = {

@@ -35,7 +35,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.checkpoints import pretrained
 from finetune.checkpoints.handover import base_reference, saved_tokenizer, without_generation_tags
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.generate import load, load_folder
 from finetune.recipe import LoRA, Model
 from finetune.runs.run import Run

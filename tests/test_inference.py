@@ -38,7 +38,7 @@ from finetune import catalog
 from finetune.data.formats import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.evaluation.exact_match import answers, exact_match, samples
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.chat import chat, stream
 from finetune.inference.generate import Loaded, generate, load, load_base, load_folder, turn
 from finetune.methods import SFT

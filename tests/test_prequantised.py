@@ -32,7 +32,7 @@ from transformers import (
 import finetune as ft
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.generate import load
 from finetune.inference.load import base_model
 from finetune.models.load_checks import unread

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.recipe import LoRA, Recipe
 from finetune.runs.run import Run
 from finetune.training import preflight

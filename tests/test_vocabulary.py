@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.generate import generate, open_model
 from finetune.models import vocabulary
 from finetune.planner import plan

@@ -3,6 +3,7 @@
 import argparse
 
 from finetune.cli import options
+from finetune.launchers import LAUNCHERS
 
 SUMMARY = "train through `accelerate launch`"
 
@@ -17,11 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="start anew after a failure so many times",
     )
+    parser.add_argument(
+        "--launcher",
+        default="accelerate",
+        help=f"{', '.join(LAUNCHERS)}, or module:function of your own launcher",
+    )
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from finetune.launchers.accelerate import launch
+    from finetune.launchers.job import launch
     from finetune.training.preflight import read_words
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
@@ -39,5 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments=words,
         flags=arguments.flags,
         max_restarts=arguments.max_restarts,
+        launcher=arguments.launcher,
     )
     return 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from finetune import extensions
 from finetune.data.chat.messages import (
     Message,
     Turns,
@@ -81,18 +82,23 @@ class Format:
 
 
 def find_format(name: str) -> Format:
-    """The format of that name; raises FinetuneError with the known ones."""
-    if name not in FORMATS:
+    """The format of that name, or `module:attribute`; raises FinetuneError with the known ones."""
+    if name in FORMATS:
+        return FORMATS[name]
+    if ":" not in name:
         known = ", ".join(sorted(FORMATS))
         raise FinetuneError(
             f"data.format: '{name}' is not a format{did_you_mean(name, FORMATS)} (known: {known})"
         )
-    return FORMATS[name]
+    found = extensions.find("data.format", name, FORMATS)
+    if not isinstance(found, Format):
+        raise FinetuneError(f"data.format: '{name}' is not a finetune.data.formats.Format")
+    return found
 
 
 def read_row(name: str, row: Any) -> Sample | None:
     """The sample of a row, or None where the format passes it over; raises RowProblem."""
-    data_format = FORMATS[name]
+    data_format = find_format(name)
     if isinstance(row, Unreadable):
         raise RowProblem(row.problem)
     if not isinstance(row, Mapping):
@@ -121,7 +127,7 @@ def unread_columns(name: str, row: Any) -> list[str]:
 @lru_cache(maxsize=1024)
 def _reads(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
     """The needed columns of a format among some, and all that it reads of them."""
-    return FORMATS[name].needed(columns), FORMATS[name].reads(columns)
+    return find_format(name).needed(columns), find_format(name).reads(columns)
 
 
 def fitting_formats(row: Raw) -> list[str]:
@@ -139,8 +145,8 @@ def fitting_formats(row: Raw) -> list[str]:
 
 
 def _missing_columns(name: str, row: Raw) -> str:
-    needed = FORMATS[name].needs or " or ".join(
-        " + ".join(f"'{c}'" for c in each) for each in FORMATS[name].columns
+    needed = find_format(name).needs or " or ".join(
+        " + ".join(f"'{c}'" for c in each) for each in find_format(name).columns
     )
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
     got = ", ".join(nulls) or "no columns"
@@ -156,7 +162,7 @@ def _fitting_names(wanted: str, row: Raw) -> list[str]:
         return []
     name, columns = guessed
     named = rename(row, columns)
-    lost = ignored_meaning(name, named, FORMATS[name].reads(named))
+    lost = ignored_meaning(name, named, find_format(name).reads(named))
     return [told(name, columns)] if lost is None else []
 
 
@@ -258,7 +264,7 @@ def read_kto(row: Raw) -> Sample | None:
     if not any(wanted.values()):
         return None
     there = {column for column, value in row.items() if value is not None}
-    base = next(name for name in JUDGED if FORMATS[name].needed(there))
+    base = next(name for name in JUDGED if find_format(name).needed(there))
     return FORMATS[base].read(row)
 
 

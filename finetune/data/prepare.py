@@ -31,6 +31,7 @@ from finetune.data.encode import (
     Encoder,
 )
 from finetune.data.encode_pool import encode
+from finetune.data.formats import find_format
 from finetune.data.hub import hub_version
 from finetune.data.mixture import mix
 from finetune.data.order import permutation
@@ -352,6 +353,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "sources": [
             [
                 dataclasses.asdict(source.data),
+                _format_code(source.data.format),
                 _content(source),
                 [str(path) for path in (*source.unread, *source.outside)],
             ]
@@ -368,6 +370,12 @@ def _code_hash(recipe: Recipe) -> str:
         digest.update(path.read_bytes())
     digest.update(repr(_code(type(recipe).encode.__code__)).encode())
     return digest.hexdigest()
+
+
+def _format_code(name: str) -> str | None:
+    """A hash of the code of a format that is not of this package."""
+    code = getattr(find_format(name).read, "__code__", None) if ":" in name else None
+    return None if code is None else hashlib.sha256(repr(_code(code)).encode()).hexdigest()
 
 
 def _code(code: CodeType) -> list[object]:

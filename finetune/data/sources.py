@@ -128,10 +128,10 @@ def find_source(data: Data) -> Source:
 
 def _check_columns(data: Data) -> None:
     """Refuse names of `columns` that the format does not read, or that two columns would have."""
-    data_format = FORMATS.get(data.format)
-    named = [ours for ours in data.columns.values() if ours is not None]
-    if data_format is None:
+    if data.format not in FORMATS and ":" not in data.format:
         return
+    data_format = find_format(data.format)
+    named = [ours for ours in data.columns.values() if ours is not None]
     needed = [column for columns in data_format.columns for column in columns]
     known = list(dict.fromkeys((*needed, *data_format.optional)))
     for ours in named:

@@ -1,1 +1,8 @@
-"""Write a result in a form that other libraries load."""
+"""Exporters by name: each writes a checkpoint in a form that other libraries load."""
+
+EXPORTERS: dict[str, str] = {
+    "adapter": "finetune.exporters.adapter:write",
+    "merged": "finetune.exporters.model:write_merged",
+    "model": "finetune.exporters.model:write",
+}
+"""`module:function` of each, imported when it is used."""

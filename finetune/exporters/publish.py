@@ -4,7 +4,7 @@ import shutil
 
 from finetune.checkpoints.resume import card
 from finetune.errors import FinetuneError
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.inference.load import open_checkpoint
 from finetune.reports.card import write_card
 from finetune.runs.manifest import differing, read_manifest

@@ -1,4 +1,4 @@
-"""Start `accelerate launch` for a person: a plan becomes a command, and the command a run."""
+"""Carry out a job through `accelerate launch`: a plan becomes a command, and the command a run."""
 
 import contextlib
 import itertools
@@ -16,18 +16,15 @@ from pathlib import Path
 
 import psutil
 
-from finetune import backend as backends
 from finetune import catalog
-from finetune.checkpoints.resume import Resume, card, claim, finished
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.launchers.job import Job
 from finetune.planner import Plan
 from finetune.process import interpreter
 from finetune.process.error_report import STATUS_FILE
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.process.signals import heeded
-from finetune.recipe import Recipe
 from finetune.runs.run import Run, write_json
-from finetune.training.preflight import check
 
 LAUNCHER = "FINETUNE_LAUNCHER"
 """Variable with the process number of the launcher: when that is gone, a worker ends."""
@@ -53,49 +50,28 @@ FAILED_ALONE = re.compile(r"CalledProcessError: .* died with <Signals\.(\w+): \d
 """The only process, in the report of `accelerate launch` (accelerate 1.15)."""
 
 
-def launch(
-    recipe: Recipe,
-    backend: str | None = None,
-    processes: int | None = None,
-    output: str | Path | None = None,
-    resume: Resume = False,
-    precision: backends.Precision | None = None,
-    arguments: Sequence[str] = (),
-    flags: Sequence[str] = (),
-    max_restarts: int = 0,
-) -> Run:
-    """Train in processes of their own, through `accelerate launch`, and wait for the end.
-
-    `arguments` go to `finetune train`, `flags` to `accelerate launch` (multi-node ones too). After
-    a failure all processes start anew up to `max_restarts` times, from the newest checkpoint.
+def run(job: Job) -> None:
+    """Carry out a job through `accelerate launch`.
 
     Raises:
-        FinetuneError: the request cannot be honoured; nothing was started.
+        FinetuneError: a process refused its words; nothing was trained.
         TrainingFailure: the processes ended with an error.
         Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
     """
-    machine = backends.load(backend or recipe.backend)
-    settled = check(recipe, machine, processes, precision)
-    root = Path(output or Path("runs") / "latest")
-    if resume and finished(Run(root), settled) and card(Run(root)).is_file():
-        print(f"{root}: complete, nothing to resume", flush=True)
-        return Run(root)
-    if max_restarts:
-        # A process that starts anew has the words of the first one: `auto` serves both, once it is
-        # known here that the first one may begin.
-        claim(Run(root), settled, resume)
-        resume, flags = "auto", ["--max_restarts", str(max_restarts), *flags]
+    flags = list(job.flags)
+    if job.max_restarts:
+        flags = ["--max_restarts", str(job.max_restarts), *flags]
+    if job.precision is not None:
+        flags = ["--mixed_precision", "no" if job.precision == "fp32" else "bf16", *flags]
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
-        recipe_file, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
-        write_json(recipe_file, catalog.to_fields(recipe))
-        words = ["train", str(recipe_file), "--output", str(root), *arguments]
-        words += {True: ["--resume"], "auto": ["--resume", "auto"], False: []}[resume]
-        given = ["--mixed_precision", "no" if precision == "fp32" else "bf16"] if precision else []
-        command = build_command(settled, words, [*given, *flags])
-        here = max(1, settled.processes // machines(flags))
+        recipe, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
+        write_json(recipe, catalog.to_fields(job.plan.recipe))
+        words = ["train", str(recipe), "--output", str(job.run.root), *job.arguments]
+        words += {True: ["--resume"], "auto": ["--resume", "auto"], False: []}[job.resume]
+        command = build_command(job.plan, words, flags)
+        here = max(1, job.plan.processes // machines(flags))
         threads = max(1, (os.cpu_count() or 1) // here)
-        _run(command, Run(root), status, threads, starts_again=bool(max_restarts))
-    return Run(root)
+        _run(command, job.run, status, threads, starts_again=bool(job.max_restarts))
 
 
 def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:

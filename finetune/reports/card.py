@@ -91,7 +91,8 @@ def front_matter(recipe: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         front["base_model"] = base
     front["library_name"] = "peft" if kind == "adapter" else "transformers"
     front["pipeline_tag"] = "text-generation"
-    front["tags"] = ["finetune", *filter(None, [recipe.get("method")]), *lora]
+    method = str(recipe.get("method") or "").rpartition(":")[2].lower()
+    front["tags"] = ["finetune", *filter(None, [method]), *lora]
     datasets = [hub_name(source.get("source")) for source in recipe.get("data", ())]
     if any(datasets):
         front["datasets"] = list(dict.fromkeys(filter(None, datasets)))

@@ -65,7 +65,7 @@ def technique(recipe: Mapping[str, Any]) -> str:
 
 def title(recipe: Mapping[str, Any]) -> str:
     """`SFT of SmolLM2-135M: LoRA, r=16`."""
-    method = str(recipe.get("method", "training"))
+    method = str(recipe.get("method", "training")).rpartition(":")[2]
     verb = method.upper() if method in ("sft", "dpo", "kto", "orpo") else method.capitalize()
     return f"{verb} of {base_model(recipe)}: {technique(recipe)}"
 

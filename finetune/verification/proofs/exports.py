@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.runs.run import Run
 from finetune.verification.proofs.proof import Check, Tolerance
 from finetune.verification.proofs.small_recipe import Subject

@@ -1,0 +1,106 @@
+"""Export the adapter in PEFT's format, as a plain LoRA where its start changed the base."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from finetune.checkpoints.handover import base_reference
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters.source import Source
+from finetune.inference.load import (
+    ADAPTER_WEIGHTS,
+    RECOMPUTED,
+    base_config,
+    base_model,
+    changes_base,
+    check_adapter,
+    plain_lora,
+    tensor_shapes,
+)
+from finetune.recipe import Recipe
+from finetune.reports.card import Kind
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write adapter_config.json, the adapter's weights, and the stop tokens.
+
+    Raises:
+        FinetuneError: the run has no adapter, or it is incomplete.
+        TrainingFailure: what was written reads back otherwise.
+    """
+    if source.adapter is None:
+        raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
+    _write_adapter(source.recipe, source.adapter, source.initial, folder)
+    source.generation.save_pretrained(folder)
+    return "adapter"
+
+
+def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: Path) -> None:
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
+        )
+    config = check_adapter(adapter, skeleton)
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    if changes_base(config):
+        before = _initial_tensors(recipe, config, initial)
+        tensors = _difference(tensors, before)
+        config = _twice_the_rank(config)
+    config.base_model_name_or_path, config.revision = base_reference(recipe.model)
+    config.task_type = TaskType.CAUSAL_LM
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    written = tensor_shapes(folder / ADAPTER_WEIGHTS)
+    if written != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise TrainingFailure(f"{folder / ADAPTER_WEIGHTS}: read back other tensors than written")
+
+
+def _initial_tensors(
+    recipe: Recipe, config: LoraConfig, initial: Path | None
+) -> dict[str, torch.Tensor]:
+    """The adapter before its first step: as it was stored, or computed again from the base."""
+    if initial is not None:
+        return load_file(initial / ADAPTER_WEIGHTS)
+    if str(config.init_lora_weights).lower() not in RECOMPUTED:
+        raise FinetuneError(
+            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be computed "
+            "again, and the run did not store it"
+        )
+    fresh = copy.deepcopy(config)
+    model = get_peft_model(base_model(recipe, torch.float32, device="cpu"), fresh)
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _difference(
+    tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """B A - B0 A0 as one product [B, -B0] [A; A0], which leaves the base as it was.
+
+    W = (W - s B0 A0) + s B A  is trained;  W + s (B A - B0 A0)  is the same sum.
+    """
+    result = dict(tensors)
+    for name in tensors:
+        if name.endswith("lora_A.weight"):
+            result[name] = torch.cat([tensors[name], before[name].to(tensors[name])], dim=0)
+        elif name.endswith("lora_B.weight"):
+            result[name] = torch.cat([tensors[name], -before[name].to(tensors[name])], dim=1)
+    return result
+
+
+def _twice_the_rank(config: LoraConfig) -> LoraConfig:
+    """The configuration of a difference: twice every rank at the same scale."""
+    growth: Any = math.sqrt(2) if config.use_rslora else 2  # PEFT's hint for alpha is int
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    twice = plain_lora(config)
+    twice.r = 2 * config.r
+    twice.lora_alpha = growth * config.lora_alpha
+    twice.rank_pattern = {key: 2 * r for key, r in ranks.items()}
+    twice.alpha_pattern = {key: growth * alpha for key, alpha in alphas.items()}
+    return twice

@@ -1,0 +1,139 @@
+"""Hand over a trained run: a folder that plain transformers and PEFT load, whole or not at all."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from finetune import extensions
+from finetune.checkpoints.handover import follow_umask, saved_tokenizer
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters import EXPORTERS
+from finetune.exporters.source import Source, open_source
+from finetune.inference.generate import turn
+from finetune.inference.load import Step
+from finetune.reports.card import Kind, write_card
+from finetune.runs.run import Run, open_run, write_json
+
+Exporter = Callable[[Source, Path], Kind]
+"""Writes a checkpoint into an empty folder, and returns what the folder then holds.
+
+Tokenizer, card and file modes are written after it.
+"""
+
+MARKER = "export.json"
+"""Lists the files of an export, so that only a folder of nothing else is ever replaced."""
+
+
+def export(
+    run: Run | str | Path,
+    to: str | Path,
+    merge: bool = False,
+    step: Step | None = None,
+    dtype: torch.dtype | None = None,
+    shard_size: str = "5GB",
+    *,
+    format: str | None = None,
+) -> Path:
+    """Write the result of a run in a format that others load, with its tokenizer and card.
+
+    Args:
+        to: a new or empty folder, or one that an earlier export wrote.
+        merge: the same as `format="merged"` for a run with an adapter.
+        step: of the checkpoint; by default the best one, else the last.
+        dtype: of merged or whole weights; by default that of the base model's own files.
+        shard_size: of a weight file at most.
+        format: a name of `finetune.exporters.EXPORTERS`, or `module:function` of an `Exporter`;
+            by default `adapter`, and `model` where all weights were trained.
+
+    Raises:
+        FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, or a folder
+            that is not an earlier export.
+        TrainingFailure: writing failed; nothing is left behind.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    to = Path(to)
+    to = to if to.name not in ("", "..") else to.resolve()
+    _refuse_foreign(to)
+    source = open_source(run, step, dtype, shard_size)
+    name = format or _usual(source, merge)
+    write: Exporter = extensions.find("--format", name, EXPORTERS)
+    with _replacing(to) as folder:
+        kind = write(source, folder)
+        saved_tokenizer(source.tokenizer, _turn_end(source.tokenizer)).save_pretrained(folder)
+        write_card(run, folder, kind=kind, step=source.step)
+        follow_umask(folder)
+        files = sorted(path.name for path in folder.iterdir())
+        about = {"run": run.root.resolve().name, "checkpoint": source.checkpoint.name, "kind": name}
+        write_json(folder / MARKER, {**about, "files": [*files, MARKER]})
+    return to
+
+
+def _usual(source: Source, merge: bool) -> str:
+    if source.adapter is None:
+        return "model"
+    return "merged" if merge else "adapter"
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return turn(tokenizer).end if tokenizer.chat_template is not None else None
+
+
+def _refuse_foreign(to: Path) -> None:
+    """Nothing but an empty folder or an earlier export, untouched since, may be in the way."""
+    if not to.exists() and not to.is_symlink():
+        return
+    if not to.is_dir() or to.is_symlink():
+        raise FinetuneError(f"{to}: exists and is not a folder; name another one")
+    there = {path.name for path in to.iterdir()}
+    marker = to / MARKER
+    ours = _listed(marker)
+    if there - ours:
+        some = ", ".join(sorted(there - ours)[:3])
+        raise FinetuneError(
+            f"{to}: holds files that no export wrote ({some}); "
+            "name another folder, or move them away"
+        )
+
+
+def _listed(marker: Path) -> set[str]:
+    """Names of the files that an export wrote; none where that is not what the marker lists."""
+    try:
+        return set(map(str, json.loads(marker.read_text(encoding="utf-8"))["files"]))
+    except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
+        return set()
+
+
+@contextlib.contextmanager
+def _replacing(to: Path) -> Iterator[Path]:
+    """A scratch folder beside `to` that becomes `to` when everything in it is on the disk."""
+    scratch = to.with_name(f".{to.name}.{os.getpid()}")
+    old = to.with_name(f".{to.name}.{os.getpid()}.old")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        for path in [*scratch.iterdir(), scratch]:
+            _sync(path)
+        if to.exists():
+            to.rename(old)
+        scratch.rename(to)
+    except (OSError, SafetensorError) as error:
+        raise TrainingFailure(f"{to}: could not be written: {error}; nothing was left") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if old.exists():
+            shutil.rmtree(old) if to.exists() else old.rename(to)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

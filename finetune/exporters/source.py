@@ -1,0 +1,82 @@
+"""What an exporter is given: a checkpoint of a run, and how it is to be written."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from finetune import catalog
+from finetune.checkpoints.handover import generation_config
+from finetune.inference.generate import stop_ids
+from finetune.inference.load import (
+    Step,
+    base_config,
+    initial_adapter,
+    load_tokenizer,
+    open_checkpoint,
+)
+from finetune.recipe import Recipe
+from finetune.runs.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A verified checkpoint, opened."""
+
+    run: Run
+    recipe: Recipe
+    checkpoint: Path
+    step: int
+    adapter: Path | None
+    """Folder of the adapter in PEFT's format; None where all weights were trained."""
+    initial: Path | None
+    """The adapter before its first step, where it took its product out of the base."""
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
+    """Settings for generation, with the stop tokens of the training."""
+    dtype: torch.dtype | None
+    """Of whole weights; by default that of the base model's own files."""
+    shard_size: str
+    """Of a weight file at most, such as 5GB."""
+
+
+def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_size: str) -> Source:
+    """Open a checkpoint of a run; by default the best one, else the last.
+
+    Raises:
+        FinetuneError: there is none, or it is damaged.
+    """
+    recipe = catalog.load(run.recipe)
+    checkpoint = open_checkpoint(run, step)
+    adapter = checkpoint / "adapter"
+    found = adapter if adapter.is_dir() else None
+    tokenizer = load_tokenizer(checkpoint / "tokenizer")
+    return Source(
+        run=run,
+        recipe=recipe,
+        checkpoint=checkpoint,
+        step=int(checkpoint.name.removeprefix("step-")),
+        adapter=found,
+        initial=None if found is None else initial_adapter(run),
+        tokenizer=tokenizer,
+        generation=_generation(recipe, tokenizer, found or checkpoint / "model"),
+        dtype=dtype,
+        shard_size=shard_size,
+    )
+
+
+def _generation(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, saved: Path
+) -> GenerationConfig:
+    """The settings that the checkpoint was saved with, else the base's with the stop tokens."""
+    own = GenerationConfig.from_model_config(base_config(recipe))
+    if (saved / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(saved)
+    elif recipe.model.name is not None:
+        with contextlib.suppress(OSError):  # it ships none
+            own = GenerationConfig.from_pretrained(
+                recipe.model.name, revision=recipe.model.revision or "main"
+            )
+    return generation_config(own, stop_ids(own, tokenizer), tokenizer.pad_token_id)

@@ -1,0 +1,142 @@
+"""A method, a data format, an exporter and a launcher from outside the package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Tiny
+
+from finetune import extensions
+from finetune.errors import FinetuneError
+from finetune.runs.run import Run
+
+TOY = '''
+"""Everything that is ours: none of it is known to the toolkit."""
+
+import json
+import subprocess
+import sys
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+import finetune as ft
+from finetune.catalog import to_fields
+from finetune.data.formats import Completion, Format
+from finetune.recipe import STRICT
+
+SHOUTED = Format((("ask", "say"),), lambda row: Completion(row["ask"], row["say"].upper()))
+
+
+@dataclass(frozen=True, config=STRICT)
+class Doubled(ft.SFT):
+    """Supervised fine-tuning whose loss counts so many times."""
+
+    method: ClassVar[str] = "doubled"
+    times: float = 2.0
+
+    def loss(self, model, batch):
+        return self.times * super().loss(model, batch)
+
+
+def names(source, folder):
+    (folder / "names.txt").write_text(source.run.root.name + chr(10))
+    return "adapter"
+
+
+def here(job):
+    recipe = job.run.root.parent / "job.json"
+    recipe.write_text(json.dumps(to_fields(job.plan.recipe)))
+    words = ["train", str(recipe), "--output", str(job.run.root), *job.arguments]
+    words += ["--precision", job.precision]
+    subprocess.run([sys.executable, "-P", "-m", "finetune", *words], check=True)
+    (job.run.root / "launched_by").write_text("toy" + chr(10))
+'''
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy_tuning.py").write_text(TOY)
+    rows = [{"ask": f"Say {word}. ", "say": word} for word in ("yes", "no", "maybe", "always")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def finetune(toy: Path, *words: object) -> "subprocess.CompletedProcess[str]":
+    paths = os.pathsep.join([str(toy), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "finetune", *map(str, words)],
+        cwd=toy, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+def recipe(toy: Path, tiny: Tiny, name: str, **sections: object) -> Path:
+    fields = tiny.fields(adapter={"r": 2}, max_steps=2) | {
+        "data": [{"source": str(toy / "rows.jsonl"), "format": "toy_tuning:SHOUTED"}],
+        "eval_data": [],
+        "evaluation": {},
+        **sections,
+    }
+    path = toy / f"{name}.json"
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> None:
+    losses = {}
+    for name, method in (("plain", "sft"), ("doubled", "toy_tuning:Doubled")):
+        asked = recipe(toy, tiny, name, method=method)
+        words = ("--output", toy / name, "--precision", "fp32", "--launcher", "toy_tuning:here")
+        done = finetune(toy, "launch", asked, *words, "--no-plot")
+        assert done.returncode == 0, done.stderr
+        run = Run(toy / name)
+        assert (run.root / "launched_by").read_text() == "toy\n"
+        losses[name] = [record["loss"] for record in run.read_metrics("train")]
+    assert losses["doubled"][0] == pytest.approx(2 * losses["plain"][0], rel=1e-6)
+    assert json.loads((toy / "doubled/recipe.json").read_text())["method"] == "toy_tuning:Doubled"
+    resumed = finetune(toy, "train", toy / "doubled/recipe.json", "--output", toy / "doubled",
+                       "--resume", "max_steps=3", "--precision", "fp32", "--no-plot")  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    inspected = finetune(toy, "inspect", toy / "plain.json")
+    assert "MAYBE" in inspected.stdout
+    done = finetune(toy, "export", toy / "doubled", "--to", toy / "out", "--format",
+                    "toy_tuning:names")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (toy / "out/names.txt").read_text() == "doubled\n"
+    assert json.loads((toy / "out/export.json").read_text())["kind"] == "toy_tuning:names"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["method=toy_tuning:Dubled"], "toy_tuning has no 'Dubled'; did you mean 'Doubled'?"),
+        (["method=toy_tuning:SHOUTED"], "'toy_tuning:SHOUTED' is not a subclass of finetune.Rec"),
+        (["method=toy_tunning:Doubled"], "there is no module 'toy_tunning'; install it, or put"),
+        (["data.0.format=toy_tuning:Doubled"], "'toy_tuning:Doubled' is not a finetune.data.form"),
+        (["data.0.format=toy_tuning:"], "toy_tuning has no ''"),
+        (["--launcher", "acelerate"], "--launcher: got 'acelerate', expected one of accelerate"),
+    ],
+)
+def test_a_name_of_nothing_is_refused(
+    toy: Path, tiny: Tiny, words: list[str], problem: str
+) -> None:
+    done = finetune(toy, "launch", recipe(toy, tiny, "refused"), "--output", toy / "no", *words)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (toy / "no").exists()
+
+
+def test_a_module_that_fails_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_toy.py").write_text("import nothing_of_the_kind\n")
+    (tmp_path / "raising_toy.py").write_text("raise ValueError('not today')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FinetuneError, match="broken_toy needs 'nothing_of_the_kind'"):
+        extensions.find("method", "broken_toy:X", {})
+    with pytest.raises(FinetuneError, match="cannot be imported: ValueError: not today"):
+        extensions.find("method", "raising_toy:X", {})
