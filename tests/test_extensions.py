@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,54 +14,14 @@ from finetune import extensions
 from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
-TOY = '''
-"""Everything that is ours: none of it is known to the toolkit."""
-
-import json
-import subprocess
-import sys
-from typing import ClassVar
-
-from pydantic.dataclasses import dataclass
-
-import finetune as ft
-from finetune.catalog import to_fields
-from finetune.data.formats import Completion, Format
-from finetune.recipe import STRICT
-
-SHOUTED = Format((("ask", "say"),), lambda row: Completion(row["ask"], row["say"].upper()))
-
-
-@dataclass(frozen=True, config=STRICT)
-class Doubled(ft.SFT):
-    """Supervised fine-tuning whose loss counts so many times."""
-
-    method: ClassVar[str] = "doubled"
-    times: float = 2.0
-
-    def loss(self, model, batch):
-        return self.times * super().loss(model, batch)
-
-
-def names(source, folder):
-    (folder / "names.txt").write_text(source.run.root.name + chr(10))
-    return "adapter"
-
-
-def here(job):
-    recipe = job.run.root.parent / "job.json"
-    recipe.write_text(json.dumps(to_fields(job.plan.recipe)))
-    words = ["train", str(recipe), "--output", str(job.run.root), *job.arguments]
-    words += ["--precision", job.precision]
-    subprocess.run([sys.executable, "-P", "-m", "finetune", *words], check=True)
-    (job.run.root / "launched_by").write_text("toy" + chr(10))
-'''
+PAGE = ROOT / "docs" / "extending.md"
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
-    (folder / "toy_tuning.py").write_text(TOY)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "toy_tuning.py").write_text(code)
     rows = [{"ask": f"Say {word}. ", "say": word} for word in ("yes", "no", "maybe", "always")]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -91,11 +52,11 @@ def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> 
     losses = {}
     for name, method in (("plain", "sft"), ("doubled", "toy_tuning:Doubled")):
         asked = recipe(toy, tiny, name, method=method)
-        words = ("--output", toy / name, "--precision", "fp32", "--launcher", "toy_tuning:here")
+        words = ("--output", toy / name, "--precision", "fp32", "--launcher", "toy_tuning:start")
         done = finetune(toy, "launch", asked, *words, "--no-plot")
         assert done.returncode == 0, done.stderr
         run = Run(toy / name)
-        assert (run.root / "launched_by").read_text() == "toy\n"
+        assert run.root.with_suffix(".recipe.json").is_file()
         losses[name] = [record["loss"] for record in run.read_metrics("train")]
     assert losses["doubled"][0] == pytest.approx(2 * losses["plain"][0], rel=1e-6)
     assert json.loads((toy / "doubled/recipe.json").read_text())["method"] == "toy_tuning:Doubled"
@@ -107,7 +68,7 @@ def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> 
     done = finetune(toy, "export", toy / "doubled", "--to", toy / "out", "--format",
                     "toy_tuning:names")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (toy / "out/names.txt").read_text() == "doubled\n"
+    assert (toy / "out/names.txt").read_text() == "doubled"
     assert json.loads((toy / "out/export.json").read_text())["kind"] == "toy_tuning:names"
 
 

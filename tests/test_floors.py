@@ -1,6 +1,7 @@
 """Imports go down the floors only; what has no torch stays so; modules stay small."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,3 +189,13 @@ def test_the_environment_is_read_and_written_in_few_modules(path: Path) -> None:
 @each_module
 def test_a_module_stays_small(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_architecture_page_has_each_folder_on_its_floor() -> None:
+    lines = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
+    found: list[set[str]] = []
+    for line in lines:
+        if row := re.match(r"\| (\d*) ?\| `([a-z]+)(?:/|\.py)`", line):
+            found += [set()] if row[1] else []
+            found[-1].add(row[2])
+    assert found == [names - {"__init__"} for names in FLOORS if names != {"__main__"}]
