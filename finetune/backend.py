@@ -1,4 +1,4 @@
-"""How a machine runs a recipe: YAML files that `accelerate launch --config_file` reads.
+"""Read backends: YAML files that `accelerate launch --config_file` reads.
 
 Accelerate ignores a misspelt nested key without a word, so a file is read strictly here, and what
 the launched process was really given (`launched`) is compared with it before anything is built.

@@ -1,4 +1,4 @@
-"""Where things are kept between runs: FINETUNE_CACHE, else the user's cache folder."""
+"""Folders that are kept between runs, below FINETUNE_CACHE, else the user's cache folder."""
 
 import os
 from collections.abc import Callable

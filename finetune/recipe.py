@@ -1,4 +1,4 @@
-"""What is learned: the sections of a recipe and the Recipe itself, all frozen and validated values.
+"""Recipes: what is learned, in sections, all of them frozen and validated values.
 
 A recipe says nothing about machines: how many processes, which sharding and which precision come
 from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, never stated.
@@ -140,7 +140,7 @@ class Data:
     on_bad_row: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be read or rendered; `drop` counts it and lists it."""
     first: Positive | None = None
-    """Use only the first so many rows."""
+    """Maximum number of rows to read."""
     stream: bool = False
     """Read a hub data set without a copy of it on the disk, and no further than `first`."""
     repeat: Positive = 1
@@ -223,7 +223,7 @@ class Kernels:
     pointwise: Literal["auto", "compiled", "eager"] = "auto"
     """Cheap operations within the others and attention: compiled, or one by one."""
     allocator: Literal["auto", "pooled", "plain"] = "auto"
-    """Large tensors on CPUs: in memory of their own that each step uses again, or from `malloc`."""
+    """CPU only: reuse a memory pool for large tensors instead of calling `malloc`."""
 
 
 @dataclass(frozen=True, config=STRICT)

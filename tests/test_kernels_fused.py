@@ -26,10 +26,10 @@ BF16 = 4e-3
 """Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
 AS_EXACT = 1.3
 """Most that gradients in bf16 may be farther from fp32 than those of transformers in bf16 are."""
-LEVERS = {name: (fuse, kind) for name, (fuse, kind, _) in FUSED.items()}
+OPTIONS = {name: (fuse, kind) for name, (fuse, kind, _) in FUSED.items()}
 ABSENT = {("mixtral", "activation")}
 """Experts are computed together, in a way of their own."""
-CASES = [(kind, lever) for kind in FAMILIES for lever in LEVERS if (kind, lever) not in ABSENT]
+CASES = [(kind, option) for kind in FAMILIES for option in OPTIONS if (kind, option) not in ABSENT]
 
 Fuse = Callable[[nn.Module], None]
 
@@ -41,8 +41,8 @@ def step(model: nn.Module, autocast: bool = False) -> tuple[float, dict[str, tor
     return loss.item(), gradients(model)
 
 
-def fused(plain: nn.Module, lever: str) -> nn.Module:
-    fuse, kind = LEVERS[lever]
+def fused(plain: nn.Module, option: str) -> nn.Module:
+    fuse, kind = OPTIONS[option]
     given = copy.deepcopy(plain)
     fuse(given)
     assert any(isinstance(module, kind) for module in given.modules())
@@ -60,12 +60,12 @@ SIZED = {
 def test_the_plan_knows_which_parts_of_a_type_are_known_here(kind: str) -> None:
     model = build(kind, **SIZED.get(kind, {}))
     recipe = SFT(Model(config={"model_type": kind}))
-    planned = {each.lever: each for each in choices(recipe, backend.load("single"), kind)}
-    for lever, (fuse, known) in LEVERS.items():
+    planned = {each.option: each for each in choices(recipe, backend.load("single"), kind)}
+    for option, (fuse, known) in OPTIONS.items():
         fuse(model)
         fuses = any(isinstance(module, known) for module in model.modules())
-        assert planned[lever].value == ("fused" if fuses else "plain")
-        assert bool(planned[lever].fallback) != fuses
+        assert planned[option].value == ("fused" if fuses else "plain")
+        assert bool(planned[option].fallback) != fuses
 
 
 def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
@@ -73,7 +73,7 @@ def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
     recipe = SFT(given).with_data(Data("a.jsonl", "messages"))
     settled = plan(recipe, "single", 1)
     model = build("qwen2_moe", **SIZED["qwen2_moe"])
-    for fuse, _ in LEVERS.values():
+    for fuse, _ in OPTIONS.values():
         fuse(model)
     assert kernel_notes(model, settled) == [
         "kernels.activation: fused, but plain in Qwen2MoeExperts, because those feed-forward "
@@ -82,38 +82,38 @@ def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
-@pytest.mark.parametrize(("kind", "lever"), CASES)
-def test_a_lever_gives_the_loss_and_the_gradients_of_transformers(
-    kind: str, lever: str, adapted: bool
+@pytest.mark.parametrize(("kind", "option"), CASES)
+def test_a_option_gives_the_loss_and_the_gradients_of_transformers(
+    kind: str, option: str, adapted: bool
 ) -> None:
     plain = adapt(build(kind)) if adapted else build(kind)
     expected, by_plain = step(copy.deepcopy(plain))
-    loss, by_ours = step(fused(plain, lever))
+    loss, by_ours = step(fused(plain, option))
     assert loss == pytest.approx(expected, rel=FP32)
     assert whole_distance(by_ours, by_plain) < FP32
 
 
-@pytest.mark.parametrize(("kind", "lever"), CASES)
-def test_a_lever_in_bf16_is_as_near_to_fp32_as_transformers(kind: str, lever: str) -> None:
+@pytest.mark.parametrize(("kind", "option"), CASES)
+def test_a_option_in_bf16_is_as_near_to_fp32_as_transformers(kind: str, option: str) -> None:
     # Every expert: a rounded score would choose others.
     every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
     plain = adapt(build(kind, torch.bfloat16, **every))
     exact, by_exact = step(copy.deepcopy(plain).float())
-    loss, by_ours = step(fused(plain, lever), autocast=True)
+    loss, by_ours = step(fused(plain, option), autocast=True)
     _, by_plain = step(plain, autocast=True)
     assert loss == pytest.approx(exact, rel=BF16)
-    measure, most = (distance, 1.2) if lever == "norm" else (whole_distance, AS_EXACT)
+    measure, most = (distance, 1.2) if option == "norm" else (whole_distance, AS_EXACT)
     assert measure(by_ours, by_exact) < most * measure(by_plain, by_exact)
 
 
-OTHERS = [(kind, lever) for kind in ("qwen2", "granite", "gemma", "smollm3") for lever in LEVERS]
+OTHERS = [(kind, option) for kind in ("qwen2", "granite", "gemma", "smollm3") for option in OPTIONS]
 
 
-@pytest.mark.parametrize(("kind", "lever"), [*OTHERS, ("phi3", "norm")])
-def test_other_known_parts_are_the_formula(kind: str, lever: str) -> None:
+@pytest.mark.parametrize(("kind", "option"), [*OTHERS, ("phi3", "norm")])
+def test_other_known_parts_are_the_formula(kind: str, option: str) -> None:
     plain = build(kind)
     loss = step(copy.deepcopy(plain))[0]
-    assert step(fused(plain, lever))[0] == pytest.approx(loss, rel=FP32)
+    assert step(fused(plain, option))[0] == pytest.approx(loss, rel=FP32)
     names = {type(m).__name__ for m in plain.modules() if "Norm" in type(m).__name__}
     assert names <= norm.NORMS.keys()
 
@@ -294,12 +294,12 @@ def test_tensors_that_the_c_is_not_for_are_computed_eagerly(compiling: None) -> 
 @needs_compiler
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_compiled_levers_give_the_loss_and_the_gradients_of_transformers(
+def test_compiled_options_give_the_loss_and_the_gradients_of_transformers(
     kind: str, adapted: bool, compiling: None
 ) -> None:
     plain = adapt(build(kind)) if adapted else build(kind)
     ours = copy.deepcopy(plain)
-    for fuse, _ in LEVERS.values():
+    for fuse, _ in OPTIONS.values():
         fuse(ours)
     expected, by_plain = step(plain)
     loss, by_ours = step(ours)

@@ -1,4 +1,4 @@
-"""What the levers do to learning: nothing, on a real model and real questions."""
+"""What the options do to learning: nothing, on a real model and real questions."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS, HELD_OUT = 480, 64
 SUMMED_OTHERWISE = 1e-6
 """What sums of fp32 in another order move the evaluation loss by; 3e-8 was measured."""
 ROUNDED = 5e-3
-"""What steps in bf16 move it by: 1.4e-3 without the levers, 4e-4 with them."""
+"""What steps in bf16 move it by: 1.4e-3 without the options, 4e-4 with them."""
 SEEDS = 0.05
 """What another order of rows may move it by."""
 
@@ -56,15 +56,15 @@ def trained(
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_the_same_with_and_without_the_levers(
+def test_a_real_model_learns_the_same_with_and_without_the_options(
     tmp_path: Path, finetune: Finetune, assets: Path
 ) -> None:
-    folders = [tmp_path / name for name in ("plain", "levers", "rounded", "packed")]
+    folders = [tmp_path / name for name in ("plain", "options", "rounded", "packed")]
     for folder in folders:
         folder.mkdir()
     padded = {"rows": 16, "micro_rows": 4}
     plain, *amount = trained(folders[0], finetune, assets, PLAIN, **padded)
-    levers, *same = trained(folders[1], finetune, assets, {}, **padded)
+    options, *same = trained(folders[1], finetune, assets, {}, **padded)
     rounded, *again = trained(folders[2], finetune, assets, {}, "bf16", **padded)
     # 395 rows lie in 321 packs: either way they are 25 steps.
     packed, *as_many = trained(
@@ -72,6 +72,6 @@ def test_a_real_model_learns_the_same_with_and_without_the_levers(
     )
     assert amount == same == again == as_many == [25, 134_565]
     assert plain < 3.2  # 5.0 before, so that there is something to compare
-    assert abs(levers - plain) < SUMMED_OTHERWISE
+    assert abs(options - plain) < SUMMED_OTHERWISE
     assert 0 < abs(rounded - plain) < ROUNDED
     assert abs(packed - plain) < SEEDS

@@ -94,12 +94,12 @@ def test_the_learning_rate_is_scaled_only_if_asked_and_the_plan_says_so(
 
 
 def indented(recipe: Recipe, precision: backend.Precision = "bf16") -> list[str]:
-    """What a plan says of levers that are settled when the run knows its device and its data."""
+    """What a plan says of options that are settled when the run knows its device and its data."""
     lines = plan(recipe, "single", precision=precision).explain().splitlines()
     return [line.strip() for line in lines if line.startswith(" ")]
 
 
-def test_a_plan_says_by_which_rule_a_lever_is_settled_later() -> None:
+def test_a_plan_says_by_which_rule_a_option_is_settled_later() -> None:
     assert indented(BASE) == [
         "pointwise: compiled from 10,000 tokens of the run on a CPU, from 3,000,000 on a GPU",
         "allocator: pooled from 10,000 tokens of the run on a CPU under Linux",

@@ -1,4 +1,4 @@
-"""Which base a run trains on: its weight files, told apart by samples and not read whole."""
+"""Identify the base of a run by samples of its weight files, without reading them completely."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What a set of rows holds, counted, and what in it can only be a mistake."""
+"""Count what a data set holds, and find what can only be a mistake."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

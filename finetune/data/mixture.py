@@ -1,4 +1,4 @@
-"""Which documents of each source an epoch is made of."""
+"""Choose the documents of each source that make an epoch."""
 
 from collections.abc import Sequence
 from fractions import Fraction

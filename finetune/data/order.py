@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a function of the step, without any state.
+"""The rows of each step, as a pure function of the step.
 
 Rows of global step k are slice k of perm(seed, 0) ++ perm(seed, 1) ++ ...; a step may begin in one
 epoch and end in the next, so that no step is short and no row is left out. Cut by length into

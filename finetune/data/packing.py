@@ -1,4 +1,4 @@
-"""Which documents share a slot: best-fit decreasing over the whole set.
+"""Choose the documents that share a pack: best-fit decreasing over the complete set.
 
 The longest documents are placed first, each into the open slot with the least room that still
 holds it (Johnson 1973: at most 11/9 of the fewest possible slots and a constant):

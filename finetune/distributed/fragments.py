@@ -1,4 +1,4 @@
-"""Where a trained parameter lives on this rank: one contiguous range of its flattened elements.
+"""The piece of a trained parameter on this rank: a contiguous range of its flattened elements.
 
 Every engine cuts parameters into such ranges: whole on one process, a block of rows under FSDP, a
 piece of a flat buffer under ZeRO. A checkpoint holds the ranges as they lie, so saving gathers

@@ -1,4 +1,4 @@
-"""Who is still there: each rank says once a second how far it is, and hears when another is lost.
+"""Detect lost ranks: each rank publishes a heartbeat with its progress once a second.
 
 The beats go through the store by which the ranks found each other, from a thread, so that they come
 while the main thread waits in a collective. They serve three ends: an error of a collective can

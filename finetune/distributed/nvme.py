@@ -1,4 +1,4 @@
-"""What offload to NVMe asks of DeepSpeed: its compiled operator, and buffers that are large enough.
+"""Prepare DeepSpeed's offload to NVMe: its compiled operator, and buffers that are large enough.
 
 The operator is there, or built once, with a word while it takes minutes.
 """

@@ -1,4 +1,4 @@
-"""How often a model's greedy answer is exactly the reference."""
+"""Measure the share of greedy answers that equal the reference."""
 
 import dataclasses
 import json

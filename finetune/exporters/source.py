@@ -1,4 +1,4 @@
-"""What an exporter is given: a checkpoint of a run, and how it is to be written."""
+"""Open a checkpoint for export, with the settings of the export."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What training left behind: checkpoints that are intact, and the models in them.
+"""Load models from checkpoints that are verified first.
 
 A checkpoint is checked against its manifest before a byte of it is used, and an adapter against
 the base that it is put on: neither PEFT nor transformers objects to weights that are not there.

@@ -1,1 +1,1 @@
-"""How the mathematics of a model is computed: one module a lever, chosen by the plan."""
+"""Fused operations: one module for each kernel option, chosen by the plan."""

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices: what shares and predictions of time begin with."""
+"""Measure this machine's matmul FLOP/s, the base of predicted times and of MFU."""
 
 import time
 

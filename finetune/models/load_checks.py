@@ -1,4 +1,4 @@
-"""What was loaded: whether all of its weights were there, and what it can read."""
+"""Check a loaded model: missing weights, vocabulary, context length."""
 
 import re
 from typing import Any

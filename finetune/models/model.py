@@ -185,20 +185,20 @@ def as_trained(
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
-    chosen = {each.lever: each.value for each in choices(plan.recipe, plan.backend, kind)}
+    chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     balance = balance_of(model, plan.recipe.model)
     give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
-    for lever, (fuse, _, _) in FUSED.items():
-        if chosen[lever] == "fused":
+    for option, (fuse, _, _) in FUSED.items():
+        if chosen[option] == "fused":
             fuse(model)
     keep_apart(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
-    """What a loaded model shows of levers that could not be used everywhere."""
-    chosen = {each.lever: each.value for each in plan.kernels}
+    """What a loaded model shows of options that could not be used everywhere."""
+    chosen = {each.option: each.value for each in plan.kernels}
     left = left_alone(model) if chosen.get("lora") == "grouped" else {}
     notes = [
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
@@ -210,26 +210,26 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             f"tiles: {reason}"
             for reason in reasons_against_tiles(model)
         ]
-    for lever, (_, kind, parts) in FUSED.items():
-        alike = [each for each in model.modules() if _is_part(each, lever)]
+    for option, (_, kind, parts) in FUSED.items():
+        alike = [each for each in model.modules() if _is_part(each, option)]
         plain = sorted({type(each).__name__ for each in alike if not isinstance(each, kind)})
-        if chosen[lever] == "fused" and plain:
+        if chosen[option] == "fused" and plain:
             some = any(isinstance(each, kind) for each in alike)
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
-            notes.append(f"kernels.{lever}: {which}, because {told} not known here")
+            notes.append(f"kernels.{option}: {which}, because {told} not known here")
     if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
     return notes
 
 
-def _is_part(module: nn.Module, lever: str) -> bool:
-    """Whether a lever is made for such a module, by the name that transformers gives to its class.
+def _is_part(module: nn.Module, option: str) -> bool:
+    """Whether a option is made for such a module, by the name that transformers gives to its class.
 
     A feed-forward layer of experts is one that holds all of them.
     """
-    return type(module).__name__.removeprefix("FSDP").endswith(ENDINGS[lever])
+    return type(module).__name__.removeprefix("FSDP").endswith(ENDINGS[option])
 
 
 def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:

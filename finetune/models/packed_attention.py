@@ -239,7 +239,7 @@ def _written_out(
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Whom each token sees: itself and what precedes it, within a window.  # (length, length)"""
+    """Boolean causal mask: itself and what precedes it, within a window.  # (length, length)"""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 

@@ -1,4 +1,4 @@
-"""What will happen, derived before anything is loaded: recipe x backend x processes -> Plan.
+"""Derive a plan before anything is loaded: recipe x backend x processes -> Plan.
 
 `predict` puts a plan on a machine: memory, communication, time, and whether it fits.
 """

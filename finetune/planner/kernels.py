@@ -1,4 +1,4 @@
-"""Which levers of `recipe.kernels` a run uses, and why it falls back where it does not."""
+"""Choose the kernel options of a run, each with the reason where it falls back."""
 
 import dataclasses
 import json
@@ -87,9 +87,9 @@ ONE_CALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one lever does in a run."""
+    """What one option does in a run."""
 
-    lever: str
+    option: str
     """Field of `recipe.kernels`."""
     value: str
     """How it is computed."""
@@ -99,11 +99,11 @@ class Choice:
     """What is chosen when the run knows its device and its data; empty where that is known."""
 
     def line(self) -> str:
-        return f"kernels.{self.lever}: {self.value}, because {self.fallback}"
+        return f"kernels.{self.option}: {self.value}, because {self.fallback}"
 
 
 def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice, ...]:
-    """The levers of a recipe on a backend; `kind` is the model's type, None where not known yet."""
+    """Kernel options of a recipe on a backend; `kind` is the model type, None if not known yet."""
     adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
     kernels = recipe.kernels
     return (
@@ -176,10 +176,10 @@ def _on_head(targets: str | tuple[str, ...]) -> bool:
         return False  # PEFT tells what is wrong with it
 
 
-def _part(lever: str, asked: str, kind: str | None) -> Choice:
-    if asked == "fused" and kind is not None and lever in UNFUSED.get(kind, ()):
-        return Choice(lever, "plain", f"the {PARTS[lever]} of {kind} are not known here")
-    return Choice(lever, asked)
+def _part(option: str, asked: str, kind: str | None) -> Choice:
+    if asked == "fused" and kind is not None and option in UNFUSED.get(kind, ()):
+        return Choice(option, "plain", f"the {PARTS[option]} of {kind} are not known here")
+    return Choice(option, asked)
 
 
 def _lora(recipe: Recipe, backend: Backend) -> Choice:

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """What each lever does, as far as the model is known before it is loaded."""
+        """What each option does, as far as the model is known before it is loaded."""
         return choices(self.recipe, self.backend, model_type(self.recipe))
 
     @property
@@ -61,7 +61,7 @@ class Plan:
         return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
 
     def notes(self) -> list[str]:
-        """What a person should know although nothing is wrong."""
+        """Warnings that do not prevent the run."""
         notes: list[str] = []
         optim = self.recipe.optim
         if optim.lr_scaling != "none" and self.processes > 1:
@@ -89,7 +89,7 @@ class Plan:
             "padding": self.padding.line(),
             "accumulation": self.accumulation,
             "lr": self.lr,
-            "kernels": {choice.lever: choice.value for choice in self.kernels},
+            "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
 
@@ -112,12 +112,12 @@ class Plan:
             f"rows         {self.padding.line()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
-            f"kernels      {', '.join(f'{each.lever} {each.value}' for each in self.kernels)}",
+            f"kernels      {', '.join(f'{each.option} {each.value}' for each in self.kernels)}",
         ]
-        rules = {each.lever: each.rule for each in self.kernels}
+        rules = {each.option: each.rule for each in self.kernels}
         if recipe.model.attention == "sdpa" and self.padding.free:
             rules["attention"] = attention_rule(recipe, backend)
-        lines += [f"             {lever}: {rule}" for lever, rule in rules.items() if rule]
+        lines += [f"             {option}: {rule}" for option, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
     def _stored(self) -> str:

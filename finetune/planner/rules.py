@@ -1,4 +1,4 @@
-"""Why a recipe cannot run on a backend: each rule names the field, the reason, and a way out."""
+"""Rules against pairs of recipe and backend: each names the field, the reason, and a way out."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The last words of a process that ends with an error: to its launcher, or on the terminal."""
+"""Report a worker's error to the launcher, or print it if there is none."""
 
 import contextlib
 import json

@@ -1,1 +1,1 @@
-"""What a run leaves for a person: metrics, what is on the screen, pictures, cards, the report."""
+"""Pages, pictures and terminal output for users."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: rank 0 speaks, in a terminal or into a plain log.
+"""Show a run's progress on rank 0, in a terminal or a plain log.
 
 In a terminal a bar stands below the lines. Elsewhere (a file, a pipe, a notebook) there
 are lines only, without control characters, and few of them: see `Pace`.

@@ -1,4 +1,4 @@
-"""Where a run was made: versions, machine, command. Never an environment variable: those hold
+"""Record versions, machine and command of a run. Never an environment variable: those hold
 secrets, and a run directory is meant to be shared."""
 
 import datetime

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: its manifest's format, and each file's size and hash.
+"""Verify a checkpoint against its manifest: format, and size and hash of each file.
 
 A manifest comes from a disk, so it is read as data from a stranger: its shape is checked, and a
 name that would leave the folder is refused.

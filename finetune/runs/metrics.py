@@ -1,4 +1,4 @@
-"""What happened, one line each: the records of `metrics.jsonl` and those who hear of them.
+"""Write the records of `metrics.jsonl`, and pass them to listeners.
 
     metrics = Metrics(run, speaks=accelerator.is_main_process, listeners=(display.show,))
     metrics.resume_at(step)                 # only when a run goes on

@@ -1,4 +1,4 @@
-"""What a record says, in words and numbers: for the terminal, the report and the card."""
+"""Summarise a run's record for the terminal, the report and the card."""
 
 import dataclasses
 import json

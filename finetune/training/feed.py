@@ -1,4 +1,4 @@
-"""What a step needs, made in a thread while the step before it runs."""
+"""Make the batches of the next step in a thread while a step runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator

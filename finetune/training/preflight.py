@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is loaded: the plan, and what a recipe names here.
+"""Check a request before anything is loaded: the plan, and the files that a recipe names.
 
 No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
 """

@@ -1,4 +1,4 @@
-"""Where the time of one optimizer step went: torch's trace, and a table of it by kind of work."""
+"""Profile one optimizer step: torch's trace, and a table of times by kind of work."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a training writes of itself: what was asked, what was expected, and what every step was."""
+"""Write the record of a run: the request, the prediction, and every step."""
 
 import dataclasses
 import math
@@ -87,7 +87,7 @@ class Recorder:
         Args:
             padding: how rows are laid out in a micro-batch.
             parameters: trainable, and all.
-            notes: what a person should know although nothing is wrong.
+            notes: warnings that do not prevent the run.
         """
         engine, recipe = self.engine, self.plan.recipe
         self.parameters = parameters

@@ -1,4 +1,4 @@
-"""What `train` makes sure of before the first step, told in six lines.
+"""Checks before the first step, reported in six lines.
 
 Everything here could also fail hours later: a full disk, ranks that are not alike, a checkpoint
 that cannot be read back.

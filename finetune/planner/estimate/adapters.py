@@ -1,4 +1,4 @@
-"""Which matrices get an adapter, and how many parameters that makes."""
+"""Matrices that get an adapter, and the number of its parameters."""
 
 import re
 from collections.abc import Iterable

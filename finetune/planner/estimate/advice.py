@@ -1,4 +1,4 @@
-"""Which backend to use, and what to change when nothing fits.
+"""Rank backends for a workload, and advise when none fits.
 
 The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the
 simpler wins; sharding is a price paid for memory, never a good in itself.

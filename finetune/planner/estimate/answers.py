@@ -1,4 +1,4 @@
-"""What `finetune plan` answers, in Python: `ft.plan` of a recipe, and on a machine in words."""
+"""`ft.plan`: the plan of a recipe, and its prediction for a machine given by name."""
 
 import math
 from typing import Any

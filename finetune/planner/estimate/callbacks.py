@@ -1,4 +1,4 @@
-"""What the planner is given by those above it: a trace of a plan, and a measured rate."""
+"""Callbacks that callers give to the planner: a trace of a plan, and a measured rate."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What to change when a workload does not fit, and the fewest changes after which it does."""
+"""Find changes after which a workload fits, the fewest first."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> li
     """Single changes that lower the peak, those that cost nothing first."""
     before = memory.timeline(workload).peak.total
     found: list[Change] = []
-    for what, setting, changed in _levers(workload, machine, precision):
+    for what, setting, changed in _candidates(workload, machine, precision):
         tried = advice.option(changed, machine)
         gain = before - tried.peak.total
         if gain > 0.01 * before:
@@ -33,7 +33,7 @@ def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> li
     return found
 
 
-def _levers(
+def _candidates(
     workload: Workload, machine: Machine, precision: str
 ) -> Iterator[tuple[str, str, Workload]]:
     """What can be changed, in the order in which it should be tried."""

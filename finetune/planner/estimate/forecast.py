@@ -1,4 +1,4 @@
-"""What `train` expects of itself, written beside the run and compared with what was measured."""
+"""Predict a run at its start, to be compared with what is measured."""
 
 import dataclasses
 from typing import Any

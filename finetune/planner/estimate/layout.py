@@ -1,4 +1,4 @@
-"""How training is laid out over processes: engine, what is sharded, over how many, offload."""
+"""The layout of training over processes: engine, sharding, offload."""
 
 import dataclasses
 from typing import Literal

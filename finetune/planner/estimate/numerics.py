@@ -1,4 +1,4 @@
-"""What a layer computes with: types of numbers, and which kernels."""
+"""Data types and kernels that a layer computes with."""
 
 import dataclasses
 from typing import Literal

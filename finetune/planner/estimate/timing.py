@@ -1,4 +1,4 @@
-"""How long a step takes: FLOPs against the GPU's rate, bytes against the links: a roofline."""
+"""Predict the time of a step with a roofline: FLOPs against the GPU, bytes against the links."""
 
 import dataclasses
 

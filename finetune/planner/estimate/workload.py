@@ -1,4 +1,4 @@
-"""What is trained on one process, in numbers: model, batch, numerics, adapter, loss, layout."""
+"""The workload of one process in numbers: model, batch, numerics, adapter, loss, layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Where a model's `config.json` may lie on this machine."""
+"""Places of a model's `config.json` on this machine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the formulas say beside what was traced: tables, a verdict, and traced numbers alone."""
+"""Compare the plan's memory with a trace: tables and a verdict."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What stands in for a tokenizer or data that this machine does not have: generated, uneven."""
+"""Generated tokenizer and data for proofs on machines without the real ones."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Who is to be proved: pairs that the planner lets run, and whose checkpoint each continues."""
+"""The pairs of kind and backend that a proof runs, and whose checkpoint each continues."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Whether rows that are packed together train as rows by themselves do."""
+"""Prove that packed rows train as separate rows do."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a proof found: its checks, their numbers, and the verdict."""
+"""The result of a proof: its checks, their numbers, and the verdict."""
 
 import dataclasses
 from collections.abc import Iterator

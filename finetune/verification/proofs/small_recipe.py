@@ -1,4 +1,4 @@
-"""What is proved: a recipe with its model shrunk, on this machine's copy of its tokenizer and data.
+"""Shrink a recipe's model for a proof, on this machine's copy of its tokenizer and data.
 
 What the machine does not have is stood in for, and every such thing is said in a note.
 """

@@ -1,4 +1,4 @@
-"""What a step does besides multiplying matrices: operations that are started, bytes they move."""
+"""Count the operations of a step other than matmuls, and the bytes that they move."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19 keeps gradients in bf16 training, with fp32 accumulation as here.
+"""Memory of DeepSpeed 0.19's gradients in bf16 training with fp32 accumulation.
 
 Read in `bf16_optimizer.py` (ZeRO-1), `zero/stage_1_and_2.py` (ZeRO-2), `zero/stage3.py` and
 `engine.py`; `python -m benchmarks memory` compares the sums with measured ones. P trained

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19 keeps where it offloads to NVMe: on the disk, and in host memory to reach it.
+"""Disk space and host buffers of DeepSpeed 0.19's offload to NVMe.
 
 Read in `zero/stage3.py` and `swap_tensor/`. P trained parameters on N processes; each process has
 

@@ -1,4 +1,4 @@
-"""What stays in memory from step to step: on the device, and on the host under offload."""
+"""Memory that is resident between steps, on the device and on the host."""
 
 from finetune.planner.estimate.sharding import deepspeed, nvme
 from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
