@@ -5,8 +5,8 @@ the launched process was really given (`launched`) is compared with it before an
 """
 
 import dataclasses
+import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.process.rendezvous import world
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
 Shard = Literal["none", "optimizer", "grads", "params"]
@@ -33,8 +34,8 @@ ENGINES: dict[str, Engine] = {
 TOP_KEYS = {
     "compute_environment", "debug", "deepspeed_config", "distributed_type", "enable_cpu_affinity",
     "fsdp_config", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port",
-    "main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend",
-    "same_network", "use_cpu",
+    "main_training_function", "mixed_precision", "num_machines", "num_processes",
+    "parallelism_config", "rdzv_backend", "same_network", "use_cpu",
 }  # fmt: skip
 FSDP_KEYS = {
     "fsdp_version", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_state_dict_type",
@@ -45,6 +46,7 @@ ZERO_KEYS = {
     "zero3_save_16bit_model", "deepspeed_multinode_launcher", "deepspeed_hostfile",
     "deepspeed_moe_layer_cls_names",
 }  # fmt: skip
+MESH_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
 RECIPE_OWNS = {
     "gradient_accumulation_steps": "derived from batch.rows, batch.micro_rows and the processes",
     "gradient_clipping": "optim.max_grad_norm",
@@ -72,11 +74,13 @@ class Backend:
     """Processes that the file starts when none are asked for."""
     zero_init: bool = False
     """ZeRO-3: partition pretrained weights while they are loaded."""
+    shard_size: int | None = None
+    """Hybrid sharding: processes that hold one copy of the model together; None: all of them."""
     path: Path | None = None
 
     def same_as(self, other: "Backend") -> list[str]:
         """What differs, as `field: this != that`; name, path and processes do not count."""
-        fields = ("engine", "shard", "offload", "device", "precision", "zero_init")
+        fields = ("engine", "shard", "offload", "device", "precision", "zero_init", "shard_size")
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return [f"{field}: {mine} != {theirs}" for field, mine, theirs in pairs if mine != theirs]
 
@@ -140,7 +144,11 @@ def load(name: str) -> Backend:
 
 
 def _key_problems(config: dict[str, Any]) -> list[str]:
-    sections = {"fsdp_config": FSDP_KEYS, "deepspeed_config": ZERO_KEYS}
+    sections = {
+        "fsdp_config": FSDP_KEYS,
+        "deepspeed_config": ZERO_KEYS,
+        "parallelism_config": MESH_KEYS,
+    }
     problems: list[str] = []
     places: list[tuple[str, dict[str, Any], set[str]]] = [("", config, TOP_KEYS)]
     for section, keys in sections.items():
@@ -180,6 +188,8 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
         problems.append("deepspeed_config: belongs to distributed_type: DEEPSPEED, and only to it")
     if fsdp is not None:
         problems += _fsdp_problems(fsdp)
+    if config.get("parallelism_config") is not None:
+        problems += _mesh_problems(config)
     if zero is not None:
         problems += _zero_problems(zero)
     return problems
@@ -196,6 +206,28 @@ def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
         )
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
         problems.append("fsdp_config.fsdp_auto_wrap_policy: expected TRANSFORMER_BASED_WRAP")
+    return problems
+
+
+def _mesh_problems(config: dict[str, Any]) -> list[str]:
+    """Of hybrid sharding: both sizes are whole numbers, whose product is `num_processes`."""
+    if config.get("distributed_type") != "FSDP":
+        return ["parallelism_config: belongs to distributed_type: FSDP, and only to it"]
+    sizes = cast(dict[str, Any], config["parallelism_config"])
+    problems: list[str] = []
+    for key in sorted(MESH_KEYS):
+        size = sizes.get(key)
+        if type(size) is not int or size < 1:
+            problems.append(
+                f"parallelism_config.{key}: got {size!r}, expected a whole number of at least 1"
+            )
+    processes = config.get("num_processes", 2)
+    if not problems and math.prod(sizes.values()) != processes:
+        product = " x ".join(str(sizes[key]) for key in sorted(MESH_KEYS))
+        problems.append(
+            f"parallelism_config: {product} processes, but num_processes is {processes}; their "
+            "product must be that"
+        )
     return problems
 
 
@@ -229,6 +261,9 @@ def _from_config(path: Path, config: dict[str, Any]) -> Backend:
     if fsdp := config.get("fsdp_config"):
         environment |= {"ACCELERATE_USE_FSDP": "true"}
         environment |= {key.upper(): str(value) for key, value in fsdp.items()}
+    if mesh := config.get("parallelism_config"):
+        environment |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+        environment |= {key.upper(): str(value) for key, value in mesh.items()}
     if zero := config.get("deepspeed_config"):
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
         environment |= {
@@ -276,9 +311,52 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
             shard="params" if given("FSDP_RESHARD_AFTER_FORWARD", "true") == "true" else "grads",
             offload="all" if offload else "none",
             device="cpu" if offload else "none",
+            shard_size=_shard_size(environment),
             **shared,  # type: ignore[arg-type]
         )
     return Backend(engine="single" if processes == 1 else "ddp", **shared)  # type: ignore[arg-type]
+
+
+def _shard_size(environment: Mapping[str, str]) -> int | None:
+    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return None
+    return int(environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+
+
+def sized(
+    backend: Backend, processes: int, nodes: int = 1, shard_size: int | None = None
+) -> Backend:
+    """The backend with the shard size of a job.
+
+    Under hybrid sharding each node of several holds a copy, unless another size is asked for; on
+    one node it is the size of the backend's file.
+
+    Args:
+        nodes: machines of the job.
+        shard_size: processes that hold one copy together.
+
+    Raises:
+        FinetuneError: no such size divides the processes, or a copy would cross nodes.
+    """
+    if backend.shard_size is None:
+        if shard_size is None:
+            return backend
+        raise FinetuneError(
+            f"--shard-size {shard_size}: {backend.name} keeps one copy of the model in all; the "
+            "backends of several are hsdp and hsdp_shard_grad_op"
+        )
+    per_node = processes // nodes
+    usual = per_node if nodes > 1 else min(backend.shard_size, processes)
+    chosen = usual if shard_size is None else shard_size
+    if chosen < 1 or processes % chosen:
+        raise FinetuneError(
+            f"--shard-size {chosen}: {processes} processes do not divide into copies of {chosen}"
+        )
+    if nodes > 1 and (per_node % chosen or processes % nodes):
+        raise FinetuneError(
+            f"--shard-size {chosen}: a copy would cross nodes, which have {per_node} processes each"
+        )
+    return dataclasses.replace(backend, shard_size=chosen)
 
 
 def launched() -> Backend | None:
@@ -297,13 +375,17 @@ def launched() -> Backend | None:
             "accelerate.notebook_launcher, finetune launch or torchrun"
         )
     arrived = from_environment(os.environ)
+    _refuse_other_product(arrived)
     arguments = _launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
     if not named:
         return arrived
     asked = load(named[0])
     flags = {word.lstrip("-") for word in arguments if word.startswith("--")}
-    overridden = {"mixed_precision": "precision"}
+    overridden = {
+        "mixed_precision": "precision",
+        "parallelism_config_dp_shard_size": "shard_size",
+    }
     lost = [
         difference
         for difference in asked.same_as(arrived)
@@ -317,87 +399,17 @@ def launched() -> Backend | None:
     return dataclasses.replace(arrived, name=asked.name, path=asked.path)
 
 
-RENDEZVOUS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that each process of a job has, besides WORLD_SIZE."""
-
-
-def started(named: bool) -> int | None:
-    """How many processes torchrun, `notebook_launcher` or srun started; None where this is alone.
-
-    Args:
-        named: whether the command names a backend of several processes, as one has to where
-            nothing but the variables says that there are more processes.
-
-    Raises:
-        FinetuneError: variables of a launch are set, but no launcher started this process.
-    """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
+def _refuse_other_product(arrived: Backend) -> None:
+    """Hybrid sharding: the sizes that arrived must multiply to the processes that were started."""
+    if arrived.shard_size is None:
+        return
+    copies = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    if copies * arrived.shard_size != world():
         raise FinetuneError(
-            f"WORLD_SIZE={text}: expected a whole number of at least 1; unset it, or start the "
-            "processes with finetune launch, accelerate launch or torchrun"
+            f"parallelism_config: {copies} copies x {arrived.shard_size} processes, but {world()} "
+            "were started; give --parallelism_config_dp_replicate_size and "
+            "--parallelism_config_dp_shard_size whose product is that, or use finetune launch"
         )
-    count, by_torchrun = int(text), "TORCHELASTIC_RUN_ID" in os.environ
-    if count == 1:
-        return 1 if by_torchrun and named else None
-    missing = [name for name in RENDEZVOUS if name not in os.environ]
-    if by_torchrun or (named and not missing):
-        return count
-    lacks = f"{', '.join(missing)} not set" if missing else "TORCHELASTIC_RUN_ID not set"
-    way = "" if missing else ", name the backend (--backend ddp) if another launcher did"
-    raise FinetuneError(
-        f"WORLD_SIZE={count}: set in the environment, but neither accelerate launch nor torchrun "
-        f"started this process ({lacks}), and it would wait for {count - 1} others; start all of "
-        f"them with finetune launch --backend ddp --processes {count} or torchrun{way}, or unset "
-        "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to train in this process alone"
-    )
-
-
-def announce_wait() -> None:
-    """Say on stderr whom this process waits for, where no launcher watches over the others."""
-    if world() > 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
-        host, port = meeting_point()
-        print(
-            f"rank {rank()} of {world()}: waiting for the other processes at {host}:{port}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-
-
-def hub_cache() -> Path:
-    """Where the Hugging Face hub keeps what was downloaded."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-
-
-def rank() -> int:
-    """This process's number in the job, 0 where there is only one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world() -> int:
-    """How many processes the job has."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def neighbours() -> int:
-    """How many of them run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def meeting_point() -> tuple[str, int]:
-    """Host and port of the store through which the processes of a job find each other."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-
-
-def restarts() -> int:
-    """How often torch's elastic agent has started the processes of this job again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def launcher() -> int | None:
-    """Process number of the `finetune launch` that waits for this process, where there is one."""
-    number = os.environ.get("FINETUNE_LAUNCHER")
-    return int(number) if number else None
 
 
 def _launcher_arguments() -> list[str]:

@@ -33,3 +33,9 @@ def keep_compiled(usual: Callable[[], str]) -> None:
     """
     if COMPILED not in os.environ or os.environ[COMPILED] == usual():
         os.environ[COMPILED] = str(cache("compiled"))
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face hub keeps what was downloaded."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

@@ -18,8 +18,10 @@ PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "recipe"},
-    {"backend", "cache", "extensions", "runs"},
-    {"process", "planner"},
+    {"cache", "extensions", "runs"},
+    {"process"},
+    {"backend"},
+    {"planner"},
     {"data", "distributed", "kernels"},
     {"methods"},
     {"catalog"},
@@ -50,7 +52,7 @@ LIGHT = [
 ]  # fmt: skip
 READS_ENVIRONMENT = {
     "backend.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",
-    "process/quiet.py", "verification/memory/launch.py",
+    "process/quiet.py", "process/rendezvous.py", "verification/memory/launch.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py"}
 MOST_LINES = 450

@@ -8,9 +8,10 @@ import pytest
 from conftest import Finetune, Tiny, run_command, write_recipe
 from test_backends import FP32, largest, losses
 
-from finetune import backend, catalog
+from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.launchers.accelerate import free_port
+from finetune.process import rendezvous
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.runs.run import Run
 from finetune.training import preflight
@@ -47,7 +48,7 @@ def test_the_variables_say_how_many_processes_there_are(
 ) -> None:
     for name, value in given.items():
         variables.setenv(name, value)
-    assert backend.started(named) == count
+    assert rendezvous.started(named) == count
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_variables_without_a_launcher_are_refused(
     for name, value in given.items():
         variables.setenv(name, value)
     with pytest.raises(FinetuneError) as error:
-        backend.started(named)
+        rendezvous.started(named)
     (problem,) = error.value.problems
     assert f"({lacks}), and it would wait for 3 others" in problem
     assert "finetune launch --backend ddp --processes 4 or torchrun" in problem
@@ -75,7 +76,7 @@ def test_variables_without_a_launcher_are_refused(
 def test_a_world_size_that_is_no_count_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
     variables.setenv("WORLD_SIZE", text)
     with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
-        backend.started(False)
+        rendezvous.started(False)
 
 
 def test_processes_of_accelerate_launch_name_no_other_backend(

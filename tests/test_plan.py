@@ -276,7 +276,7 @@ def test_quantised_weights_need_an_adapter_and_a_pretrained_base(kind: Any) -> N
 def test_int8_is_refused_where_parameters_are_sharded() -> None:
     recipe = BASE.with_model(Model("models/small", quantization="int8")).with_lora()
     cannot = {name for name in BACKENDS if refused(recipe, name)}
-    assert cannot == {name for name in BACKENDS if name.startswith(("fsdp", "zero3"))}
+    assert cannot == {name for name in BACKENDS if name.startswith(("fsdp", "hsdp", "zero3"))}
     assert refused(recipe, "zero3") == [
         "model.quantization: int8 weights cannot be sharded by zero3; use nf4, or a backend that "
         "keeps parameters whole (ddp, zero2)"
@@ -421,6 +421,8 @@ REALISED = {
     "fsdp_shard_grad_op": ("fsdp", "grads", "none", "none"),
     "fsdp_full_shard_offload": ("fsdp", "params", "all", "cpu"),
     "fsdp_shard_grad_op_offload": ("fsdp", "grads", "all", "cpu"),
+    "hsdp": ("fsdp", "params", "none", "none"),
+    "hsdp_shard_grad_op": ("fsdp", "grads", "none", "none"),
     "zero1": ("deepspeed", "optimizer", "none", "none"),
     "zero2": ("deepspeed", "grads", "none", "none"),
     "zero2_offload": ("deepspeed", "grads", "optimizer", "cpu"),
@@ -578,3 +580,45 @@ def test_a_model_that_is_nowhere_is_refused_without_a_network(
     done = finetune(*words, "--backend", "single", env={"HF_HUB_OFFLINE": "1"})
     assert done.status == 2
     assert "the hub did not give it (HF_HUB_OFFLINE is set); name a local folder" in done.stderr
+
+
+def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
+    found = plan(BASE, "hsdp", 8)
+    assert (found.mesh.replicate, found.mesh.shard, found.accumulation) == (4, 2, 2)
+    assert [found.mesh.place(rank) for rank in (0, 1, 5)] == [
+        {"replicate": 0, "shard": 0},
+        {"replicate": 0, "shard": 1},
+        {"replicate": 2, "shard": 1},
+    ]
+    assert sum(found.mesh.data_rank(rank) for rank in range(8)) == sum(range(8))
+    assert "processes: 5 do not divide into copies of 2; use a multiple of it, or --shard-size" in (
+        refused(BASE, "hsdp", 5)
+    )
+    assert plan(BASE, "zero3", 4).mesh == plan(BASE, "fsdp_full_shard", 4).mesh
+    assert plan(BASE, "ddp", 4).mesh.replicate == 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("  parallelism_config_dp_shard_size: 3", "2 x 3 processes, but num_processes is 4"),
+        ("  parallelism_config_dp_shard_size: two", "got 'two', expected a whole number"),
+        ("  parallelism_config_dp_shard_sise: 2", "unknown key; did you mean 'parallelism_config"),
+        ("  parallelism_config_tp_size: 2", "parallelism_config_tp_size: unknown key"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
+    text = backend.find("hsdp").read_text().splitlines()
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join([*text[:-1], lines]) + "\n")
+    with pytest.raises(FinetuneError) as refusal:
+        backend.load(str(path))
+    assert problem in "; ".join(refusal.value.problems)
+
+
+def test_a_mesh_belongs_to_fsdp(tmp_path: Path) -> None:
+    text = backend.find("zero3").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text + "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n")
+    with pytest.raises(FinetuneError, match="belongs to distributed_type: FSDP, and only to it"):
+        backend.load(str(path))

@@ -137,7 +137,7 @@ def test_a_grid_is_suggested_where_its_own_table_says_that_it_fits(
 def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2", "--network", "25gbe")
+    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "16", "--network", "25gbe")
     assert command.run(words(*given, "--json"), full_recipe()) == 0
     options = json.loads(capsys.readouterr().out)["options"]
     speed = {each["backend"]: each["tokens"] / each["step"] for each in reversed(options)}
@@ -338,7 +338,8 @@ def words(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("--backend", "--precision"):
         parser.add_argument(name)
-    parser.add_argument("--processes", type=int)
+    for name in ("--processes", "--shard-size"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--json", action="store_true")
     arguments.add_machine(parser)
     return parser.parse_args(given)
@@ -414,7 +415,7 @@ def test_the_machines_own_gpus_take_every_word_about_nodes(
     assert found["machine"]["host_memory"] == 512e9
 
 
-def test_hybrid_sharding_is_arithmetic_of_shards_within_a_node(
+def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = ("--gpu", "H100-80", "--json", "--backend")
@@ -425,21 +426,25 @@ def test_hybrid_sharding_is_arithmetic_of_shards_within_a_node(
     within = json.loads(capsys.readouterr().out)["prediction"]
     found = hybrid["prediction"]
     assert (hybrid["backend"], hybrid["processes"]) == ("hsdp", 16)
-    assert (found["arithmetic_only"], within["arithmetic_only"]) == (True, False)
+    assert hybrid["mesh"] == {"replicate": 2, "shard": 8}
     # A copy over 8 GPUs takes in each node what one node of 8 takes.
     assert found["memory"]["moments"] == within["memory"]["moments"]
-    # Its shard of the fp32 gradients is reduced over two nodes, 2 x 1/2 x 4 bytes, after each of
-    # the four micro-batches of 64 rows.
+    # Its shard of the fp32 gradients is summed over two nodes once a step, 2 x 1/2 x 4 bytes.
     parameters = found["model"]["parameters"]
-    assert found["communication"]["between"] == pytest.approx(4 * 4 * parameters / 8)
+    assert found["communication"]["between"] == pytest.approx(4 * parameters / 8)
     given = ("--gpu", "H100-80", "--backend", "hsdp_shard_grad_op", *nodes)
     assert command.run(words(*given), full_recipe()) == 0
     text = capsys.readouterr().out
     assert text.startswith("hsdp_shard_grad_op on 16 x H100-80 in 2 nodes: fits")
-    assert "arithmetic: this toolkit has no backend of hsdp_shard_grad_op" in text
-    for few in (("--gpus", "8"), ("--gpus", "2", "--nodes", "2")):
-        with pytest.raises(FinetuneError, match="name nodes of several GPUs"):
-            command.run(words(*shared, "hsdp", *few), full_recipe())
+    assert "in 2 copies over 8 processes each" in text
+    assert command.run(words(*shared, "hsdp", *nodes, "--shard-size", "4"), full_recipe()) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"replicate": 4, "shard": 4}
+    for size, why in (("16", "would cross nodes"), ("3", "do not divide into copies of 3")):
+        with pytest.raises(FinetuneError, match=why):
+            command.run(words(*shared, "hsdp", *nodes, "--shard-size", size), full_recipe())
+    given = (*shared, "fsdp_full_shard", *nodes, "--shard-size", "8")
+    with pytest.raises(FinetuneError, match="fsdp_full_shard keeps one copy of the model in all"):
+        command.run(words(*given), full_recipe())
 
 
 def test_a_shape_that_is_taken_from_a_name_is_said_to_be(

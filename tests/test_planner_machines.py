@@ -26,7 +26,8 @@ def words(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("--backend", "--precision"):
         parser.add_argument(name)
-    parser.add_argument("--processes", type=int)
+    for name in ("--processes", "--shard-size"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--json", action="store_true")
     arguments.add_machine(parser)
     return parser.parse_args(given)

@@ -46,5 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         flags=arguments.flags,
         max_restarts=arguments.max_restarts,
         launcher=arguments.launcher,
+        shard_size=arguments.shard_size,
     )
     return 0

@@ -32,6 +32,12 @@ def recipe_words(parser: argparse.ArgumentParser) -> None:
 def backend_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="name or YAML; by default the recipe's")
     parser.add_argument("--processes", type=count, help="by default the backend's")
+    parser.add_argument(
+        "--shard-size",
+        type=count,
+        metavar="N",
+        help="hsdp: processes that hold one copy together; by default those of a node",
+    )
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
 
 

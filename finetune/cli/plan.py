@@ -39,15 +39,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.cli import plan_on_machine
-    from finetune.planner.estimate import hybrid
     from finetune.training.preflight import below_a_plan, check, read_words
     from finetune.verification.memory.launch import verify
 
-    copied = arguments.backend in hybrid.SHARDS  # copies of shards, which no backend here runs
-    named = None if copied else arguments.backend
-    recipe = read_words(arguments.recipe, arguments.overrides, named)
-    if not (arguments.gpu or arguments.gpus or copied):
+    recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
+    if not (arguments.gpu or arguments.gpus):
         machine = backend.load(arguments.backend or recipe.backend)
+        count = machine.processes if arguments.processes is None else arguments.processes
+        machine = backend.sized(machine, count, shard_size=arguments.shard_size)
         check(recipe, machine, arguments.processes, arguments.precision, files=False)
     asked = verify if arguments.verify else None
     status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)

@@ -16,7 +16,6 @@ from finetune.planner.estimate import advice, changes, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
 from finetune.planner.estimate.callbacks import Measure, Verify
 from finetune.planner.estimate.grids import GridPlan, plan_grid
-from finetune.planner.estimate.hybrid import SHARDS, plan_hybrid
 from finetune.planner.estimate.predict import (
     Prediction,
     config_of,
@@ -85,8 +84,6 @@ def run(
         )  # fmt: skip
     if arguments.tensor is not None or arguments.pipeline is not None:
         return _grid(arguments, recipe, machine)
-    if arguments.backend in SHARDS:
-        return _hybrid(arguments, recipe, machine, verify)
     tracer = verify or trace
     if tracer is not None and _is_unknown(recipe):
         return _traced(arguments, recipe, machine, tracer)
@@ -96,9 +93,17 @@ def run(
     named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
-    settled = plan(recipe, named, machine.count, arguments.precision)
+    settled = plan(recipe, on(machine, named, arguments), machine.count, arguments.precision)
     prediction = _predicted(arguments, settled, machine)
     return _show(arguments, settled, prediction, verify)
+
+
+def on(
+    machine: hardware.Machine, name: str, arguments: argparse.Namespace | None = None
+) -> backends.Backend:
+    """A backend with the shard size that it has on a machine."""
+    asked = None if arguments is None else arguments.shard_size
+    return backends.sized(backends.load(name), machine.count, machine.nodes, asked)
 
 
 def _is_unknown(recipe: Recipe) -> bool:
@@ -119,26 +124,12 @@ def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machi
     return 0
 
 
-def _hybrid(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    machine: hardware.Machine | None,
-    verify: Verify | None,
-) -> int:
-    """Shards within a node, copies over nodes."""
-    if verify is not None:
-        raise FinetuneError(f"--backend {arguments.backend}: arithmetic only; leave --verify away")
-    settled = plan_hybrid(recipe, arguments.backend, machine, arguments.precision)
-    assert machine is not None
-    return _show(arguments, settled, _predicted(arguments, settled, machine, machine.nodes), None)
-
-
 def _predicted(
-    arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine, replicas: int = 1
+    arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine
 ) -> Prediction:
     """The plan on a machine, over the rows that are named or counted."""
     rows = arguments.rows or local_rows(settled.recipe)
-    return predict(settled, machine, rows, replicas, arguments.row_tokens)
+    return predict(settled, machine, rows, arguments.row_tokens)
 
 
 def _traced(
@@ -276,7 +267,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"{grid.grid.pipeline}): this toolkit does not run it"
         )
     chosen, words = _chosen(recipe, ranked[0])
-    settled = plan(chosen, ranked[0].name, machine.count, precision)
+    settled = plan(chosen, on(machine, ranked[0].name), machine.count, precision)
     prediction = _predicted(arguments, settled, machine)
     print(f"\nshapes from {source.where}")
     print(page.whole_run(prediction))

@@ -22,9 +22,11 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ParallelismConfig,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +34,8 @@ from finetune import backend as backends
 from finetune.distributed import nvme
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.planner.mesh import Mesh
+from finetune.process import rendezvous
 from finetune.process.start import collecting_later, compiling_later
 
 Compare = Callable[[str, object, object], None]
@@ -55,10 +59,10 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerat
     Raises:
         FinetuneError: Accelerate built something else than the plan asks for.
     """
-    if attempt := backends.restarts():
+    if attempt := rendezvous.restarts():
         _meet_apart_from_earlier_attempts(attempt)
     _let_other_engines_do_without_deepspeed(plan.backend.engine)
-    backends.announce_wait()
+    rendezvous.announce_wait()
     accelerator = _made(plan, nvme_path, timeout)
     _refuse_difference(plan, accelerator)
     return accelerator
@@ -110,6 +114,10 @@ def _made(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Accelerat
         if cpu:
             select_fsdp_on_cpu(group)
         plugin = _fsdp_plugin(plan, cpu)
+        if plan.backend.shard_size is not None:
+            shared["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=plan.mesh.replicate, dp_shard_size=plan.mesh.shard
+            )
         return Accelerator(cpu=cpu, fsdp_plugin=plugin, kwargs_handlers=[group], **shared)
     # Buffers are tables that every rank computes alike: sent anew, they cost a collective a step.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
@@ -211,8 +219,8 @@ def _deepspeed_plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin
         zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
         zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
-        nvme.require_async_io(print if backends.rank() == 0 else _silent)
-        nvme.require_room(plan, nvme_path, backends.neighbours())
+        nvme.require_async_io(print if rendezvous.rank() == 0 else _silent)
+        nvme.require_room(plan, nvme_path, rendezvous.neighbours())
         nvme.configure(config, plan)
     return plugin
 
@@ -264,7 +272,7 @@ def _refuse_difference(plan: Plan, accelerator: Accelerator) -> None:
         asked = " or ".join(sorted(kind.value for kind in expected))
         compare("distributed type", asked, accelerator.distributed_type.value)
     compare("processes", plan.processes, accelerator.num_processes)
-    compare("processes", backends.world(), accelerator.num_processes)
+    compare("processes", rendezvous.world(), accelerator.num_processes)
     compare("accumulation", plan.accumulation, accelerator.gradient_accumulation_steps)
     compare("precision", plan.backend.precision, _precision(accelerator))
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -323,7 +331,7 @@ def _compare_fsdp(plan: Plan, model: nn.Module, compare: Compare) -> None:
         if group is None:  # all of its parameters belong to modules within it
             continue
         place = f"of {name or 'the model'}"
-        compare(f"processes {place}", plan.processes, group.mesh_info.mesh.size())
+        compare(f"mesh {place}", plan.mesh, _mesh_of(group.mesh_info))
         reshards = group.post_forward_mesh_info is not None
         if module in blocks:
             compare(f"reshard_after_forward {place}", plan.backend.shard == "params", reshards)
@@ -331,6 +339,12 @@ def _compare_fsdp(plan: Plan, model: nn.Module, compare: Compare) -> None:
             compare(f"output type {place}", None, module._get_fsdp_state()._mp_policy.output_dtype)
         offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         compare(f"offload {place}", plan.backend.offload == "all", offloaded)
+
+
+def _mesh_of(info: Any) -> Mesh:
+    """The mesh of a unit of FSDP2 (torch 2.13): with one axis it shards, with two it copies too."""
+    replicate = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
+    return Mesh(replicate=replicate, shard=info.shard_mesh_size)
 
 
 def _compare_deepspeed(plan: Plan, model: Any, compare: Compare) -> None:

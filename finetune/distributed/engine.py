@@ -59,6 +59,16 @@ class Engine:
         return self.accelerator.num_processes
 
     @property
+    def data_rank(self) -> int:
+        """Which share of a step's rows this process reads."""
+        return self.plan.mesh.data_rank(self.rank)
+
+    @property
+    def data_world(self) -> int:
+        """How many shares a step's rows are dealt to."""
+        return self.plan.mesh.data
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank talks to the person and writes the record."""
         return self.accelerator.is_main_process
@@ -116,7 +126,8 @@ class Engine:
         accelerator.keep_compute_type_between_units(self.model)
         accelerator.refuse_other_engine(self.plan, self.model)
         if self.plan.backend.engine == "fsdp" and self.device.type == "cpu" and self.world > 1:
-            reason = share_memory(self.model)
+            copies = self.plan.mesh.replicate > 1
+            reason = "there are several copies" if copies else share_memory(self.model)
             if reason is not None:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
@@ -164,7 +175,11 @@ class Engine:
         """Inside, a micro-batch that is not the last keeps its gradients to this rank.
 
         DeepSpeed is told by `backward`; FSDP may reduce each micro-batch (the plan says when).
+        Copies of a sharded model are summed once, at the last one.
         """
+        if self.plan.backend.engine == "fsdp" and self.plan.mesh.replicate > 1:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_all_reduce(last)
         keeps = self.plan.backend.engine in ("ddp", "fsdp") and not self.plan.synchronises_each
         return (
             contextlib.nullcontext() if last or not keeps else self.accelerator.no_sync(self.model)

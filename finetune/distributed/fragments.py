@@ -154,14 +154,15 @@ def _start(parameter: nn.Parameter) -> int:
 
 
 def _torch_fragments(engine: Engine) -> Iterator[Fragment]:
-    states = _states(engine)
+    states, mesh = _states(engine), engine.plan.mesh
+    copy = mesh.place(engine.rank)["replicate"]
     for name, parameter in engine.trained():
         flat, start = _flat(parameter.data), _start(parameter)
         keep = slice(None)
-        if engine.plan.backend.engine == "ddp":  # every rank has all of it: each writes a share
-            share = -(-flat.numel() // engine.world)
-            start = min(engine.rank * share, flat.numel())
-            keep = slice(start, start + share)
+        if mesh.replicate > 1:  # each copy has all of it: each writes a share
+            share = -(-flat.numel() // mesh.replicate)
+            before = min(copy * share, flat.numel())
+            start, keep = start + before, slice(before, before + share)
         values = {"weight": flat[keep]}
         whole: dict[str, torch.Tensor] = {}
         scalars: dict[str, float] = {}

@@ -18,7 +18,7 @@ import psutil
 
 from finetune import catalog
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
-from finetune.launchers.job import Job
+from finetune.launchers.job import Job, machines
 from finetune.planner import Plan
 from finetune.process import interpreter
 from finetune.process.error_report import STATUS_FILE
@@ -101,6 +101,9 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     command = interpreter.python("-m", "finetune.process.loopback")
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
+    if settled.backend.shard_size is not None:
+        command += ["--parallelism_config_dp_replicate_size", str(settled.mesh.replicate)]
+        command += ["--parallelism_config_dp_shard_size", str(settled.mesh.shard)]
     if settled.backend.engine == "deepspeed" and machines(flags) > 1:
         # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
         # starts them all from the first machine, by pdsh.
@@ -108,13 +111,6 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
-
-
-def machines(flags: Sequence[str]) -> int:
-    """How many machines the job runs on, by the flags of `accelerate launch`."""
-    words = " ".join(flags).replace("=", " ").replace("-", "_").split()
-    given = [number for name, number in itertools.pairwise(words) if name == "__num_machines"]
-    return int(given[-1]) if given and given[-1].isdigit() else 1
 
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -1,6 +1,7 @@
 """A job: a plan, its run directory, and the words that each process of it is started with."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def launch(
     max_restarts: int = 0,
     *,
     launcher: str = "accelerate",
+    shard_size: int | None = None,
 ) -> Run:
     """Train in processes of their own, through `accelerate launch`, and wait for the end.
 
@@ -54,6 +56,8 @@ def launch(
         flags: words for `accelerate launch`, those of several machines too.
         max_restarts: how often all processes start anew after a failure, from the newest
             checkpoint.
+        shard_size: under hybrid sharding the processes that hold one copy of the model together;
+            by default those of one machine.
         launcher: a name of `finetune.launchers.LAUNCHERS`, or `module:function` of a `Launcher`.
 
     Raises:
@@ -63,6 +67,8 @@ def launch(
     """
     start: Launcher = extensions.find("--launcher", launcher, LAUNCHERS)
     machine = backends.load(backend or recipe.backend)
+    count = machine.processes if processes is None else processes
+    machine = backends.sized(machine, count, machines(flags), shard_size)
     plan = check(recipe, machine, processes, precision)
     run = Run(Path(output or Path("runs") / "latest"))
     if resume and finished(run, plan) and card(run).is_file():
@@ -75,3 +81,10 @@ def launch(
         resume = "auto"
     start(Job(plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts))
     return run
+
+
+def machines(flags: Sequence[str]) -> int:
+    """How many machines the job runs on, by the flags of `accelerate launch`."""
+    words = " ".join(flags).replace("=", " ").replace("-", "_").split()
+    given = [number for name, number in itertools.pairwise(words) if name == "__num_machines"]
+    return int(given[-1]) if given and given[-1].isdigit() else 1

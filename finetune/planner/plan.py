@@ -9,6 +9,7 @@ from finetune.errors import FinetuneError
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.limits import fields_of
+from finetune.planner.mesh import Mesh
 from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
@@ -23,10 +24,15 @@ class Plan:
     processes: int
 
     @property
+    def mesh(self) -> Mesh:
+        """The processes along the axes of the backend."""
+        return mesh_of(self.backend, self.processes)
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
         batch = self.recipe.batch
-        return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.processes)
+        return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.mesh.data)
 
     @property
     def synchronises_each(self) -> bool:
@@ -82,6 +88,7 @@ class Plan:
             "device": backend.device,
             "precision": backend.precision,
             "processes": self.processes,
+            "mesh": dataclasses.asdict(self.mesh),
             "rows_per_step": self.recipe.batch.rows,
             "micro_rows": self.recipe.batch.micro_rows,
             "micro_tokens": self.recipe.batch.micro_tokens,
@@ -106,8 +113,8 @@ class Plan:
         )
         lines = [
             f"model        {base}: {trained}{stored}",
-            f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}{offload}, "
-            f"{backend.precision}",
+            f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}"
+            f"{self._copies()}{offload}, {backend.precision}",
             f"batch        {self._batch()}",
             f"rows         {self.padding.line()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
@@ -119,6 +126,12 @@ class Plan:
             rules["attention"] = attention_rule(recipe, backend)
         lines += [f"             {option}: {rule}" for option, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
+
+    def _copies(self) -> str:
+        """Under hybrid sharding, how many copies there are."""
+        if self.backend.shard_size is None:
+            return ""
+        return f" in {self.mesh.replicate} copies over {self.mesh.shard} processes each"
 
     def _stored(self) -> str:
         """How much of the base is quantised."""
@@ -138,6 +151,14 @@ class Plan:
             f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
             f"{batch.max_length} tokens a {unit[:-1]}"
         )
+
+
+def mesh_of(backend: Backend, processes: int) -> Mesh:
+    """The mesh of a backend: copies under DDP, shards under FSDP and ZeRO, both under HSDP."""
+    if backend.shard == "none":
+        return Mesh(replicate=processes)
+    shard = backend.shard_size or processes
+    return Mesh(replicate=processes // shard, shard=shard)
 
 
 def synchronises_each(recipe: Recipe) -> bool:

@@ -284,5 +284,10 @@ def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
         yield f"processes: got {processes}, expected at least 1"
     elif backend.engine == "single" and processes > 1:
         yield f"processes: single runs one process, got {processes}; use ddp or fsdp_full_shard"
+    elif backend.shard_size is not None and processes % backend.shard_size:
+        yield (
+            f"processes: {processes} do not divide into copies of {backend.shard_size}; use a "
+            f"multiple of it, or --shard-size"
+        )
     elif backend.engine == "ddp" and processes < 2:
         yield f"processes: ddp needs at least 2, got {processes}; use single"

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finetune import backend
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.process import rendezvous
 from finetune.runs.run import write_json
 
 STATUS_FILE = "FINETUNE_STATUS_FILE"
@@ -32,7 +32,7 @@ def tell(error: FinetuneError) -> int:
     Returns:
         The exit status.
     """
-    rank = backend.rank()
+    rank = rendezvous.rank()
     if leave(error) or (rank and isinstance(error, Interrupted)):
         return error.exit_status
     if rank and not isinstance(error, TrainingFailure):
@@ -64,10 +64,10 @@ def leave(error: FinetuneError) -> bool:
     if path is None:
         return False
     told = _left(Path(path))
-    first = told is not None and told["attempt"] == backend.restarts()
+    first = told is not None and told["attempt"] == rendezvous.restarts()
     if told is not None and first and told["status"] != Interrupted.exit_status:
         return True
-    left = {"attempt": backend.restarts(), "status": error.exit_status}
+    left = {"attempt": rendezvous.restarts(), "status": error.exit_status}
     try:
         write_json(Path(path), left | {"problems": list(error.problems)})
     except OSError:  # a full disk, say: it is told on the terminal
@@ -87,5 +87,5 @@ def forget_earlier_attempts() -> None:
     """In a worker that was started again: an earlier attempt's error is not this one's."""
     path = Path(os.environ.get(STATUS_FILE, ""))
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
-        if path.is_file() and json.loads(path.read_text())["attempt"] < backend.restarts():
+        if path.is_file() and json.loads(path.read_text())["attempt"] < rendezvous.restarts():
             path.unlink()

@@ -122,7 +122,7 @@ def train_step(
     taken_rows = feed.take(step)
     batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
     waited = time.perf_counter() - begun
-    scale = engine.world * plan.accumulation / max(1, terms)
+    scale = engine.data_world * plan.accumulation / max(1, terms)
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
     engine.model.train()
@@ -172,7 +172,7 @@ def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple
     """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
     batch = engine.plan.recipe.batch
     cuts = cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
-    return deal(cuts, engine.rank, engine.world)
+    return deal(cuts, engine.data_rank, engine.data_world)
 
 
 def _dropout_seed(seed: int, step: int, number: int) -> int:
@@ -194,7 +194,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     terms = 0
     engine.model.eval()
     # As many on every rank: forward passes are collective.
-    for _, indices in deal(cuts, engine.rank, engine.world):
+    for _, indices in deal(cuts, engine.data_rank, engine.data_world):
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
         total += recipe.loss(engine.model, batch)

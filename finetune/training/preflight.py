@@ -16,6 +16,7 @@ from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.models import starting_adapter
 from finetune.planner import Plan, limits, plan
+from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 
@@ -132,9 +133,11 @@ def check_here(
         return check(recipe, _as_named(launched, backend), launched.processes, precision)
     machine = backends.load(backend or recipe.backend)
     several = machine.engine != "single"
-    count = backends.started(named=several and backend is not None)
+    count = rendezvous.started(named=several and backend is not None)
     if count is not None:
-        return check(recipe, machine if several else backends.load("ddp"), count, precision)
+        nodes = max(1, count // rendezvous.neighbours())
+        machine = backends.sized(machine if several else backends.load("ddp"), count, nodes)
+        return check(recipe, machine, count, precision)
     if backend is not None and several:
         raise FinetuneError(
             f"--backend {machine.name}: `finetune train` alone is one process; start it with "
@@ -154,6 +157,8 @@ def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
     if name is None:
         return launched
     asked = backends.load(name)
+    if asked.shard_size is not None and launched.shard_size is not None:
+        asked = dataclasses.replace(asked, shard_size=launched.shard_size)
     differing = [each for each in asked.same_as(launched) if not each.startswith("precision")]
     if differing:
         raise FinetuneError(

@@ -33,6 +33,7 @@ from finetune.kernels import chains, cpu
 from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
+from finetune.process import rendezvous
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
@@ -90,7 +91,7 @@ def train(
     transformers_logging.disable_progress_bar()
     nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
     if options.resume and finished(run, settled):
-        if backends.rank() == 0:
+        if rendezvous.rank() == 0:
             finish(run, options.plot)
         return run
     try:
@@ -202,8 +203,8 @@ class Training:
 
         return Heartbeat(
             self.engine,
-            backends.meeting_point(),
-            backends.launcher(),
+            rendezvous.meeting_point(),
+            rendezvous.launcher(),
             dumps=self.run.flight_records,
             on_orphan=self._end_as_orphan,
             on_loss=lost,

@@ -64,7 +64,7 @@ def volume(
         return Volume(gathered * share, reduced * share)
     again = weight_bytes - kept_bytes if layout.shard == "params" else 0.0
     reduces = steps if synchronise_each else 1
-    between = 2 * gradient_bytes / layout.group * ring(layout.replicas) * reduces
+    between = 2 * gradient_bytes / layout.group * ring(layout.replicas)  # once a step
     return Volume(steps * (weight_bytes + again) * share, reduces * gradient_bytes * share, between)
 
 

@@ -70,4 +70,7 @@ class Layout:
 
 
 def of_backend(backend: Backend, processes: int) -> Layout:
-    return Layout(backend.engine, backend.shard, processes, 1, backend.offload, backend.device)
+    replicas = 1 if backend.shard_size is None else processes // backend.shard_size
+    return Layout(
+        backend.engine, backend.shard, processes, replicas, backend.offload, backend.device
+    )

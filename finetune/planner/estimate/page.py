@@ -71,8 +71,6 @@ def verdict(prediction: Prediction) -> str:
         )
     for note in machine_notes(prediction.machine, prediction.workload.compute == 2):
         lines.append(f"  note     {note}")
-    if prediction.arithmetic_only:
-        lines.append(f"  note     arithmetic: this toolkit has no backend of {name}")
     if prediction.machine.nodes > 1:
         lines.append(f"  network  {network_words(prediction.machine)}")
     if prediction.host:

@@ -201,11 +201,6 @@ class Prediction:
     """Optimizer steps of the run, where the number of rows is known."""
 
     @property
-    def arithmetic_only(self) -> bool:
-        """Whether no backend of this toolkit runs it: copies of a sharded model (HSDP)."""
-        return self.workload.layout.replicas > 1
-
-    @property
     def seconds(self) -> float | None:
         """Of the whole run."""
         return None if self.steps is None else self.steps * self.times.step
@@ -238,7 +233,6 @@ class Prediction:
         times, volume = self.times, self.volume
         return {
             "machine": _machine_summary(self.machine),
-            "arithmetic_only": self.arithmetic_only,
             "model": {
                 "source": self.source.where,
                 "parameters": self.source.shape.parameters,
@@ -279,7 +273,6 @@ def predict(
     plan: Plan,
     machine: hardware.Machine,
     rows: int | None = None,
-    replicas: int = 1,
     row_tokens: int | None = None,
 ) -> Prediction:
     """What a plan takes on a machine.
@@ -287,7 +280,6 @@ def predict(
     Args:
         rows: rows of the training set, for the length of the whole run.
         row_tokens: of a row on average, which packs are counted by; by default what is known.
-        replicas: groups of processes that each hold a whole sharded copy (HSDP).
 
     Raises:
         FinetuneError: the model's shape is not known, or the machine has other processes.
@@ -298,8 +290,6 @@ def predict(
         )
     source = model_source(plan.recipe)
     workload = workload_of(plan, source.shape)
-    place = dataclasses.replace(workload.layout, replicas=replicas)
-    workload = dataclasses.replace(workload, layout=place)
     option = advice.option(workload, machine)
     timeline = memory.timeline(workload)
     return Prediction(

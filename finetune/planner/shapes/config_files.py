@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from finetune.backend import hub_cache
+from finetune.cache import hub_cache
 
 
 def config_paths(name: str, revision: str | None) -> list[Path]:

@@ -50,7 +50,7 @@ _HELD = ("parameters", "gradients", "optimizer")
 
 def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     """Fewest elements over all ranks together, and most on one of them."""
-    backend, world = plan.backend, plan.processes
+    backend, mesh = plan.backend, plan.mesh
     zero = backend.engine == "deepspeed"
     sharded = {
         "none": (),
@@ -65,9 +65,11 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
         # bf16 it holds each gradient twice: as it came, and in fp32, to add them up.
         # Its flat buffers end with padding.
         copies = 2 if what == "gradients" and backend.precision == "bf16" else 1
-        return (whole, math.ceil(UNEVEN * copies * whole)) if zero else (whole * world, whole)
+        return (
+            (whole, math.ceil(UNEVEN * copies * whole)) if zero else (whole * plan.processes, whole)
+        )
     kept = small if zero and what == "parameters" else 0
-    return whole, kept + math.ceil(UNEVEN * (whole - kept) / world)
+    return whole * mesh.replicate, kept + math.ceil(UNEVEN * (whole - kept) / mesh.shard)
 
 
 def check_equal(

@@ -17,7 +17,7 @@ from finetune.planner import Plan
 from finetune.process.signals import SIGNALS
 from finetune.runs.run import Run, write_json
 from finetune.verification.proofs import packing
-from finetune.verification.proofs.matrix import Crossing, Pair, Request, single_of
+from finetune.verification.proofs.matrix import Crossing, Pair, Request, divisor, single_of
 from finetune.verification.proofs.runs import Launches, Trial, carry_out, cut
 from finetune.verification.proofs.small_recipe import Kind, Subject, make_subject, of_kind
 
@@ -44,7 +44,7 @@ class Workshop:
             self.subjects[kind] = subject
             write_json(self.recipe(kind), catalog.to_fields(subject.recipe))
             if packing.available():
-                both = packing.make_packable(subject, request.shape, cache)
+                both = packing.make_packable(subject, divisor(request), cache)
                 for name in ("unpacked", "packed"):
                     fields = catalog.to_fields(both.packed if name == "packed" else both.unpacked)
                     write_json(self.recipe(kind, name), fields)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
     for kind, subject in subjects.items():
         for name in request.backends:
             machine = backends.load(name)
-            processes = 1 if machine.engine == "single" else request.shape.processes
+            processes = processes_of(machine, request.shape.processes)
             missing = _missing(machine)
             if missing is not None:
                 refused.append(Refused(kind, name, missing, missing=True, named=request.named))
@@ -102,6 +103,20 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
             except FinetuneError as error:
                 refused.append(Refused(kind, name, "; ".join(error.problems)))
     return pairs, refused
+
+
+def processes_of(machine: backends.Backend, asked: int) -> int:
+    """Processes of a backend's runs: one, those asked for, or as many as several copies take."""
+    if machine.engine == "single":
+        return 1
+    return asked if machine.shard_size is None else max(asked, machine.processes)
+
+
+def divisor(request: Request) -> int:
+    """The smallest number of rows that divides among the processes of every backend."""
+    asked = request.shape.processes
+    machines = [backends.load(name) for name in request.backends]
+    return math.lcm(asked, *(processes_of(machine, asked) for machine in machines))
 
 
 def _missing(machine: backends.Backend) -> str | None:

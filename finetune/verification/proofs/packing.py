@@ -11,7 +11,7 @@ from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps
 from finetune.verification.proofs.proof import Check, Grid, Tolerance
 from finetune.verification.proofs.runs import steps_of
-from finetune.verification.proofs.small_recipe import Shape, Subject
+from finetune.verification.proofs.small_recipe import Subject
 
 FIELD = "packing"
 """The field of `batch` that packs rows."""
@@ -32,7 +32,7 @@ def available() -> bool:
     return FIELD in {field.name for field in dataclasses.fields(Batch)}
 
 
-def make_packable(subject: Subject, shape: Shape, cache: Path) -> Packable:
+def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
     """The subject with steps that go over the whole of a few rows.
 
     So many rows or packs make a step that both see each document equally often, and that they
@@ -58,7 +58,7 @@ def make_packable(subject: Subject, shape: Shape, cache: Path) -> Packable:
         chosen = each.model
         chat = load_chat(load_tokenizer(each), chosen.chat_template, chosen.chat_template_kwargs)
         rows = len(prepare(each, chat, cache).train)
-        return each.with_batch(rows=rows * 2 * shape.processes, micro_rows=2)
+        return each.with_batch(rows=rows * 2 * processes, micro_rows=2)
 
     return Packable(filled(recipe), filled(packed))
 
