@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune.checkpoint import assign, whole_shape
+from finetune.distributed.parameters import assign, whole_shape
 from finetune.errors import FinetuneError
 from finetune.pretrained import adapter_keys
 from finetune.recipe import Recipe

@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore
 
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.run import write_json
 

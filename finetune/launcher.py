@@ -128,10 +128,8 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     command = interpreter.python("-m", "finetune.loopback")
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
-    if settled.backend.engine == "deepspeed" and machines(flags) > 1:
-        # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
-        # starts them all from the first machine, by pdsh.
-        command += ["--deepspeed_multinode_launcher", "standard"]
+    if machines(flags) > 1:
+        command += settled.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
@@ -325,7 +323,8 @@ def rate_of_products(precision: str) -> float:
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     """Trace a step of the real model with fake tensors, and hold the formulas against it.
 
-    FSDP is traced as rank 0 of the whole job; other engines as the same work on one device.
+    Where the engine can be traced so, as rank 0 of the whole job, else as the same work on one
+    device.
 
     Args:
         workload: what the formulas are asked; None where they do not know the model.
@@ -334,7 +333,7 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
         FinetuneError: the model cannot be traced; it says why.
     """
     backend = settled.backend
-    sharded = backend.engine == "fsdp" and settled.processes > 1
+    sharded = settled.traits.traced and settled.processes > 1
     traced = settled if sharded else comparison.alone(settled)
     steps = _rehearse(traced)
     layers = comparison.layers_of(config_of(settled.recipe)[0])

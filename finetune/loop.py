@@ -12,7 +12,7 @@ import torch
 from finetune.data.batch import MicroBatch, collate
 from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.rows import Rows
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.feed import Feed, feed
 from finetune.guard import poison, suspects
 from finetune.kernels.balance import parts

@@ -23,7 +23,8 @@ from transformers import (
 
 from finetune import adapters, continued, vocabulary
 from finetune.attention import DOCUMENTS, attention_notes, check_layout, implementation
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.gradients import without_unreached
 from finetune.kernels.activation import FusedGate, fuse_activations
@@ -127,7 +128,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         continued.load_adapter(trained, recipe)
     elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         adapters.draw_adapter(trained, recipe.adapter, seed)
-    if engine.deepspeed:
+    if plan.traits.masters:
         adapters.narrow(trained, compute_dtype(plan))
     else:
         hold_in_fp32(trained)
@@ -255,10 +256,10 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def weight_dtype(plan: Plan) -> torch.dtype:
     """Frozen weights are held as they are computed with; trained ones in fp32.
 
-    DeepSpeed holds what it computes with and keeps fp32 masters of its own.
+    An engine with fp32 masters of its own holds what it computes with.
     """
     frozen = plan.recipe.adapter is not None
-    return compute_dtype(plan) if frozen or plan.backend.engine == "deepspeed" else torch.float32
+    return compute_dtype(plan) if frozen or plan.traits.masters else torch.float32
 
 
 def causal(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -400,7 +401,7 @@ def stored(model: nn.Module) -> dict[str, int]:
 
     `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
     """
-    sizes = [(_stored_elements(p), p.requires_grad) for p in model.parameters()]
+    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
     limit = 10 * model.config.get_text_config().hidden_size
     return {
         "parameters": sum(size for size, _ in sizes),
@@ -409,12 +410,8 @@ def stored(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _stored_elements(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
-
-
 def _elements(parameter: nn.Parameter) -> int:
     state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
     if state is not None:
         return state.shape.numel()
-    return _stored_elements(parameter)
+    return whole_numel(parameter)

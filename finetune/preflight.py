@@ -15,6 +15,7 @@ from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, limits, plan
+from finetune.planner.engines import TRAITS
 from finetune.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 
@@ -128,7 +129,7 @@ def check_here(
     if launched is not None:
         return check(recipe, _as_named(launched, backend), launched.processes, precision)
     machine = backends.load(backend or recipe.backend)
-    several = machine.engine != "single"
+    several = not TRAITS[machine.engine].alone
     count = backends.started(named=several and backend is not None)
     if count is not None:
         return check(recipe, machine if several else backends.load("ddp"), count, precision)

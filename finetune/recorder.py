@@ -16,7 +16,7 @@ from finetune.data.filling import filling_notes
 from finetune.data.order import cut, rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.rows import Rows
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.guard import places, verdict
 from finetune.kernels import chains

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import checkpoint
 from finetune.checkpoint import Group, Progress
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Saving
 from finetune.record.metrics import Saved

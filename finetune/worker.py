@@ -35,7 +35,8 @@ from finetune.claim import Resume, card, claim, finished, locked, refuse_other_d
 from finetune.data.audit import MEANT, beyond_context, identity, mistakes
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.render import load_chat
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.feed import Feed
 from finetune.heartbeat import Heartbeat
@@ -105,7 +106,7 @@ def train(
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
         with Interruption() as interruption:
-            engine = Engine(settled, nvme, timeout)
+            engine = build(settled, nvme, timeout)
             return Training(engine, run, options, interruption).go()
     finally:
         if settled.processes == 1:

@@ -23,9 +23,9 @@ from conftest import (
 from safetensors import safe_open
 
 from finetune import catalog
+from finetune.distributed.deepspeed_nvme import require_room
 from finetune.errors import FinetuneError
 from finetune.launcher import free_port
-from finetune.nvme import require_room
 from finetune.planner import nvme, plan, predict
 from finetune.run import Run
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_continues_on_another_backend(
 
 CHANGED = """
 from finetune.cli import run
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 
 prepare = Engine.prepare
 

@@ -27,7 +27,7 @@ COUNTING = """
 import json, os, sys
 import torch
 from finetune import worker
-from finetune.engine import group_on_host
+from finetune.distributed.base import group_on_host
 from finetune.heartbeat import collectives_begun
 
 seen, step_of = [], worker.train_step

@@ -11,10 +11,10 @@ import torch
 from conftest import ROOT
 from torch.utils import cpp_extension
 
-from finetune.accelerator import without_values
 from finetune.cache import COMPILED, keep_compiled
+from finetune.distributed.deepspeed import without_values
+from finetune.distributed.deepspeed_nvme import require_async_io
 from finetune.kernels.chains import usual_folder
-from finetune.nvme import require_async_io
 from finetune.start import collecting_later, compiling_later
 
 

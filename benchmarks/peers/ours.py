@@ -22,7 +22,8 @@ from finetune import SFT, Data, Model, model, optim
 from finetune.attention import layout
 from finetune.data.order import permutation
 from finetune.data.rows import Documents, Rows
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.kernels import chains, pool
 from finetune.loop import feeding, train_step
 from finetune.planner import plan
@@ -128,7 +129,7 @@ def recipe_of(job: Job, place: Path, method: str) -> SFT:
 def built(recipe: SFT, place: Path) -> tuple[torch.nn.Module, Engine]:
     """The network of a recipe, and an engine that holds it."""
     settled = plan(recipe, "single", 1, "bf16")
-    engine = Engine(settled, place / "offload", datetime.timedelta(minutes=5))
+    engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
     network = model.build(engine, recipe.seed)
     engine.prepare(network, optim.build(network, recipe.optim, settled.lr, engine.device))
     return network, engine

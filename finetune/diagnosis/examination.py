@@ -16,7 +16,7 @@ from finetune.data.render import load_chat
 from finetune.diagnosis import twins
 from finetune.diagnosis.finding import Finding
 from finetune.diagnosis.subject import ROWS, described, small
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.loading import token_rows
 from finetune.model import load_tokenizer

@@ -21,7 +21,8 @@ from finetune import optim
 from finetune.data.batch import collate
 from finetune.data.rows import Rows
 from finetune.diagnosis.subject import ROWS
-from finetune.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.planner import plan
 from finetune.quantization import keep_unpacked, quantization_config
 from finetune.recipe import Recipe
@@ -61,7 +62,7 @@ def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
     Raises:
         FinetuneError: the recipe cannot be planned, or its model cannot be built.
     """
-    engine = Engine(plan(recipe, "single", 1, "fp32"), folder, datetime.timedelta(minutes=1))
+    engine = build(plan(recipe, "single", 1, "fp32"), folder, datetime.timedelta(minutes=1))
     try:
         network = models.build(engine, recipe.seed)
         give_effect(network)

@@ -8,6 +8,7 @@ from pathlib import Path
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, plan
+from finetune.planner.engines import TRAITS
 from finetune.prover.proof import Refused, Tolerance
 from finetune.prover.subject import Kind, Shape, Subject
 from finetune.recipe import Recipe
@@ -91,7 +92,7 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
     for kind, subject in subjects.items():
         for name in request.backends:
             machine = backends.load(name)
-            processes = 1 if machine.engine == "single" else request.shape.processes
+            processes = 1 if TRAITS[machine.engine].alone else request.shape.processes
             missing = _missing(machine)
             if missing is not None:
                 refused.append(Refused(kind, name, missing, missing=True, named=request.named))
@@ -106,8 +107,9 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
 
 def _missing(machine: backends.Backend) -> str | None:
     """What a backend needs of this machine besides Python packages that are always there."""
-    if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return f"{machine.name} needs DeepSpeed: pip install deepspeed"
+    package = TRAITS[machine.engine].package
+    if package is not None and importlib.util.find_spec(package.lower()) is None:
+        return f"{machine.name} needs {package}: pip install {package.lower()}"
     if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
         return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
     return None
@@ -129,7 +131,7 @@ def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Cros
         alike = alike[pairs.index(pair) % len(alike) :] + alike if alike else []
         others = [narrow for other in alike if (narrow := _on(other, 1)) is not None]
         single = single_of(pair)
-        if pair.plan.backend.engine == "single":
+        if pair.plan.traits.alone:
             wide = [other for other in alike if other.plan.processes > 1]
             yield from (Crossing(pair, other) for other in wide[:1])
             continue

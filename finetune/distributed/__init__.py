@@ -1,0 +1,1 @@
+"""How processes train together: one file per engine that Accelerate drives."""
