@@ -7,7 +7,7 @@ import pytest
 from conftest import Finetune, Finished, Tiny, run_command, write_recipe
 
 from finetune.distributed.gloo_shared_memory import SLOT, SLOTS
-from finetune.run import Run
+from finetune.runs.run import Run
 
 MEETING = """
 import random, resource, sys, time

@@ -22,8 +22,8 @@ from finetune.distributed.base import (
     without_deepspeed,
 )
 from finetune.planner import Plan
-from finetune.planner.deepspeed import REDUCE_BUCKET
-from finetune.start import collecting_later, compiling_later
+from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
+from finetune.process.start import collecting_later, compiling_later
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of AdamW, the only update rule that the planner lets a sharded backend run."""

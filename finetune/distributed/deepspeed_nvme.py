@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
-from finetune.planner.nvme import (
+from finetune.planner.estimate.page import size
+from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.sharding.nvme import (
     HELD,
     STATE_BUFFERS,
     SUB_GROUP,
@@ -23,8 +25,6 @@ from finetune.planner.nvme import (
     WEIGHT_BUFFERS,
     disk,
 )
-from finetune.planner.page import size
-from finetune.planner.predict import model_source, workload_of
 
 EXTENSION = """#pragma once
 #include <torch/types.h>
