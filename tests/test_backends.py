@@ -23,7 +23,7 @@ from conftest import (
 from safetensors import safe_open
 
 from finetune import catalog
-from finetune.distributed.nvme import require_room
+from finetune.distributed.deepspeed_nvme import require_room
 from finetune.errors import FinetuneError
 from finetune.launchers.accelerate import free_port
 from finetune.planner import plan
@@ -279,7 +279,7 @@ def test_a_checkpoint_continues_on_another_backend(
 
 CHANGED = """
 from finetune.cli.main import run
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 
 prepare = Engine.prepare
 

@@ -49,14 +49,14 @@ import datetime, json, sys
 from pathlib import Path
 from torch.distributed.tensor import DTensor
 from finetune import catalog
-from finetune.distributed.engine import Engine
+from finetune.distributed.build import build
 from finetune.planner import plan
 from finetune.runs.run import Run
 from finetune.training.worker import Options, Training
 
 recipe, backend, precision, place = sys.argv[1:]
 settled = plan(catalog.load(Path(recipe)), backend, 1, precision)
-engine = Engine(settled, Path(place) / "offload", datetime.timedelta(minutes=5))
+engine = build(settled, Path(place) / "offload", datetime.timedelta(minutes=5))
 Training(engine, Run(Path(place)), Options(Path(place))).go()
 parameters = list(engine.module.parameters())
 found = {

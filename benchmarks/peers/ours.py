@@ -21,7 +21,8 @@ from benchmarks.peers.workload import CONFIG, UNTRAINED, Job, Row, of_step, read
 from finetune import SFT, Data, Model
 from finetune.data.order import permutation
 from finetune.data.store import Documents, Rows
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.kernels import chains
 from finetune.kernels.cpu import pool
 from finetune.models import model
@@ -131,7 +132,7 @@ def recipe_of(job: Job, place: Path, method: str) -> SFT:
 def built(recipe: SFT, place: Path) -> tuple[torch.nn.Module, Engine]:
     """The network of a recipe, and an engine that holds it."""
     settled = plan(recipe, "single", 1, "bf16")
-    engine = Engine(settled, place / "offload", datetime.timedelta(minutes=5))
+    engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
     network = model.build(engine, recipe.seed)
     engine.prepare(network, optim.build(network, recipe.optim, settled.lr, engine.device))
     return network, engine

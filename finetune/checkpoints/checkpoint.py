@@ -5,7 +5,7 @@
       model/       transformers format, in the precision of the run  (recipes without)
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
-                   as the fragments that each rank held (`finetune.distributed.fragments`), and
+                   as the fragments that each rank held (`finetune.distributed.base`), and
                    what the model saves also: persistent buffers and, without an adapter, frozen
                    weights
 
@@ -34,12 +34,12 @@ from finetune.checkpoints.handover import follow_umask
 from finetune.checkpoints.pretrained import (
     kept_tensors,
     persistent_buffers,
-    to_host,
     write_adapter,
     write_model,
 )
-from finetune.distributed.engine import Engine
-from finetune.distributed.fragments import KEPT, Fragment, Reader, local, restore
+from finetune.distributed.base import Engine, Fragment
+from finetune.distributed.parameters import assign, to_host, whole_shape
+from finetune.distributed.reader import KEPT, Reader
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
 from finetune.runs.run import Run, write_json
@@ -90,7 +90,7 @@ def take(engine: Engine) -> State:
     """A copy of this rank's state in host memory, on every rank together."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
-    for fragment in local(engine):
+    for fragment in engine.fragments():
         for key, values in fragment.values.items():
             if values.numel():
                 tensors[f"{fragment.name}|{key}|{fragment.start}"] = to_host(values)
@@ -230,10 +230,6 @@ def _complete(
     return sum(entry["bytes"] for entry in files.values())
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
-
-
 def progress_of(folder: Path) -> Progress:
     try:
         return Progress(**read_manifest(folder)["progress"])
@@ -268,17 +264,6 @@ def load_weights(module: nn.Module, folder: Path) -> None:
                 buffer.copy_(kept[name])
 
 
-def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    if getattr(parameter, "ds_id", None) is None:  # set by deepspeed.zero.Init only
-        parameter.copy_(value)
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        if torch.distributed.get_rank() == 0:
-            parameter.copy_(value)
-
-
 def load_state(engine: Engine, folder: Path) -> None:
     """Give a prepared engine the fp32 weights and optimizer state of a checkpoint."""
     scalars = read_manifest(folder)["scalars"]
@@ -288,14 +273,14 @@ def load_state(engine: Engine, folder: Path) -> None:
             keys = {key: torch.empty(0) for key in reader.keys(name) if key != "weight"}
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 
-        restore(engine, reader.range, extras)
+        engine.restore(reader.range, extras)
 
 
 def compare(engine: Engine, folder: Path) -> list[str]:
     """Trained parameters whose checkpoint differs from what this rank holds of them."""
     differing: list[str] = []
     with Reader(folder) as reader:
-        for fragment in local(engine):
+        for fragment in engine.fragments():
             same = (
                 torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
                             to_host(values))

@@ -14,15 +14,15 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.handover import base_reference, network_of, saved_config
-from finetune.distributed.engine import Engine
-from finetune.distributed.fragments import Reader
+from finetune.distributed.base import Engine
+from finetune.distributed.parameters import to_host, whole_values
+from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
 from finetune.runs.run import write_json
 
@@ -54,25 +54,9 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
-            values = _unsharded(parameter)
+            values = whole_values(parameter)
             if engine.speaks:
                 yield name, values
-
-
-def _unsharded(parameter: nn.Parameter) -> torch.Tensor:
-    """A host copy of all of a parameter; every rank must call this."""
-    if isinstance(parameter.data, DTensor):
-        return to_host(parameter.data.full_tensor())
-    if getattr(parameter, "ds_id", None) is None:  # set by deepspeed.zero.Init only
-        return to_host(parameter)
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return to_host(parameter)
-
-
-def to_host(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to("cpu", copy=True).contiguous()
 
 
 def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Group, Progress
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Saving
 from finetune.runs.metrics import Saved

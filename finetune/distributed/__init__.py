@@ -1,1 +1,1 @@
-"""Engines: how processes share a model, and detect that one is lost."""
+"""How processes train together: one file per engine that Accelerate drives."""

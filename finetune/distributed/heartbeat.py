@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore
 
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.runs.run import write_json
 

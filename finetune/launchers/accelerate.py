@@ -104,10 +104,8 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     if settled.backend.shard_size is not None:
         command += ["--parallelism_config_dp_replicate_size", str(settled.mesh.replicate)]
         command += ["--parallelism_config_dp_shard_size", str(settled.mesh.shard)]
-    if settled.backend.engine == "deepspeed" and machines(flags) > 1:
-        # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
-        # starts them all from the first machine, by pdsh.
-        command += ["--deepspeed_multinode_launcher", "standard"]
+    if machines(flags) > 1:
+        command += settled.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]

@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.distributed.parameters import partitioned
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.models import targets, vocabulary
 from finetune.models.load_checks import first_line
@@ -145,5 +146,5 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
     was loaded: each adapter would then keep its input in fp32.
     """
     for parameter in model.parameters():
-        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+        if parameter.requires_grad and not partitioned(parameter):
             parameter.data = parameter.data.to(dtype)

@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune.checkpoints.checkpoint import assign, whole_shape
 from finetune.checkpoints.pretrained import adapter_keys
+from finetune.distributed.parameters import assign, whole_shape
 from finetune.errors import FinetuneError
 from finetune.models.starting_adapter import WEIGHTS, find
 from finetune.models.vocabulary import grow, rows_of_adapter

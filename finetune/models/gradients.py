@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from peft import PeftModel
 from torch import nn
 
+from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.models.meta import unreached
 from finetune.recipe import LoRA, Recipe
@@ -57,7 +58,7 @@ def left_out(names: list[str], model: nn.Module) -> str:
     found = _roots(layers, {_layer(name) for name in trained} - layers)
     adapted = any(".lora_" in name for name in names)
     what = f"{len(layers)} adapters" if adapted else f"{len(names)} tensors"
-    elements = sum(_elements(model.get_parameter(name)) for name in names)
+    elements = sum(whole_numel(model.get_parameter(name)) for name in names)
     return (
         f"left out of what is trained, because no gradient of a text reaches it: {grouped(found)}: "
         f"{what}, {elements:,} parameters"
@@ -161,10 +162,6 @@ def _module(name: str) -> str:
 def _is_called(layer: str, word: str) -> bool:
     """Whether PEFT takes a word for a layer."""
     return layer == word or layer.endswith(f".{word}")
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
 
 
 def plain_name(name: str) -> str:

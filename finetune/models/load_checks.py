@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from finetune.distributed.parameters import whole_shape
+
 MOST_NAMED = 5
 """Tensors that are told by name; a whole layer may be missing."""
 
@@ -108,7 +110,7 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
         return state.shape
-    return getattr(parameter, "ds_shape", parameter.shape)
+    return whole_shape(parameter)
 
 
 def first_line(error: Exception) -> str:

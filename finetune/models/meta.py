@@ -19,6 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.distributed.parameters import partitioned, whole_shape
+
 ROWS = 2
 """Rows of the pass on `meta` tensors."""
 SHORT = 8
@@ -91,7 +93,7 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
     reached = set[str]()
     handles: list[Any] = []
     named = dict(model.named_parameters())
-    if any(hasattr(p, "ds_id") or p.is_meta for p in named.values()):  # ds_id: ZeRO-3 only
+    if any(partitioned(p) or p.is_meta for p in named.values()):
         return None
 
     def noting(name: str) -> Callable[[torch.Tensor], None]:
@@ -149,7 +151,7 @@ def _leaves(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     return {
         name: _empty(
-            shapes.get(name) or getattr(p, "ds_shape", p.shape),  # ds_shape: ZeRO-3 only
+            shapes.get(name) or whole_shape(p),
             torch.float32 if name in shapes else p.dtype,
             p.requires_grad,
         )

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
@@ -133,7 +134,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         continued.load_adapter(trained, recipe)
     elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         adapters.draw_adapter(trained, recipe.adapter, seed)
-    if engine.deepspeed:
+    if plan.traits.masters:
         adapters.narrow(trained, compute_dtype(plan))
     else:
         hold_in_fp32(trained)
@@ -261,10 +262,10 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def weight_dtype(plan: Plan) -> torch.dtype:
     """Frozen weights are held as they are computed with; trained ones in fp32.
 
-    DeepSpeed holds what it computes with and keeps fp32 masters of its own.
+    An engine with fp32 masters of its own holds what it computes with.
     """
     frozen = plan.recipe.adapter is not None
-    return compute_dtype(plan) if frozen or plan.backend.engine == "deepspeed" else torch.float32
+    return compute_dtype(plan) if frozen or plan.traits.masters else torch.float32
 
 
 def causal(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -406,7 +407,7 @@ def stored(model: nn.Module) -> dict[str, int]:
 
     `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
     """
-    sizes = [(_stored_elements(p), p.requires_grad) for p in model.parameters()]
+    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
     limit = 10 * model.config.get_text_config().hidden_size
     return {
         "parameters": sum(size for size, _ in sizes),
@@ -415,12 +416,8 @@ def stored(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _stored_elements(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
-
-
 def _elements(parameter: nn.Parameter) -> int:
     state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
     if state is not None:
         return state.shape.numel()
-    return _stored_elements(parameter)
+    return whole_numel(parameter)

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal, cast
 
 from finetune.backend import Backend
+from finetune.planner.engines import TRAITS
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.read_config import caps_scores
 from finetune.recipe import Recipe
@@ -190,7 +191,7 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
         "adapter.dropout thins each input by itself": adapter.dropout > 0,
         "adapter.use_dora needs the norm of whole weights": adapter.use_dora,
         "model.quantization=int8 has products of its own": recipe.model.quantization == "int8",
-        f"{backend.name} gathers each layer for itself": backend.engine == "deepspeed"
+        f"{backend.name} gathers each layer for itself": TRAITS[backend.engine].for_own_module
         and backend.shard == "params",
     }
     found = [reason for reason, holds in reasons.items() if holds]

@@ -6,6 +6,7 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
+from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.limits import fields_of
@@ -29,6 +30,11 @@ class Plan:
         return mesh_of(self.backend, self.processes)
 
     @property
+    def traits(self) -> Traits:
+        """What the engine is like."""
+        return TRAITS[self.backend.engine]
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
         batch = self.recipe.batch
@@ -37,7 +43,7 @@ class Plan:
     @property
     def synchronises_each(self) -> bool:
         """Whether the gradients of every micro-batch are reduced, where the engine has a choice."""
-        return self.backend.engine == "fsdp" and synchronises_each(self.recipe)
+        return self.traits.chooses_reduction and synchronises_each(self.recipe)
 
     @property
     def lr(self) -> float:
@@ -47,8 +53,8 @@ class Plan:
 
     @property
     def quant_storage(self) -> str:
-        """Data type that packs NF4 weights: FSDP shards only floating point tensors."""
-        return "bfloat16" if self.backend.engine == "fsdp" else "uint8"
+        """Data type that packs NF4 weights: an engine may shard floating point tensors only."""
+        return "bfloat16" if self.traits.floats_only else "uint8"
 
     @property
     def kernels(self) -> tuple[Choice, ...]:

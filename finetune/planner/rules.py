@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from finetune.backend import Backend
 from finetune.planner import limits
+from finetune.planner.engines import TRAITS
 from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
@@ -125,7 +126,7 @@ def _micro_tokens(batch: Batch) -> Iterator[str]:
 
 
 def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    quantization, engine = recipe.model.quantization, backend.engine
+    quantization, traits = recipe.model.quantization, TRAITS[backend.engine]
     if quantization == "none":
         return
     if recipe.adapter is None:
@@ -135,7 +136,7 @@ def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         )
     if recipe.model.config is not None:
         yield f"model.quantization: {quantization} needs pretrained weights (model.name)"
-    if quantization == "int8" and (engine == "fsdp" or backend.shard == "params"):
+    if quantization == "int8" and (traits.floats_only or backend.shard == "params"):
         yield (
             f"model.quantization: int8 weights cannot be sharded by {backend.name}; use nf4, or a "
             "backend that keeps parameters whole (ddp, zero2)"
@@ -156,7 +157,7 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         )
     if special and recipe.model.quantization != "none":
         yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
-    if backend.shard == "params" and backend.engine == "deepspeed" and adapter.use_dora:
+    if backend.shard == "params" and TRAITS[backend.engine].for_own_module and adapter.use_dora:
         yield (
             f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
             f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
@@ -199,7 +200,7 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
             f"adapter.trainable_token_indices=[{words}] to train these rows, "
             "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
         )
-    if rows and backend.engine == "deepspeed" and backend.shard == "params":
+    if rows and TRAITS[backend.engine].for_own_module and backend.shard == "params":
         yield (
             "adapter.trainable_token_indices: PEFT reads whole tables in the forward pass, which "
             f"{backend.name} gathers for their own module only; use fsdp_full_shard or zero2"
@@ -280,14 +281,15 @@ def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
 
 
 def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    traits, engine = TRAITS[backend.engine], backend.engine
     if processes < 1:
         yield f"processes: got {processes}, expected at least 1"
-    elif backend.engine == "single" and processes > 1:
-        yield f"processes: single runs one process, got {processes}; use ddp or fsdp_full_shard"
+    elif traits.alone and processes > 1:
+        yield f"processes: {engine} runs one process, got {processes}; use ddp or fsdp_full_shard"
     elif backend.shard_size is not None and processes % backend.shard_size:
         yield (
             f"processes: {processes} do not divide into copies of {backend.shard_size}; use a "
             f"multiple of it, or --shard-size"
         )
-    elif backend.engine == "ddp" and processes < 2:
-        yield f"processes: ddp needs at least 2, got {processes}; use single"
+    elif processes < (least := traits.least):
+        yield f"processes: {engine} needs at least {least}, got {processes}; use single"

@@ -12,7 +12,7 @@ import torch
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.store import Rows
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
 from finetune.training.feed import Feed, feed
 from finetune.training.nonfinite import poison, suspects

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from finetune.data.prepare import Prepared
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Optim
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError
 from finetune.recipe import Optim
 
@@ -26,8 +27,7 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
 
 def dimensions(parameter: nn.Parameter) -> int:
     """Dimensions of the whole tensor; a parameter that ZeRO-3 has partitioned lies flat."""
-    whole = getattr(parameter, "ds_shape", None)  # set by deepspeed.zero.Init only
-    return len(whole if whole is not None else parameter.shape)
+    return len(whole_shape(parameter))
 
 
 def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.models import starting_adapter
 from finetune.planner import Plan, limits, plan
+from finetune.planner.engines import TRAITS
 from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
@@ -132,7 +133,7 @@ def check_here(
     if launched is not None:
         return check(recipe, _as_named(launched, backend), launched.processes, precision)
     machine = backends.load(backend or recipe.backend)
-    several = machine.engine != "single"
+    several = not TRAITS[machine.engine].alone
     count = rendezvous.started(named=several and backend is not None)
     if count is not None:
         nodes = max(1, count // rendezvous.neighbours())

@@ -16,7 +16,7 @@ from finetune.data.filling import filling_notes
 from finetune.data.order import cut, rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels import chains, cpu
 from finetune.kernels.matmul_rate import matmul_flops

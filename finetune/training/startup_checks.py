@@ -17,16 +17,19 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
 from finetune.data.prepare import Prepared
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.models import soundness, starting_adapter
 from finetune.models.load_checks import token_rows
 from finetune.models.model import compute_dtype
 from finetune.planner import Plan
+from finetune.planner.engines import TRAITS
 from finetune.planner.estimate.hardware import installed, machine
 from finetune.planner.estimate.predict import predict
 from finetune.runs import units
@@ -105,10 +108,12 @@ def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
     )
 
 
-def libraries(engine: str) -> str:
+def libraries(engine: backends.Engine) -> str:
     """What takes part in the mathematics of an engine, torch first; finetune by its own source."""
     found = versions()
-    apart = {*TRACKERS, "finetune"} | (set() if engine == "deepspeed" else {"deepspeed"})
+    packages = {each.package.lower(): name for name, each in TRAITS.items() if each.package}
+    others = {package for package, name in packages.items() if name != engine}
+    apart = {*TRACKERS, "finetune"} | others
     names = sorted(found.keys() - apart, key=lambda name: (name != "torch", name))
     named = [f"{name} {found[name]}" for name in names]
     return ", ".join([*named, f"finetune {_source()}"])
@@ -148,7 +153,7 @@ def agree(everybody: list[Identity]) -> str:
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Size of one checkpoint: fp32 weights, optimizer state, and what is usable by itself."""
     recipe = engine.plan.recipe
-    trained = sum(checkpoint.whole_shape(p).numel() for _, p in engine.trained())
+    trained = sum(whole_shape(p).numel() for _, p in engine.trained())
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision == "fp32" else 2
     # A tokenizer's JSON takes up to about 100 bytes a token.

@@ -25,7 +25,8 @@ from finetune.checkpoints.saver import Saver, restore_best
 from finetune.data.audit import MEANT, beyond_context, identity, mistakes
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
@@ -97,7 +98,7 @@ def train(
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
         with Interruption() as interruption:
-            engine = Engine(settled, nvme, timeout)
+            engine = build(settled, nvme, timeout)
             return Training(engine, run, options, interruption).go()
     finally:
         if settled.processes == 1:

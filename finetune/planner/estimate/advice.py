@@ -74,8 +74,7 @@ def scheme_of(layout: Layout, precision: str) -> Scheme:
     """How an engine holds weights in a precision."""
     if precision == "fp32":
         return "fp32"
-    schemes: dict[str, Scheme] = {"fsdp": "fsdp", "deepspeed": "deepspeed"}
-    return schemes.get(layout.engine, "autocast")
+    return layout.traits.scheme
 
 
 def option(workload: Workload, machine: Machine) -> Option:
@@ -99,7 +98,9 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     shape = workload.shape
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
     trained = workload.trained * float(workload.compute)
-    own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
+    own = workload.gradient_width
+    if workload.layout.traits.reduces_as_computed:
+        own = workload.compute
     reduced = workload.sharded * float(gradient_width or own)
     return communication.volume(
         workload.layout,

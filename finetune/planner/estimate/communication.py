@@ -52,12 +52,12 @@ def volume(
         synchronise_each: FSDP reduces after every micro-batch instead of keeping whole gradients.
         kept_bytes: weights that FSDP keeps gathered from the forward to the backward pass.
     """
-    share, steps = ring(layout.group), accumulation
-    if layout.engine == "single" or layout.processes == 1:
+    share, steps, traits = ring(layout.group), accumulation, layout.traits
+    if traits.alone or layout.processes == 1:
         return Volume()
-    if layout.engine == "ddp":
+    if not traits.shards:
         return Volume(gradients=2 * gradient_bytes * share)
-    if layout.engine == "deepspeed":
+    if not traits.shards_all:
         # Stage 1 reduces once; 2 and 3 keep only their part, and so reduce every micro-batch.
         reduced = gradient_bytes * (1 if layout.shard == "optimizer" else steps)
         gathered = 2 * steps * weight_bytes if layout.shard == "params" else trained_weight_bytes

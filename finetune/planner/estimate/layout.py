@@ -5,6 +5,7 @@ from typing import Literal
 
 from finetune.backend import Backend, Engine, Offload, Shard
 from finetune.errors import FinetuneError
+from finetune.planner.engines import TRAITS, Traits
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -39,6 +40,16 @@ class Layout:
             )
 
     @property
+    def traits(self) -> Traits:
+        """What the engine is like."""
+        return TRAITS[self.engine]
+
+    @property
+    def for_own_module(self) -> bool:
+        """Whether a weight is whole while its own module runs, and only then (ZeRO-3)."""
+        return self.shard == "params" and self.traits.for_own_module
+
+    @property
     def group(self) -> int:
         """Processes over which state is sharded."""
         return self.processes // self.replicas
@@ -53,7 +64,7 @@ class Layout:
             return name
         if self.device == "nvme":
             return f"{name}_nvme"
-        partial = self.engine == "deepspeed" and self.shard == "params"
+        partial = self.traits.masters and self.shard == "params"
         optimizer_only = partial and self.offload == "optimizer"
         return f"{name}_offload_optimizer" if optimizer_only else f"{name}_offload"
 
@@ -62,7 +73,7 @@ class Layout:
 
         FSDP2's shards of parameters stay shards; what SHARD_GRAD_OP keeps gathered are copies.
         """
-        if self.engine == "fsdp" and self.shard != "none":
+        if self.traits.shards_all and self.shard != "none":
             return self.group
         order = ("optimizer", "grads", "params")
         sharded = self.shard != "none" and order.index(self.shard) >= order.index(what)

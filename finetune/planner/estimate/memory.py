@@ -253,7 +253,7 @@ class _Step:
         workload = self.workload
         if self.deepspeed:
             return deepspeed.updating(workload)
-        if workload.layout.engine == "deepspeed" and workload.layout.offload == "none":
+        if workload.layout.traits.masters and workload.layout.offload == "none":
             partition = workload.trained / workload.layout.share("optimizer")
             return 4.0 * partition if workload.gradient_width == 2 else 0.0
         if workload.stepping == "foreach":

@@ -31,7 +31,7 @@ class Totals:
 
 
 def _ratios(workload: Workload) -> tuple[float, float, float]:
-    sharded = workload.layout.engine in ("fsdp", "deepspeed") and workload.layout.group > 1
+    sharded = workload.layout.traits.shards and workload.layout.group > 1
     return FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
 
 

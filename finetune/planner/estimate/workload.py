@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from finetune.planner.engines import Scheme
 from finetune.planner.estimate.adapters import (
     HEADS,
     TABLES,
@@ -19,7 +20,6 @@ from finetune.planner.shapes.architecture import Architecture, Matrix
 
 Checkpointing = Literal["none", "full", "attention", "selective"]
 """What layers recompute: nothing, all, all but attention, or every second matrix product."""
-Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
 """How weights are held and computed with: all fp32; all bf16; fp32 weights under autocast; fp32
 shards gathered in bf16; bf16 weights with fp32 masters in the optimizer."""
 Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
@@ -201,7 +201,7 @@ class Workload:
     def sharded(self) -> int:
         """Trained parameters as the shards of all processes hold them, FSDP2's padding counted."""
         layout = self.layout
-        if self.adapter is None or layout.engine != "fsdp" or layout.group == 1:
+        if self.adapter is None or not layout.traits.shards_all or layout.group == 1:
             return self.trained
         return self.adapter.padded(layout.group)
 
@@ -261,8 +261,7 @@ class Workload:
     def _groups(self) -> bool:
         """Whether adapters can be grouped here: ZeRO-3 gathers each layer for itself, and the
         matrices of GPT-2 lie the other way round."""
-        gathered = self.layout.engine == "deepspeed" and self.layout.shard == "params"
-        return not gathered and self.shape.kind != "gpt2"
+        return not self.layout.for_own_module and self.shape.kind != "gpt2"
 
     @property
     def paged(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from finetune.backend import Backend
+from finetune.planner.engines import TRAITS
 from finetune.planner.kernels import model_fields
 from finetune.recipe import Recipe
 
@@ -53,7 +54,7 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
         name: What the recipe calls the model.
         fields: Of its `config.json`.
         asked: `model.quantization`.
-        backend: FSDP shards floating point tensors only.
+        backend: its engine may shard floating point tensors only.
     """
     kind = stored_kind(fields)
     if kind is None:
@@ -66,7 +67,11 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
                 f"{have} ({BITSANDBYTES[kind]} of bitsandbytes), and model.quantization is "
                 f"'{asked}'; set model.quantization={kind} and an adapter, or {unquantised}"
             )
-        elif kind == "nf4" and backend.engine == "fsdp" and "float" not in storage_of(fields):
+        elif (
+            kind == "nf4"
+            and TRAITS[backend.engine].floats_only
+            and "float" not in storage_of(fields)
+        ):
             yield (
                 f"{have} packed in {storage_of(fields)}, and {backend.name} shards floating point "
                 f"tensors only; {unquantised}, or use a backend that keeps parameters whole "

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from finetune.cache import cache
 from finetune.data.chat.render import load_chat
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.models import soundness, targets
 from finetune.models.load_checks import token_rows

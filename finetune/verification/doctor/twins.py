@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.data.collate import collate
 from finetune.data.store import Rows
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build
 from finetune.models import model as models
 from finetune.models.quantization import keep_unpacked, quantization_config
 from finetune.planner import plan
@@ -61,7 +62,7 @@ def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
     Raises:
         FinetuneError: the recipe cannot be planned, or its model cannot be built.
     """
-    engine = Engine(plan(recipe, "single", 1, "fp32"), folder, datetime.timedelta(minutes=1))
+    engine = build(plan(recipe, "single", 1, "fp32"), folder, datetime.timedelta(minutes=1))
     try:
         network = models.build(engine, recipe.seed)
         give_effect(network)

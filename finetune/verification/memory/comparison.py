@@ -289,16 +289,8 @@ def notes(plan: Plan, sharded: bool) -> list[str]:
     """What the trace does not show, or shows otherwise than training runs it."""
     model, backend, found = plan.recipe.model, plan.backend, list[str]()
     rest = "its sharding, its buckets and its traffic are not verified"
-    if backend.engine == "deepspeed":
-        found.append(
-            "DeepSpeed's engine cannot be traced without its processes: only the same work on one "
-            f"device was; {rest}"
-        )
-    if backend.engine == "ddp":
-        found.append(
-            "DDP's reducer reads real memory and cannot be traced: only the same work on one "
-            f"device was; {rest}"
-        )
+    if plan.traits.untraced:
+        found.append(f"{plan.traits.untraced}: only the same work on one device was; {rest}")
     if sharded and backend.offload != "none":
         found.append("states that lie in host memory are left out of both columns")
     if model.activation_checkpointing == "offload":

@@ -20,7 +20,8 @@ from finetune.verification.memory.comparison import Verification
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     """Trace a step of the real model with fake tensors, and hold the formulas against it.
 
-    FSDP is traced as rank 0 of the whole job; other engines as the same work on one device.
+    Where the engine can be traced so, as rank 0 of the whole job, else as the same work on one
+    device.
 
     Args:
         workload: what the formulas are asked; None where they do not know the model.
@@ -29,7 +30,7 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
         FinetuneError: the model cannot be traced; it says why.
     """
     backend = settled.backend
-    sharded = backend.engine == "fsdp" and settled.processes > 1
+    sharded = settled.traits.traced and settled.processes > 1
     traced = settled if sharded else comparison.alone(settled)
     steps = _rehearse(traced)
     layers = comparison.layers_of(config_of(settled.recipe)[0])

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.data.collate import MicroBatch
-from finetune.distributed import accelerator
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
+from finetune.distributed.build import build as build_engine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.training import optim
@@ -71,7 +70,7 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
     """
     register()
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
-        engine = Engine(plan, Path(scratch), datetime.timedelta(minutes=5))
+        engine = build_engine(plan, Path(scratch), datetime.timedelta(minutes=5))
         steps: list[Rehearsed] = []
         for layers in sizes:
             # A tensor of another mode's would be copied, and its bytes counted twice.
@@ -119,11 +118,7 @@ class _Step:
     def _prepare(self, network: nn.Module) -> None:
         """`Engine.prepare` in two parts: Accelerate 1.15 finds FSDP2's parameters by address."""
         engine = self.engine
-        if self.plan.backend.engine == "fsdp":
-            engine.model = fsdp2_prepare_model(engine.accelerator, network)
-            accelerator.keep_compute_type_between_units(engine.model)
-        else:
-            engine.model = engine.accelerator.prepare_model(network, device_placement=False)
+        engine.wrap_alone(network)
         engine.optimizers = optim.build(
             engine.model, self.plan.recipe.optim, self.plan.lr, engine.device
         )

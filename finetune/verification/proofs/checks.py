@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from finetune.checkpoints.checkpoint import progress_of, read_manifest
-from finetune.distributed.fragments import Reader
+from finetune.distributed.reader import Reader
 from finetune.planner import Plan
 from finetune.runs.run import Run
 from finetune.verification.proofs.proof import Check, Grid, Tolerance
@@ -51,14 +51,14 @@ _HELD = ("parameters", "gradients", "optimizer")
 def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     """Fewest elements over all ranks together, and most on one of them."""
     backend, mesh = plan.backend, plan.mesh
-    zero = backend.engine == "deepspeed"
+    zero = plan.traits.masters
     sharded = {
         "none": (),
         "optimizer": ("optimizer",),
         "grads": ("gradients", "optimizer"),
         "params": _HELD,
     }[backend.shard]
-    if backend.engine == "fsdp":  # SHARD_GRAD_OP reshards after the backward pass
+    if plan.traits.shards_all:  # SHARD_GRAD_OP reshards after the backward pass
         sharded = _HELD
     if what not in sharded:
         # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold. In

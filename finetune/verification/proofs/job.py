@@ -162,7 +162,7 @@ def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
     written, continued = crossing.written, crossing.continued
     run, reference = shop.crossing(crossing), shop.reference(written.kind)
     lost = shop.failed.get(run.root) or shop.failed.get(writer_of(shop, crossing).root)
-    asked = continued if written.plan.backend.engine == "single" else written
+    asked = continued if written.plan.traits.alone else written
     if lost:
         summary = f"{written.where}, continued by {continued.where}: {lost}"
         return Check(asked.kind, asked.backend, "resume", False, summary)

@@ -142,8 +142,8 @@ def start_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
 def writer_of(shop: Workshop, crossing: Crossing) -> Run:
     """The run whose checkpoint is continued: the reference stands for `single`."""
     written = crossing.written
-    single = written.plan.backend.engine == "single"
-    return shop.reference(written.kind) if single else shop.run(written)
+    alone = written.plan.traits.alone
+    return shop.reference(written.kind) if alone else shop.run(written)
 
 
 def cut_all(shop: Workshop, crossings: Sequence[Crossing]) -> None:

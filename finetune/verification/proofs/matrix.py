@@ -9,6 +9,7 @@ from pathlib import Path
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, plan
+from finetune.planner.engines import TRAITS
 from finetune.recipe import Recipe
 from finetune.verification.proofs.proof import Refused, Tolerance
 from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
@@ -107,7 +108,7 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
 
 def processes_of(machine: backends.Backend, asked: int) -> int:
     """Processes of a backend's runs: one, those asked for, or as many as several copies take."""
-    if machine.engine == "single":
+    if TRAITS[machine.engine].alone:
         return 1
     return asked if machine.shard_size is None else max(asked, machine.processes)
 
@@ -121,8 +122,9 @@ def divisor(request: Request) -> int:
 
 def _missing(machine: backends.Backend) -> str | None:
     """What a backend needs of this machine besides Python packages that are always there."""
-    if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return f"{machine.name} needs DeepSpeed: pip install deepspeed"
+    package = TRAITS[machine.engine].package
+    if package is not None and importlib.util.find_spec(package.lower()) is None:
+        return f"{machine.name} needs {package}: pip install {package.lower()}"
     if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
         return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
     return None
@@ -144,7 +146,7 @@ def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Cros
         alike = alike[pairs.index(pair) % len(alike) :] + alike if alike else []
         others = [narrow for other in alike if (narrow := _on(other, 1)) is not None]
         single = single_of(pair)
-        if pair.plan.backend.engine == "single":
+        if pair.plan.traits.alone:
             wide = [other for other in alike if other.plan.processes > 1]
             yield from (Crossing(pair, other) for other in wide[:1])
             continue

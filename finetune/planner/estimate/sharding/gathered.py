@@ -16,7 +16,7 @@ class Gathered:
     @property
     def fsdp(self) -> bool:
         """Whether FSDP shards over several processes."""
-        return self.workload.layout.engine == "fsdp" and self.workload.layout.group > 1
+        return self.workload.layout.traits.shards_all and self.workload.layout.group > 1
 
     @property
     def _layers(self) -> int:
@@ -85,12 +85,12 @@ class Gathered:
         """Whether weights come from elsewhere, processes or the host, when they are needed."""
         layout = self.workload.layout
         streams = layout.group > 1 or layout.offload == "all"
-        return streams and (layout.engine == "fsdp" or layout.shard == "params")
+        return streams and (layout.traits.shards_all or layout.shard == "params")
 
     @property
     def _stays_gathered(self) -> bool:
         """Whether FSDP keeps units from the forward to the backward pass."""
-        return self.workload.layout.engine == "fsdp" and self.workload.layout.shard == "grads"
+        return self.workload.layout.traits.shards_all and self.workload.layout.shard == "grads"
 
     def forward(self) -> float:
         """Weights gathered while the last layer runs forwards: its own in two copies."""
@@ -113,17 +113,17 @@ class Gathered:
             return (self._layers - index) * workload.unit_bytes + outer
         if apart and not workload.shape.tied and index and index == self._layers - 1:
             return workload.unit_bytes + self._table
-        outer = workload.outer_bytes if layout.engine == "fsdp" and workload.root_unit else 0.0
+        outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
         if apart and workload.shape.tied:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = min(2, self._layers) * workload.unit_bytes
-        if layout.engine == "fsdp":
+        if layout.traits.shards_all:
             return outer + ahead
         return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
 
     def _reused(self) -> float:
         """Weights that ZeRO-3 keeps from the forward to the backward pass: the last ones."""
-        if self.workload.layout.engine != "deepspeed":
+        if not self.workload.layout.traits.keeps_reused:
             return 0.0
         return min(self._everything, 2.0 * LIVE_PARAMETERS / 2)
 

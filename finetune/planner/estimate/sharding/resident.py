@@ -37,11 +37,11 @@ def state(workload: Workload) -> dict[str, float]:
 def _buckets(workload: Workload) -> float:
     """Copies of gradients that are being reduced."""
     layout, trained = workload.layout, workload.trained
-    if layout.engine == "ddp" and layout.processes > 1:
+    if layout.traits.copies_gradients and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
     if deepspeed.accumulates(workload):
         return deepspeed.standing_bucket(workload)
-    if layout.engine == "deepspeed" and layout.shard != "optimizer":
+    if layout.traits.masters and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0
 
@@ -82,7 +82,5 @@ def host(workload: Workload) -> float:
     frozen = 0.0
     if layout.offload == "all":
         frozen = (workload.frozen_bytes - workload.scale_bytes) / group
-    if layout.engine == "fsdp":
-        return waiting + 16.0 * trained / group + frozen
-    each = 18 if layout.offload == "all" else 16
-    return waiting + (each * trained / group + frozen) * 1.5
+    each, buffers = layout.traits.host_elements[layout.offload], layout.traits.host_buffers
+    return waiting + (each * trained / group + frozen) * buffers

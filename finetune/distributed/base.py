@@ -1,0 +1,443 @@
+"""The engine that Accelerate builds for a plan, driven one step at a time.
+
+Each engine is a subclass in a file of its own: it says what Accelerate is given, compares what was
+built with what was asked, and knows how a step is taken and where each trained element is. On a
+machine without an accelerator every engine runs for real over gloo, with the same configuration
+files.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.planner import Plan
+from finetune.process import rendezvous
+
+T = TypeVar("T")
+
+Compare = Callable[[str, object, object], None]
+"""Notes a difference: what it is in, what the plan has, what was built."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Elements that one rank holds between steps.
+
+    Gradients: just before the optimizer's step, or, where each micro-batch is reduced, after the
+    step's first.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Elements of the first moment in memory (none while it lies on a disk)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + numel) of a flattened parameter, with their optimizer state.
+
+    `values["weight"]` is the fp32 weight; the others are optimizer state by the optimizer's own
+    names. Each is flat. `whole` holds state of another size and `scalars` plain numbers.
+    """
+
+    name: str
+    start: int
+    values: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+Read = Callable[[str, str, int, int], torch.Tensor]
+"""(name, key, start, numel) -> the flat elements from a checkpoint."""
+
+
+class Engine(abc.ABC):
+    """One process's end of the job: the accelerator, the model, and how a step is taken."""
+
+    kinds: ClassVar[frozenset[DistributedType]]
+    """What Accelerate calls it."""
+
+    def __init__(self, plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> None:
+        """Build the Accelerator of this process.
+
+        Args:
+            nvme_path: folder for a backend that offloads to a disk.
+            timeout: how long a collective waits for the other processes.
+
+        Raises:
+            FinetuneError: Accelerate built something else than the plan asks for.
+        """
+        self.plan = plan
+        if attempt := rendezvous.restarts():
+            _meet_apart_from_earlier_attempts(attempt)
+        self.settle_libraries()
+        rendezvous.announce_wait()
+        self.accelerator = Accelerator(
+            # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=plan.accumulation, sync_with_dataloader=False
+            ),
+            mixed_precision="bf16" if plan.backend.precision == "bf16" else "no",
+            **self.plugin(nvme_path, timeout),
+        )
+        self._refuse_difference()
+        self.model: nn.Module = nn.Module()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.control = group_on_host(self.device) if self.world > 1 else None
+        self.held_gradients: int | None = None
+        self.notes: list[str] = []
+        """What is to be said of how the model was prepared."""
+
+    # What an engine is ---------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        """What Accelerate is given besides accumulation and precision."""
+
+    def settle_libraries(self) -> None:
+        """Before Accelerate is built.
+
+        Accelerate 1.15 loads DeepSpeed to see whether a model of another engine is one of its own.
+        That takes half a second, and an installation of DeepSpeed that is broken ends a run of
+        FSDP.
+        """
+        without_deepspeed(True)
+
+    def compare_built(self, compare: Compare) -> None:
+        """Compare what Accelerate built with the plan, besides what every engine has."""
+        return
+
+    def compare_wrapped(self, compare: Compare) -> None:
+        """Compare what the model was wrapped in with the plan, on the wrapper itself."""
+        return
+
+    @abc.abstractmethod
+    def fragments(self) -> Iterator[Fragment]:
+        """The fragments that this rank writes; together the ranks write each element once."""
+
+    @abc.abstractmethod
+    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+        """Fill this rank's fp32 weights and optimizer state from a checkpoint.
+
+        `extras(name)` gives the state of a parameter that is not cut, and its scalars.
+        """
+
+    # Where this process is -----------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's rows this process reads."""
+        return self.plan.mesh.data_rank(self.rank)
+
+    @property
+    def data_world(self) -> int:
+        """How many shares a step's rows are dealt to."""
+        return self.plan.mesh.data
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank talks to the person and writes the record."""
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    # The model -----------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without what the engine wrapped round it."""
+        return self.model
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters by name, in the same order on every rank."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, a model is not partitioned while it is built or loaded."""
+        yield
+
+    def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Hand model and optimizers to Accelerate, which shards them in place.
+
+        Raises:
+            FinetuneError: the model was wrapped in something else than the plan asks for.
+        """
+        self.wrap(model, optimizers)
+        differences: list[str] = []
+        compare = comparing(differences)
+        compare("engine", self.plan.backend.engine, wrapped_by(self.model))
+        if not differences:
+            self.compare_wrapped(compare)
+        if differences:
+            raise FinetuneError(*differences)
+
+    def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """`prepare` without the comparison."""
+        self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+
+    def wrap_alone(self, model: nn.Module) -> None:
+        """Wrap a model whose optimizers are made afterwards, on no device (a rehearsal)."""
+        self.model = self.accelerator.prepare_model(model, device_placement=False)
+
+    def gather_frozen_units(self) -> None:
+        """After a first forward pass: gather once what it did not enter, on every rank together."""
+        return
+
+    def reshard(self) -> None:
+        """Give back what forward passes without a backward pass left gathered."""
+        return
+
+    def close(self) -> None:
+        """Leave the job: trackers, then the process group."""
+        self.accelerator.end_training()
+
+    # A step --------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Accumulate the gradient of a micro-batch; ranks meet at the last one of a step.
+
+        The loss must already carry world x accumulation / terms: every engine divides by both.
+        """
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        self.accelerator.backward(loss)
+        if self.held_gradients is None and self.plan.synchronises_each:
+            self.held_gradients = self.gradient_elements()
+
+    def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Inside, a micro-batch that is not the last keeps its gradients to this rank."""
+        return contextlib.nullcontext()
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Clip, update, and clear the gradients.
+
+        Returns the norm before clipping, and whether the update was made: a gradient that is not
+        finite is dropped, on every rank alike, because its norm is that of the whole job.
+        """
+        self.before_step(lr)
+        norm = float(self.clip())
+        taken = math.isfinite(norm)
+        self.update(taken)
+        return norm, taken
+
+    def before_step(self, lr: float) -> None:
+        """Tell the optimizers the learning rate, and count the gradients of the first step."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        if self.held_gradients is None:
+            self.held_gradients = self.gradient_elements()
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradients of an engine that does not by itself; their norm before, a scalar."""
+        limit = self.plan.recipe.optim.max_grad_norm
+        bound = float("inf") if limit is None else limit
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def update(self, taken: bool) -> None:
+        """Let the optimizers use the gradients, or not, and clear them."""
+        for optimizer in self.optimizers:
+            if taken:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    # Ranks tell each other -----------------------------------------------------------------------
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks, in fp64."""
+        return self.meet(values, [])[0]
+
+    def largest(self, values: list[int]) -> list[int]:
+        """Element-wise maximum over all ranks."""
+        return self.meet([], values)[1]
+
+    def meet(self, summed: list[float], largest: list[int]) -> tuple[list[float], list[int]]:
+        """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
+
+        No accelerator has to be waited for. Integers are exact below 2**53.
+        """
+        if self.world == 1:
+            return [float(value) for value in summed], largest
+        mine = torch.tensor([*summed, *largest], dtype=torch.float64)
+        ranks = [torch.empty_like(mine) for _ in range(self.world)]
+        torch.distributed.all_gather(ranks, mine, group=self.control)
+        table = torch.stack(ranks)  # (world, values)
+        sums, maxima = table.sum(dim=0), table.amax(dim=0)
+        first = len(summed)
+        return sums[:first].tolist(), [int(value) for value in maxima[first:].tolist()]
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 has, on every rank; values of the others are not looked at."""
+        if self.world == 1:
+            return value
+        seen = [value]
+        torch.distributed.broadcast_object_list(seen, src=0, group=self.control)
+        return seen[0]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do something on rank 0; every rank gets its result, or raises its error."""
+        outcome: T | FinetuneError | None = None
+        if self.speaks:
+            try:
+                outcome = work()
+            except FinetuneError as error:
+                outcome = error
+            except OSError as error:
+                outcome = TrainingFailure(f"{error.filename}: {error.strerror}")
+        outcome = self.from_first(outcome)
+        if isinstance(outcome, FinetuneError):
+            raise outcome
+        return outcome  # type: ignore[return-value]
+
+    def gather(self, value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
+        """What each rank has, by rank, on every rank; over `group` where one is given."""
+        if self.world == 1:
+            return [value]
+        ranks: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(ranks, value, group=group or self.control)
+        return ranks
+
+    # What this rank holds ------------------------------------------------------------------------
+
+    def held(self) -> Held:
+        """What this rank holds; meaningful after the first step."""
+        parameters = sum(self.resident(parameter) for parameter in self.module.parameters())
+        return Held(parameters, self.held_gradients or 0, moment_elements(self.states()))
+
+    def resident(self, parameter: nn.Parameter) -> int:
+        """Elements of a parameter in this rank's memory between steps."""
+        return local(parameter.data).numel()
+
+    def gradient_elements(self) -> int:
+        """Elements of gradients in this rank's memory."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return sum(local(grad).numel() for grad in grads)
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        """The optimizers' state, of one tensor after the other."""
+        for optimizer in self.optimizers:
+            yield from optimizer.optimizer.state.values()  # type: ignore[attr-defined]
+
+    def _refuse_difference(self) -> None:
+        """Compare what Accelerate built with what the plan asked for.
+
+        Raises:
+            FinetuneError: with every difference; nothing must be trained on anything else.
+        """
+        differences: list[str] = []
+        compare, built = comparing(differences), self.accelerator
+        if built.distributed_type not in self.kinds:
+            asked = " or ".join(sorted(kind.value for kind in self.kinds))
+            compare("distributed type", asked, built.distributed_type.value)
+        compare("processes", self.plan.processes, built.num_processes)
+        compare("processes", rendezvous.world(), built.num_processes)
+        compare("accumulation", self.plan.accumulation, built.gradient_accumulation_steps)
+        compare("precision", self.plan.backend.precision, _precision(built))
+        if built.distributed_type in self.kinds:
+            self.compare_built(compare)
+        if differences:
+            raise FinetuneError(*differences)
+
+
+def comparing(differences: list[str]) -> Compare:
+    """What notes each difference between what the plan has and what was built."""
+
+    def compare(what: str, asked: object, built: object) -> None:
+        if asked != built:
+            differences.append(f"{what}: the plan has {asked}, Accelerate built {built}")
+
+    return compare
+
+
+def wrapped_by(model: nn.Module) -> str:
+    """The engine that a model was wrapped by."""
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if isinstance(model, FSDPModule):
+        return "fsdp"
+    return "deepspeed" if type(model).__name__ == "DeepSpeedEngine" else "single"
+
+
+def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None:
+    """Where ranks tell each other numbers and objects: a group of gloo, None for the default one.
+
+    On an accelerator the default group is its own library's: a rank that waits in it keeps the
+    device busy, waits for all that the device has to do, and is ended after the timeout.
+    """
+    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
+
+
+def on_cpu() -> bool:
+    """Whether this machine has no accelerator."""
+    return not torch.accelerator.is_available()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def moment_elements(states: Iterable[dict[str, Any]]) -> int:
+    """Elements of the first moments: the state of one kind with the most elements."""
+    totals: dict[str, int] = {}
+    for values in states:
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                totals[key] = totals.get(key, 0) + local(value).numel()
+    return max(totals.values(), default=0)
+
+
+def without_deepspeed(absent: bool) -> None:
+    """Let Accelerate believe that DeepSpeed is not installed, or see for itself."""
+    utilities = importlib.import_module("accelerate.utils.other")
+    installed = importlib.import_module("accelerate.utils.imports").is_deepspeed_available
+    utilities.is_deepspeed_available = (lambda: False) if absent else installed
+
+
+def _meet_apart_from_earlier_attempts(attempt: int) -> None:
+    """Give the processes of a restart keys of their own in the store of torch's agent.
+
+    torch 2.13 counts on a new store for each restart, but the static rendezvous that Accelerate
+    1.15 asks for keeps the first: a process may then read where one of the attempt before was
+    listening, and both wait for ever.
+    """
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides it
+    create = rendezvous._create_c10d_store
+
+    def apart(*words: Any, **named: Any) -> torch.distributed.Store:
+        return torch.distributed.PrefixStore(f"attempt-{attempt}", create(*words, **named))
+
+    rendezvous._create_c10d_store = apart
+
+
+def _precision(accelerator: Accelerator) -> str:
+    return {"bf16": "bf16", "no": "fp32"}.get(accelerator.mixed_precision, "unknown")

@@ -1,0 +1,345 @@
+"""DeepSpeed's ZeRO: flat partitions of what the stage says, with fp32 masters of its own."""
+
+import contextlib
+import datetime
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
+from torch import nn
+
+from finetune import backend as backends
+from finetune.distributed import deepspeed_nvme as nvme
+from finetune.distributed.base import (
+    Compare,
+    Engine,
+    Fragment,
+    Read,
+    on_cpu,
+    without_deepspeed,
+)
+from finetune.planner import Plan
+from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
+from finetune.process import rendezvous
+from finetune.process.start import collecting_later, compiling_later
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""State of AdamW, the only update rule that the planner lets a sharded backend run."""
+
+
+class DeepSpeed(Engine):
+    """ZeRO-1, 2 and 3, by the plan's `shard`."""
+
+    kinds = frozenset({DistributedType.DEEPSPEED})
+
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        cpu = on_cpu()
+        # Without gloo by name Accelerate 1.15 on CPU believes that each rank is alone.
+        group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timeout)
+        plugin = _plugin(self.plan, nvme_path, cpu)
+        return {"deepspeed_plugin": plugin, "kwargs_handlers": [group]}
+
+    def settle_libraries(self) -> None:
+        without_deepspeed(False)
+
+    def compare_built(self, compare: Compare) -> None:
+        stage = backends.ZERO_SHARDS[self.accelerator.state.deepspeed_plugin.zero_stage]
+        compare("shard", self.plan.backend.shard, stage)
+
+    def compare_wrapped(self, compare: Compare) -> None:
+        backend, model = self.plan.backend, self._engine
+        compare("shard", backend.shard, backends.ZERO_SHARDS[model.zero_optimization_stage()])
+        asked = {
+            "optimizer": (backend.offload != "none", model.zero_offload_optimizer()),
+            "parameters": (backend.offload == "all", model.zero_offload_param()),
+        }
+        for what, (offloads, built) in asked.items():
+            device = "none" if built is None else built.device
+            compare(f"offload of {what}", backend.device if offloads else "none", device)
+        limit = self.plan.recipe.optim.max_grad_norm or 0.0
+        compare("max_grad_norm", limit, model.gradient_clipping())
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's own engine, which is what the model was wrapped in."""
+        return self.model
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, ZeRO-3 does not partition a model while it is built or loaded.
+
+        Accelerate 1.15's `zero3_init_context_manager(enable=False)` leaves transformers' own
+        reference to the configuration in place, and so partitions all the same.
+        """
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        plugin = self.accelerator.state.deepspeed_plugin
+        plugin.dschf = None
+        unset_hf_deepspeed_config()
+        yield
+        plugin.set_deepspeed_weakref()
+
+    def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._fit_buckets(model)
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        with without_values():
+            super().wrap(model, optimizers)
+        _restore_buffers(self.module, buffers)
+
+    def _fit_buckets(self, model: nn.Module) -> None:
+        """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
+
+        DeepSpeed 0.19 allocates one of 500 million elements whole, for an adapter of four too.
+        """
+        plugin = self.accelerator.state.deepspeed_plugin
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
+        bucket = min(REDUCE_BUCKET, sum(sizes))
+        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """`accelerator.backward` would also take the optimizer's step."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        self._engine.backward(loss)
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """DeepSpeed 0.19 drops a gradient that is not finite in every stage and precision."""
+        self.before_step(lr)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()), not self._engine.optimizer.overflow
+
+    def resident(self, parameter: nn.Parameter) -> int:
+        partition = getattr(parameter, "ds_tensor", None)  # set by ZeRO-3 only
+        if partition is None:
+            return super().resident(parameter)
+        return max(parameter.numel(), partition.numel())  # whole while persistent, else empty
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.optimizers:
+            yield from optimizer.optimizer.optimizer.state.values()  # type: ignore[attr-defined]
+
+    def gradient_elements(self) -> int:
+        stage = self._engine.zero_optimization_stage()
+        return super().gradient_elements() + _zero_gradient_elements(self._engine.optimizer, stage)
+
+    def fragments(self) -> Iterator[Fragment]:
+        cut = self.plan.backend.shard == "params"
+        return self._slices() if cut else self._pieces()
+
+    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+        if self.plan.backend.shard == "params":
+            self._restore_slices(read, extras)
+        else:
+            self._restore_pieces(read, extras)
+
+    # ZeRO-1 and ZeRO-2: pieces of one flat fp32 partition per parameter group ---------------------
+
+    @property
+    def _base(self) -> torch.optim.Optimizer:
+        return self._engine.optimizer.optimizer
+
+    def _partition(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The flat fp32 partition that holds this rank's piece of a parameter."""
+        group = parameter._hp_mapping.param_group_index  # type: ignore[attr-defined]
+        return self._base.param_groups[group]["params"][0]
+
+    def _pieces(self) -> Iterator[Fragment]:
+        for name, parameter in self.trained():
+            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:  # no piece of it on this rank
+                continue
+            state = self._base.state.get(self._partition(parameter), {})
+            place = mapping.get_hp_fragment_address()
+            values = {"weight": mapping.get_hp_fragment().detach()}
+            values |= {
+                key: state[key].narrow(0, place.start, place.numel)
+                for key in MOMENTS
+                if key in state
+            }
+            scalars = {"step": float(state["step"])} if "step" in state else {}
+            yield Fragment(name, mapping.lp_fragment_address.start, values, scalars=scalars)
+
+    def _restore_pieces(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+        base = self._base
+        for name, parameter in self.trained():
+            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue
+            partition, place = self._partition(parameter), mapping.get_hp_fragment_address()
+            start = mapping.lp_fragment_address.start
+            mapping.get_hp_fragment().data.copy_(read(name, "weight", start, place.numel))
+            extra = extras(name)
+            if not extra.scalars:
+                continue
+            if partition not in base.state:
+                base.state[partition] = _fresh_state(partition, extra.scalars["step"])
+            for key in MOMENTS:
+                target = base.state[partition][key].narrow(0, place.start, place.numel)
+                target.copy_(read(name, key, start, place.numel))
+
+    # ZeRO-3: a slice of each parameter, padded on the last rank -----------------------------------
+
+    def _places(self) -> Iterator[tuple[str, nn.Parameter, int, int]]:
+        """Name, parameter, first element and number of elements (without padding) here."""
+        for name, parameter in self.trained():
+            zero: Any = parameter
+            size = zero.ds_tensor.ds_numel
+            start = self.rank * size
+            yield name, parameter, start, max(0, min(size, zero.ds_numel - start))
+
+    def _steps(self) -> float | None:
+        """The optimizer's own count of steps, None before the first."""
+        for state in self._base.state.values():
+            if "step" in state:
+                return float(state["step"])
+        return None
+
+    def _slices(self) -> Iterator[Fragment]:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        step = self._steps()
+        for name, parameter, start, size in self._places():
+            values = {"weight": safe_get_local_fp32_param(parameter).detach()[:size].clone()}
+            if step is not None:
+                for key in MOMENTS:
+                    state = safe_get_local_optimizer_state(parameter, key)
+                    values[key] = state.detach()[:size].clone()
+            yield Fragment(name, start, values, scalars={} if step is None else {"step": step})
+
+    def _restore_slices(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        places = list(self._places())
+        steps = extras(places[0][0]).scalars
+        if steps:
+            self._make_states(steps["step"])
+        for name, parameter, start, size in places:
+            padding = parameter.ds_tensor.ds_numel - size  # type: ignore[attr-defined]
+
+            def partition(key: str, place=(name, start, size, padding)) -> torch.Tensor:
+                name, start, size, padding = place
+                values = read(name, key, start, size) if size else torch.zeros(0)
+                return nn.functional.pad(values, (0, padding)).to(self.device)
+
+            safe_set_local_fp32_param(parameter, partition("weight"))
+            for key in MOMENTS if steps else ():
+                safe_set_local_optimizer_state(parameter, partition(key), key)
+
+    def _make_states(self, step: float) -> None:
+        """Give every fp32 partition the state that the optimizer would make at its first step."""
+        zero = self._engine.optimizer
+        for index, partition in enumerate(zero.fp32_partitioned_groups_flat):
+            on_disk = zero._swappable_optimizer_subgroup(index)
+            if on_disk:
+                zero._optimizer_states_and_gradient_swap_in(index)
+            zero.optimizer.state[partition] = _fresh_state(partition, step)
+            if on_disk:
+                zero._optimizer_states_and_gradient_swap_out(index)
+
+
+def _fresh_state(partition: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
+    state = {key: torch.zeros_like(partition.data) for key in MOMENTS}
+    return state | {"step": torch.tensor(step, device=partition.device)}
+
+
+def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
+    backend, recipe = plan.backend, plan.recipe
+    _load_deepspeed(cpu)
+    stage = next(stage for stage, shard in backends.ZERO_SHARDS.items() if shard == backend.shard)
+    optimizer_device = backend.device if backend.offload != "none" else "none"
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage,
+        gradient_accumulation_steps=plan.accumulation,
+        offload_optimizer_device=optimizer_device,
+        offload_param_device=backend.device if backend.offload == "all" else "none",
+        offload_optimizer_nvme_path=str(nvme_path),
+        offload_param_nvme_path=str(nvme_path),
+        zero3_init_flag=backend.zero_init,
+        zero3_save_16bit_model=stage == 3,
+    )
+    config = plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = recipe.batch.micro_rows
+    # Accelerate drops a clipping of 0 and DeepSpeed 0.19 then clips at 1.0: it is always written.
+    config["gradient_clipping"] = recipe.optim.max_grad_norm or 0.0
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW: no compiler needed
+    zero = config["zero_optimization"]
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
+        zero["stage3_prefetch_bucket_size"] = "auto"
+    if backend.device == "nvme":
+        nvme.require_async_io(print if rendezvous.rank() == 0 else _silent)
+        nvme.require_room(plan, nvme_path, rendezvous.neighbours())
+        nvme.configure(config, plan)
+    return plugin
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _load_deepspeed(cpu: bool) -> None:
+    """DeepSpeed, which only its own backends need, without compiling what training never uses.
+
+    Version 0.19 builds `deepspeed_shm_comm` at start on CPU, used by inference only, and hands the
+    Muon optimizer, which each engine asks for, to `torch.compile`.
+    """
+    with collecting_later(), compiling_later():
+        import deepspeed
+
+        with contextlib.suppress(ImportError):  # a version without it
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    if cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, a parameter is described without its values.
+
+    ZeRO-3 of DeepSpeed 0.19 reads and formats those of every parameter for a message that it does
+    not print.
+    """
+    described = nn.Parameter.__repr__
+    nn.Parameter.__repr__ = object.__repr__
+    try:
+        yield
+    finally:
+        nn.Parameter.__repr__ = described
+
+
+def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Undo the rounding of buffers: DeepSpeed 0.19 puts them into the type that it computes with.
+
+    Among them are the biases that choose experts, which transformers keeps in fp32.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.dtype != before[name].dtype:
+            buffer.data = before[name].to(buffer.device)
+
+
+def _zero_gradient_elements(zero: Any, stage: int) -> int:
+    """Elements of reduced gradients on this rank, where DeepSpeed 0.19 keeps them.
+
+    ZeRO-1 in bf16 accumulates whole gradients in fp32. With the optimizer offloaded it is the
+    gradient of the fp32 partition; else a list per group.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if isinstance(zero, BF16_Optimizer):  # ZeRO-1 in bf16 with fp32 accumulation
+        return sum(flat.numel() for flat in zero.fp32_groups_gradients_flat)
+    if stage == 3:
+        partitions = zero.fp32_partitioned_groups_flat
+    else:
+        partitions = [p for group in zero.optimizer.param_groups for p in group["params"]]
+    offloaded = sum(p.grad.numel() for p in partitions if p.grad is not None)
+    if offloaded:
+        return offloaded
+    groups = [group for group in zero.averaged_gradients.values() if group is not None]
+    return sum(grad.numel() for group in groups for grad in group)

@@ -1,0 +1,204 @@
+"""FSDP2: each parameter, its gradient and optimizer state cut into rows, in one copy or several."""
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+)
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from finetune.distributed.base import Compare, on_cpu
+from finetune.distributed.gloo_shared_memory import share_memory
+from finetune.distributed.native import Native
+from finetune.planner.mesh import Mesh
+
+
+class Fsdp(Native):
+    """Accelerate's FSDP, version 2."""
+
+    kinds = frozenset({DistributedType.FSDP})
+
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        cpu, group = on_cpu(), InitProcessGroupKwargs(timeout=timeout)
+        if cpu:
+            select_fsdp_on_cpu(group)
+        given = {"cpu": cpu, "fsdp_plugin": self._fsdp_plugin(cpu), "kwargs_handlers": [group]}
+        mesh = self.plan.mesh
+        if self.plan.backend.shard_size is not None:
+            given["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=mesh.replicate, dp_shard_size=mesh.shard
+            )
+        return given
+
+    def _fsdp_plugin(self, cpu: bool) -> FullyShardedDataParallelPlugin:
+        backend = self.plan.backend
+        policy = None
+        if backend.precision == "bf16":
+            # Accelerate's default reduces gradients in bf16 and returns bf16 logits.
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        return FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=backend.shard == "params",
+            # Pinned memory does not exist without an accelerator.
+            cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if backend.offload == "all" else False,
+            mixed_precision_policy=policy,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+        )
+
+    def compare_built(self, compare: Compare) -> None:
+        backend, fsdp = self.plan.backend, self.accelerator.state.fsdp_plugin
+        compare("fsdp_version", 2, fsdp.fsdp_version)
+        compare("reshard_after_forward", backend.shard == "params", fsdp.reshard_after_forward)
+        compare("offload", backend.offload == "all", isinstance(fsdp.cpu_offload, CPUOffloadPolicy))
+
+    def compare_wrapped(self, compare: Compare) -> None:
+        """FSDP2's own state of each of its modules, which torch 2.13 keeps in private attributes.
+
+        Accelerate 1.15 leaves the head, and what is in no block, whole from forward to backward.
+        """
+        model, backend = self.model, self.plan.backend
+        blocks = {
+            block for each in model.modules() if isinstance(each, nn.ModuleList) for block in each
+        }
+        whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        compare("parameters that are not sharded", [], whole[:3])
+        for name, module in _units(model):
+            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+            if group is None:  # all of its parameters belong to modules within it
+                continue
+            place = f"of {name or 'the model'}"
+            compare(f"mesh {place}", self.plan.mesh, _mesh_of(group.mesh_info))
+            reshards = group.post_forward_mesh_info is not None
+            if module in blocks:
+                compare(f"reshard_after_forward {place}", backend.shard == "params", reshards)
+            if module is not model:
+                output = module._get_fsdp_state()._mp_policy.output_dtype
+                compare(f"output type {place}", None, output)
+            offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
+            compare(f"offload {place}", backend.offload == "all", offloaded)
+
+    def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().prepare(model, optimizers)
+        if self.device.type == "cpu" and self.world > 1:
+            copies = self.plan.mesh.replicate > 1
+            reason = "there are several copies" if copies else share_memory(self.model)
+            if reason is not None:
+                self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
+
+    def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._name_units(model)
+        super().wrap(model, optimizers)
+        _keep_compute_type_between_units(self.model)
+
+    def wrap_alone(self, model: nn.Module) -> None:
+        self.model = fsdp2_prepare_model(self.accelerator, model)
+        _keep_compute_type_between_units(self.model)
+
+    def _name_units(self, model: nn.Module) -> None:
+        """Let FSDP2 wrap the classes of blocks that the model has.
+
+        Accelerate 1.15 ends with an error where transformers names one that it does not have:
+        Gemma 3 has the vision half of SigLIP, whose text half is named too.
+        """
+        there = {type(module).__name__ for module in model.modules()}
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        if named & there and named - there:
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.transformer_cls_names_to_wrap = sorted(named & there)
+
+    def gather_frozen_units(self) -> None:
+        """Gather once each unit in which nothing is trained.
+
+        A unit that no forward pass enters (the vision tower of a model that reads text) otherwise
+        lacks what torch 2.13 looks at after a backward pass that accumulates.
+        """
+        for _, module in _units(self.model):
+            group = module._get_fsdp_state()._fsdp_param_group
+            params = [] if group is None else group.fsdp_params
+            if params and not any(each.sharded_param.requires_grad for each in params):
+                module.unshard()
+                module.reshard()
+
+    def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Each micro-batch may be reduced: the plan says when. Copies are summed at the last."""
+        if self.plan.mesh.replicate > 1:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_all_reduce(last)
+        if last or self.plan.synchronises_each:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(self.model)
+
+    def reshard(self) -> None:
+        """Shards in place of what is whole (torch 2.13).
+
+        The outermost module, and with SHARD_GRAD_OP every module, would else show whole parameters
+        in bf16 in place of the fp32 shards that are trained and saved.
+        """
+        for _, module in _units(self.model):
+            module.reshard()
+
+    def copies(self) -> tuple[int, int]:
+        mesh = self.plan.mesh
+        return mesh.replicate, mesh.place(self.rank)["replicate"]
+
+    def first_element(self, parameter: nn.Parameter) -> int:
+        """FSDP2 cuts the first dimension."""
+        data = parameter.data
+        if not isinstance(data, DTensor):
+            return 0
+        _, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, data.device_mesh, data.placements
+        )
+        return offsets[0] * parameter.shape[1:].numel()
+
+
+def _mesh_of(info: Any) -> Mesh:
+    """The mesh of a unit of FSDP2 (torch 2.13): with one axis it shards, with two it copies too."""
+    replicate = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
+    return Mesh(replicate=replicate, shard=info.shard_mesh_size)
+
+
+def select_fsdp_on_cpu(group: InitProcessGroupKwargs) -> None:
+    """Make Accelerate choose FSDP on a machine without an accelerator.
+
+    Accelerate 1.15 promotes to FSDP from MULTI_GPU only, not from MULTI_CPU, and then trains plain
+    DDP without a word. Told that it is MULTI_GPU, its own FSDP branch runs, over gloo.
+    """
+    state = PartialState(cpu=True, **group.to_kwargs())
+    state.distributed_type = DistributedType.MULTI_GPU
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def _keep_compute_type_between_units(model: nn.Module) -> None:
+    """Let FSDP2's units hand on what they computed; only the model as a whole returns fp32.
+
+    Accelerate 1.15 gives each unit the policy of the whole: a block's bf16 output goes to fp32, and
+    the next block casts it back, with its gradient the other way round. No digit comes of that.
+    """
+    for _, module in _units(model):
+        if module is not model:
+            state = module._get_fsdp_state()
+            state._mp_policy = dataclasses.replace(state._mp_policy, output_dtype=None)

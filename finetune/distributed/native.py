@@ -1,0 +1,124 @@
+"""One process, and DistributedDataParallel: weights and optimizer state are whole everywhere."""
+
+import contextlib
+import datetime
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch import nn
+
+from finetune.distributed.base import Engine, Fragment, Read, local, on_cpu
+
+
+class Native(Engine):
+    """One process, and what all engines have in common whose optimizers are torch's own."""
+
+    kinds = frozenset({DistributedType.NO})
+
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        return {"cpu": on_cpu(), "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
+
+    def first_element(self, parameter: nn.Parameter) -> int:
+        """Where this rank's part begins in the flattened parameter."""
+        return 0
+
+    def copies(self) -> tuple[int, int]:
+        """How many ranks hold the same part, and which of them this is: each writes a share."""
+        return 1, 0
+
+    def fragments(self) -> Iterator[Fragment]:
+        states = self._states()
+        copies, mine = self.copies()
+        for name, parameter in self.trained():
+            flat = _flat(parameter.data)
+            share = -(-flat.numel() // copies)
+            begin = min(mine * share, flat.numel())
+            keep = slice(begin, begin + share)
+            values = {"weight": flat[keep]}
+            whole: dict[str, torch.Tensor] = {}
+            scalars: dict[str, float] = {}
+            for key, value in states.get(id(parameter), {}).items():
+                if not isinstance(value, torch.Tensor):
+                    scalars[key] = value
+                elif value.dim() == 0:
+                    scalars[key] = value.item()
+                elif value.numel() == parameter.numel():
+                    values[key] = _flat(value)[keep]
+                elif self.rank == 0:
+                    whole[key] = value
+            yield Fragment(name, self.first_element(parameter) + begin, values, whole, scalars)
+
+    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+        owners = {
+            id(p): o.optimizer  # type: ignore[attr-defined]
+            for o in self.optimizers
+            for g in o.param_groups
+            for p in g["params"]
+        }
+        for name, parameter in self.trained():
+            extra = extras(name)
+            flat, start = _flat(parameter.data), self.first_element(parameter)
+            flat.copy_(read(name, "weight", start, flat.numel()))
+            if not (extra.values or extra.whole or extra.scalars):
+                continue  # saved before the optimizer's first step
+            state: dict[str, Any] = dict(extra.whole)
+            for key in extra.values:
+                values = read(name, key, start, flat.numel())
+                state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
+                _flat(state[key]).copy_(values)
+            for key, number in extra.scalars.items():
+                # torch keeps counters as fp32 tensors (on the device when fused), bitsandbytes as
+                # ints.
+                is_torch = isinstance(number, float)
+                state[key] = torch.tensor(number, device=flat.device) if is_torch else number
+            owners[id(parameter)].state[parameter] = {
+                key: value.to(flat.device) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """State of each parameter by its identity."""
+        inners = [optimizer.optimizer for optimizer in self.optimizers]  # type: ignore[attr-defined]
+        return {id(p): state for inner in inners for p, state in inner.state.items()}
+
+
+class Ddp(Native):
+    """Every rank has all of the model; gradients are averaged once a step."""
+
+    kinds = frozenset({DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
+
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        given = super().plugin(nvme_path, timeout)
+        # Buffers are tables that every rank computes alike: sent anew, they cost a collective a
+        # step.
+        alike = DistributedDataParallelKwargs(broadcast_buffers=False)
+        return given | {"kwargs_handlers": [*given["kwargs_handlers"], alike]}
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def copies(self) -> tuple[int, int]:
+        return self.world, self.rank
+
+    def close(self) -> None:
+        """DDP's reducer must go first.
+
+        Where it holds the last reference to a gloo group, torch 2.13 joins the group's thread with
+        Python's lock held, and that thread may wait for the lock.
+        """
+        self.model, self.optimizers = nn.Module(), []
+        self.accelerator.free_memory()
+        gc.collect()
+        super().close()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).detach().reshape(-1)
