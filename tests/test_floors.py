@@ -32,7 +32,7 @@ FLOORS: list[set[str]] = [
 
 INNER_ORDER = {
     ("cache", "errors"), ("planner", "backend"), ("planner", "recipe"), ("catalog", "methods"),
-    ("methods", "losses"),
+    ("methods", "losses"), ("methods", "data"),
     ("losses", "data"), ("checkpoint", "engine"), ("checkpoint", "fragments"),
     ("fragments", "engine"), ("serving", "data"), ("pretrained", "serving"),
     ("pretrained", "engine"), ("pretrained", "fragments"), ("checkpoint", "pretrained"),

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.crew import ALONE
 from finetune.data.encode import split
+from finetune.data.example import Example
 from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
 from finetune.data.render import Chat, load_chat
@@ -103,6 +104,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "dropped": 0,
         "truncated": 0,
         "eaten": 0,
+        "tied": 0,
         "split": 0,
         "overlong": 0,
         "empty": 0,
@@ -122,6 +124,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "documents": 6,
         "unended": 0,
         "duplicates": 0,
+        "documents_per_row": 1,
         "left_out": 0,
         "unread": [],
         "without_rows": [],
@@ -557,13 +560,13 @@ def test_a_method_that_encodes_otherwise_changes_the_key(tmp_path: Path, first: 
         code = (
             "class Own(SFT):\n"
             "    def encode(self, sample, chat):\n"
-            "        row = chat.render(sample, 'assistant')\n"
+            "        (row,) = super().encode(sample, chat).sequences\n"
             "        def kept(ids):\n"
             f"            return [token not in {untrained} for token in ids]\n"
             "        said = [a and b for a, b in zip(row.trained, kept(row.ids))]\n"
-            "        return type(row)(row.ids, said)\n"
+            "        return Example((type(row)(row.ids, said),))\n"
         )
-        names: dict[str, Any] = {"SFT": SFT}
+        names: dict[str, Any] = {"SFT": SFT, "Example": Example}
         exec(code, names)
         recipe = names["Own"]().with_data(Data(source, "question_answer"))
         folders.add(prepare(recipe, CHAT, tmp_path / "cache").folder)

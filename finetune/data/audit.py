@@ -8,9 +8,9 @@ import numpy as np
 
 from finetune.data.columns import guess, told
 from finetune.data.encode import Encoded
-from finetune.data.rows import Rows, digest
+from finetune.data.rows import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
-from finetune.recipe import Batch, Data
+from finetune.recipe import Data, Recipe
 
 EMPTY: dict[str, Any] = {"documents": 0}
 """Counts of no rows."""
@@ -50,7 +50,7 @@ def count_rows(
     rows: Rows,
     facts: Facts,
     sources: list[tuple[Data, Tally, np.ndarray]],
-    batch: Batch,
+    recipe: Recipe,
     files: list[str],
 ) -> dict[str, Any]:
     """Samples as they were read, rows as they came out, and each source's share.
@@ -58,14 +58,15 @@ def count_rows(
     Args:
         rows: Of one split; rows that a source repeats are in it as often.
         facts: Of all documents.
-        sources: Sections with what became of them and the documents that they gave.
-        batch: Of the recipe.
+        sources: Sections with what became of them and the numbers of the rows that they gave.
+        recipe: What is trained.
         files: Names by the numbers that documents have of their files.
     """
     lengths = rows.documents.lengths[rows.members]
     tallies = [tally for _, tally, _ in sources]
     tokens = int(lengths.sum())
-    different = np.unique(rows.members)
+    different, each = np.unique(rows.members), recipe.documents_per_row
+    shares = [(data, tally, documents_of_rows(numbers, each)) for data, tally, numbers in sources]
     roles = sum((tally.roles for tally in tallies), Counter[str]())
     columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
@@ -77,11 +78,12 @@ def count_rows(
         "tokens": tokens,
         "trained_tokens": int(facts.trained[rows.members].sum()),
         "unended": int(np.count_nonzero(~facts.ended[rows.members])),
-        "duplicates": len(different) - len(np.unique(facts.digests[different])),
+        "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
+        "documents_per_row": each,
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
-        "filled": tokens / (len(rows) * batch.max_length) if rows.packed and len(rows) else None,
+        "filled": tokens / (len(rows) * recipe.row_length) if rows.packed and len(rows) else None,
         "roles": dict(sorted(roles.items())),
         "columns_unread": dict(columns.most_common()),
         "sha256": digest(rows),
@@ -90,7 +92,7 @@ def count_rows(
                 "source": data.source,
                 "format": data.format,
                 "samples": tally.samples,
-                "rows": len(members),
+                "rows": len(members) // each,
                 "tokens": int(rows.documents.lengths[members].sum()),
                 "trained_tokens": int(facts.trained[members].sum()),
                 "truncated": tally.truncated,
@@ -99,7 +101,7 @@ def count_rows(
                 "bad": tally.bad,
                 "columns_unread": dict(tally.columns.most_common()),
             }
-            for data, tally, members in sources
+            for data, tally, members in shares
         ],
     }
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
 from finetune.data.messages import (
@@ -52,7 +52,28 @@ class Text:
     text: str
 
 
-Sample = Conversation | Completion | Text
+Plain = Conversation | Completion | Text
+"""A sample that is one sequence."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One prompt with two answers, each behind it as a sequence of its own."""
+
+    chosen: Conversation | Completion
+    """With the wanted answer; of a conversation `given` are the messages of the prompt."""
+    rejected: Conversation | Completion
+    """The same prompt with the unwanted answer."""
+
+
+Sample = Plain | Preference
+Kind = Literal["text", "pairs"]
+"""What the samples of a format are: single sequences, or pairs of answers."""
+
+
+def sequences_of(sample: Sample) -> tuple[Plain, ...]:
+    """The sequences that a sample consists of."""
+    return (sample.chosen, sample.rejected) if isinstance(sample, Preference) else (sample,)
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,8 @@ class Format:
     """Columns that it reads where they are there."""
     needs: str = ""
     """The sets of columns in words, where they are many."""
+    gives: Kind = "text"
+    """What its samples are."""
 
     def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
         """The largest readable set of columns that is there; empty when none is complete."""

@@ -26,7 +26,7 @@ class Plan:
     def accumulation(self) -> int:
         """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
         batch = self.recipe.batch
-        return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.processes)
+        return math.ceil(math.ceil(batch.rows / self.recipe.most_micro_rows) / self.processes)
 
     @property
     def synchronises_each(self) -> bool:
