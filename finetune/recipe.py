@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from finetune.data.batch import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.formats import Sample
     from finetune.data.render import Chat
     from finetune.data.rows import Rows
+    from finetune.data.samples import Sample
     from finetune.losses import Loss
 
 STRICT = ConfigDict(
@@ -255,10 +255,12 @@ class Recipe:
     """The method's name in YAML and JSON."""
     takes: ClassVar[Literal["text", "pairs"]] = "text"
     """Samples that it learns from: single sequences, or pairs of answers."""
-    documents_per_row: ClassVar[int] = 1
-    """Sequences of an `Example`, which stay together as one row."""
+    document_names: ClassVar[tuple[str, ...]] = ("",)
+    """What the sequences of an `Example` are, which stay together as one row."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of what `loss` measures besides the loss."""
+    """Names of what `loss` measures besides the loss; the first two are shown at each step."""
+    unit: ClassVar[str] = "tokens"
+    """What the terms of the loss are."""
     reads_reference: ClassVar[bool] = False
     """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
@@ -336,6 +338,11 @@ class Recipe:
         return dataclasses.replace(self, backend=name)
 
     @property
+    def documents_per_row(self) -> int:
+        """Sequences of an `Example`."""
+        return len(self.document_names)
+
+    @property
     def row_length(self) -> int:
         """Most tokens of a row: of all its documents together; of a pack as well."""
         return self.documents_per_row * self.batch.max_length
@@ -346,6 +353,10 @@ class Recipe:
         if self.batch.micro_tokens is None:
             return self.batch.micro_rows
         return max(1, self.batch.micro_tokens // self.row_length)
+
+    def advice(self) -> list[str]:
+        """What the user should know of the method's settings although nothing is wrong."""
+        return []
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         """Token ids of the sequences of a sample, and which of them are trained."""

@@ -117,6 +117,7 @@ class Recorder:
                 packing=recipe.batch.packing,
                 padding=padding.line(),
                 micro_tokens=recipe.batch.micro_tokens,
+                unit=recipe.unit,
                 resumed_from=resumed,
             )
         )
@@ -148,6 +149,7 @@ class Recorder:
                 data_seconds=result.data_seconds,
                 mfu=self._mfu(result),
                 epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
+                metrics=dict(result.metrics),
             )
         )
 
@@ -202,6 +204,7 @@ class Recorder:
                 tokens=result.tokens,
                 best=best,
                 seconds=result.seconds,
+                metrics=dict(result.metrics),
             )
         )
 

@@ -23,7 +23,7 @@ FLOORS: list[set[str]] = [
     },
     {
         "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
-        "saver", "profile", "last_words",
+        "saver", "profile", "last_words", "reference",
     },
     {"worker", "quickstart"},
     {"cli", "launcher", "prover", "diagnosis", "options", "__init__", "__main__"},
@@ -39,7 +39,8 @@ INNER_ORDER = {
     ("checkpoint", "serving"), ("checkpoint", "integrity"), ("heartbeat", "engine"),
     ("checkpoint", "catalog"), ("data", "integrity"),
     ("guard", "engine"), ("guard", "data"), ("result", "claim"), ("result", "record"),
-    ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
+    ("readiness", "record"), ("reference", "readiness"),
+    ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"), ("model", "engine"), ("model", "attention"),
     ("model", "quantization"), ("model", "kernels"), ("model", "loading"),

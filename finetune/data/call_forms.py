@@ -5,8 +5,8 @@ import json
 import re
 from collections.abc import Iterator
 
-from finetune.data.formats import Conversation
 from finetune.data.messages import Message
+from finetune.data.samples import Conversation
 from finetune.data.tools import written_arguments
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")

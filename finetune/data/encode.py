@@ -10,20 +10,13 @@ from typing import TypeGuard
 import numpy as np
 
 from finetune.data.example import Example
-from finetune.data.formats import (
-    Completion,
-    Conversation,
-    Plain,
-    RowProblem,
-    Sample,
-    read_row,
-    sequences_of,
-    unread_columns,
-)
+from finetune.data.formats import read_row, unread_columns
 from finetune.data.messages import KNOWN, Message
 from finetune.data.render import Chat
 from finetune.data.rows import Columns
+from finetune.data.samples import Completion, Conversation, Plain, Sample, sequences_of
 from finetune.data.tally import Tally
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 

@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.data.chat_templates import BUILT_IN, adds_bos, choose
-from finetune.data.formats import (
+from finetune.data.marks import Span
+from finetune.data.samples import (
     Completion,
     Conversation,
     Preference,
@@ -27,7 +28,6 @@ from finetune.data.formats import (
     Text,
     sequences_of,
 )
-from finetune.data.marks import Span
 from finetune.data.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.errors import FinetuneError
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_forms import forms, writes_as_python
 from finetune.data.chat_templates import TEMPLATE_ERRORS, check_variables
-from finetune.data.formats import Conversation
 from finetune.data.limits import limited
 from finetune.data.marks import Marked, MarkedTemplate, Span
 from finetune.data.messages import Message
 from finetune.data.parts import has_thought, lost, lost_of_tool
+from finetune.data.samples import Conversation
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:

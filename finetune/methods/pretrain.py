@@ -9,8 +9,8 @@ from finetune.recipe import STRICT
 
 if TYPE_CHECKING:
     from finetune.data.example import Example
-    from finetune.data.formats import Sample
     from finetune.data.render import Chat
+    from finetune.data.samples import Sample
 
 
 @dataclass(frozen=True, config=STRICT)

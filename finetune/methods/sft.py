@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from finetune.data.batch import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.formats import Sample
     from finetune.data.render import Chat
     from finetune.data.rows import Rows
+    from finetune.data.samples import Sample
     from finetune.losses import Loss
 
 

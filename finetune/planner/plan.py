@@ -69,6 +69,7 @@ class Plan:
                 f"optim.lr_scaling={optim.lr_scaling}: the learning rate is {self.lr:.3g} on "
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
+        notes += self.recipe.advice()
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:

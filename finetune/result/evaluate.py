@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.formats import Completion, Conversation
 from finetune.data.render import load_chat
+from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.result.inference import Loaded, continue_ids, turn
 from finetune.result.questions import Asked, Question, references, unanswerable
