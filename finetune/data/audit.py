@@ -14,6 +14,10 @@ from finetune.recipe import Data, Recipe
 
 EMPTY: dict[str, Any] = {"documents": 0}
 """Counts of no rows."""
+MOST_TIED = 0.01
+"""Share of pairs with equal answers above which something is wrong with the data."""
+MOSTLY_LONGER = 0.65
+"""Share of pairs with the longer answer chosen above which length is what is learned first."""
 MEANT = "if it is meant, set data_checks=report"
 
 
@@ -80,6 +84,7 @@ def count_rows(
         "unended": int(np.count_nonzero(~facts.ended[rows.members])),
         "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
         "documents_per_row": each,
+        "longer_chosen": _longer_chosen(rows, facts) if recipe.takes == "pairs" else None,
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
@@ -106,6 +111,12 @@ def count_rows(
     }
 
 
+def _longer_chosen(rows: Rows, facts: Facts) -> float:
+    """Share of the pairs whose chosen answer has more trained tokens than the rejected one."""
+    lengths = facts.trained[rows.members].reshape(-1, 2)
+    return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
+
+
 def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
     """The place of the first document whose end is not trained, where there is one."""
     members = np.sort(rows.members)
@@ -118,6 +129,12 @@ def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]
 
 def mistakes(counts: dict[str, Any]) -> Iterator[str]:
     """What can only be a mistake in the rows that are trained on."""
+    if counts.get("tied", 0) > MOST_TIED * counts["samples"]:
+        yield (
+            f"data: the two answers of {counts['tied']} of {counts['samples']} pairs are the same "
+            f"tokens, the first: {counts['first'].get('tied')}; raise batch.max_length if they are "
+            f"cut, or look for answers that were copied; {MEANT}"
+        )
     if counts["documents"] and counts["unended"] == counts["documents"]:
         cut = f" ({counts['truncated']} rows are truncated)" if counts["truncated"] else ""
         yield (
@@ -173,7 +190,8 @@ def describe(counts: dict[str, Any]) -> list[str]:
     """A split's counts in a line, and what is unusual about it in others."""
     if not counts["documents"]:
         return ["no rows"]
-    unit = f"{counts['documents']:,} rows"
+    each = counts.get("documents_per_row", 1)
+    unit = f"{counts['documents'] // each:,} {'rows' if each == 1 else 'pairs'}"
     if counts["filled"] is not None:
         unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
     trained = counts["trained_tokens"] / counts["tokens"]
@@ -187,6 +205,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
         if counts.get(name)
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
+    lines += _of_pairs(counts)
     lines += _unread(counts)
     lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
@@ -194,6 +213,13 @@ def describe(counts: dict[str, Any]) -> list[str]:
         more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
         lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
     return lines
+
+
+def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
+    share = counts.get("longer_chosen")
+    if share is not None:
+        more = "; what is learned first may be length" if share > MOSTLY_LONGER else ""
+        yield f"the chosen answer is the longer one in {share:.0%} of the pairs{more}"
 
 
 def _unread(counts: dict[str, Any]) -> Iterator[str]:
@@ -227,6 +253,7 @@ UNUSUAL = {
     "left_out": "left out by the weights of the mixture",
     "truncated": "truncated",
     "eaten": "that truncation left no answer",
+    "tied": "pairs with two equal answers, left out",
     "split": "split",
     "unended": "whose end is not trained",
     "duplicates": "duplicates",
