@@ -205,7 +205,8 @@ def build_parser() -> argparse.ArgumentParser:
     reporting.add_argument("--proof", type=Path, help="folder of a proof of the run's recipe")
 
     quickstart = verb("quickstart", run_quickstart, "the main job, offline, in minutes on a CPU")
-    quickstart.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    quickstart.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what to show")
+    quickstart.add_argument("--output", type=Path, help="by default runs/quickstart[-dpo]")
     return parser
 
 
@@ -416,6 +417,10 @@ def evaluate_model(arguments: argparse.Namespace) -> int:
 
 def run_quickstart(arguments: argparse.Namespace) -> int:
     from finetune.quickstart.job import quickstart
+    from finetune.quickstart.preference import quickstart_dpo
 
-    quickstart(arguments.output)
+    if arguments.method == "dpo":
+        quickstart_dpo(arguments.output or Path("runs/quickstart-dpo"))
+    else:
+        quickstart(arguments.output or Path("runs/quickstart"))
     return 0

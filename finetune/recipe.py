@@ -155,8 +155,7 @@ class Batch:
     """How many rows make a step, and how many of them a device sees at once."""
 
     rows: Positive = 32
-    """Rows (of pairs: pairs) per optimizer step, over all processes and accumulation steps; with
-    packing, packs."""
+    """Rows, pairs or packs per optimizer step, over all processes and accumulation steps."""
     micro_rows: Positive = 1
     """Rows per forward pass on one device: a fact about memory."""
     max_length: Positive = 1024
@@ -341,6 +340,11 @@ class Recipe:
     def documents_per_row(self) -> int:
         """Sequences of an `Example`."""
         return len(self.document_names)
+
+    @property
+    def rows_are(self) -> str:
+        """The word for several rows."""
+        return "pairs" if self.takes == "pairs" else "rows"
 
     @property
     def row_length(self) -> int:

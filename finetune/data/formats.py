@@ -283,14 +283,6 @@ FORMATS: dict[str, Format] = {
     "text": Format((("text",),), read_text),
     "self_instruct": Format((("instruction", "instances"),), read_self_instruct, EXCHANGE),
     "oasst": Format((("message_tree_id", "prompt"), ("text", "role", "replies")), read_oasst),
-    "preference": Format((("prompt", *PAIR), PAIR), read_preference, CONVERSATION, gives="pairs"),
-    "sharegpt_preference": Format(
-        (("conversations", *PAIR),), read_sharegpt_preference, CONVERSATION, gives="pairs"
-    ),
-    "alpaca_preference": Format(
-        (("instruction", *PAIR),), read_alpaca_preference, ("input", *EXCHANGE), gives="pairs"
-    ),
-    "hh": Format((PAIR,), read_hh, gives="pairs"),
 }
 FORMATS["kto"] = Format(
     tuple(
@@ -303,3 +295,13 @@ FORMATS["kto"] = Format(
     ("input", "label", "kto_tag", *EXCHANGE),
     "'label' (or 'kto_tag') beside the columns of " + ", ".join(JUDGED),
 )
+FORMATS |= {
+    "preference": Format((("prompt", *PAIR), PAIR), read_preference, CONVERSATION, gives="pairs"),
+    "sharegpt_preference": Format(
+        (("conversations", *PAIR),), read_sharegpt_preference, CONVERSATION, gives="pairs"
+    ),
+    "alpaca_preference": Format(
+        (("instruction", *PAIR),), read_alpaca_preference, ("input", *EXCHANGE), gives="pairs"
+    ),
+    "hh": Format((PAIR,), read_hh, gives="pairs"),
+}

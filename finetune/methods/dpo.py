@@ -48,7 +48,7 @@ class DPO(Recipe):
         default_factory=lambda: Optim(**DEFAULTS)
     )
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] = "sigmoid"
-    """What a pair adds to the loss, by TRL's name; see `pair_losses`."""
+    """What a pair adds to the loss, by TRL's names."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to its reference; 2 to 10 for `sigmoid_norm`."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

@@ -130,14 +130,16 @@ class Plan:
 
     def _batch(self) -> str:
         batch = self.recipe.batch
-        unit = "packs" if batch.packing else "rows"
+        unit = "packs" if batch.packing else self.recipe.rows_are
         filled = "of whole documents, filled to" if batch.packing else "up to"
+        length = self.recipe.row_length if batch.packing else batch.max_length
+        what = "document" if self.recipe.documents_per_row > 1 and not batch.packing else unit[:-1]
         shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
         if batch.micro_tokens is not None:
             shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
         return (
             f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
-            f"{batch.max_length} tokens a {unit[:-1]}"
+            f"{length} tokens a {what}"
         )
 
 
