@@ -68,6 +68,9 @@ def write_card(
             data=[row(*cells) for cells in _data(run, history)],
             sources=[row(*cells) for cells in _sources(recipe)],
             losses=[row(*cells) for cells in _losses(history)],
+            term="pair"
+            if history.starts and history.starts[-1].unit == "pairs"
+            else "trained token",
             evaluated=bool(history.evaluated),
             answers=exact_answers(read_samples(run)),
             software=[row(*pair) for pair in _software(read_object(run.environment))],
