@@ -70,7 +70,7 @@ def with_reference(
             f"{data.place(int(wrong[0]))}: the reference gives it a log-probability that is not "
             f"finite ({len(wrong)} of {len(numbers)} sequences have one)"
         )
-    if not resumed:
+    if not (resumed and engine.on_first(run.reference.is_file)):
         engine.on_first(lambda: _write(run.reference, values))
     whole = np.full(len(data.train.documents), np.nan, dtype=np.float32)
     whole[numbers] = values
@@ -154,22 +154,23 @@ def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
 
 
 def _known(run: Run, resumed: bool, cached: Path | None, count: int) -> np.ndarray | None:
-    """The numbers of a run that goes on, or those in the cache; None where there are none.
+    """The numbers of a run that goes on, else those in the cache; None where there are none.
 
     Raises:
-        FinetuneError: the run's cannot be read.
+        FinetuneError: the run goes on, and they are in neither.
     """
-    if resumed:
+    problem: Exception | None = None
+    for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
         try:
-            return _read(run.reference, count)
+            return _read(path, count)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise FinetuneError(
-                f"{run.reference}: the log-probabilities of the reference cannot be read "
-                f"({error}); they were computed before the first step, and no checkpoint can give "
-                "them again: restore the file from a copy, or choose another --output"
-            ) from None
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return _read(cached, count) if cached is not None else None
+            problem = problem or error
+    if resumed:
+        raise FinetuneError(
+            f"{run.reference}: the log-probabilities of the reference cannot be read ({problem}); "
+            "they were computed before the first step, and no checkpoint can give them again: "
+            "restore the file from a copy, or choose another --output"
+        )
     return None
 
 

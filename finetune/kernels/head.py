@@ -214,11 +214,13 @@ class ChunkedLogProbs(torch.autograd.Function):
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-            rows = max(1, CHUNK_ENTRIES // weight.shape[0])
+            rows, few = (max(1, entries // weight.shape[0]) for entries in (CHUNK_ENTRIES, tile))
             for start in range(0, len(given), rows):
-                part = slice(start, start + rows)
-                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
-                found[part] = tile_logps(logits, targets[part], bias, scale, cap)
+                logits = F.linear(given[start : start + rows], matrix)  # (chunk, vocabulary)
+                for first in range(0, len(logits), few):
+                    here = slice(start + first, min(start + first + few, start + len(logits)))
+                    wide = logits[first : first + few]
+                    found[here] = tile_logps(wide, targets[here], bias, scale, cap)
         return found
 
     @staticmethod
