@@ -214,7 +214,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-            rows, few = (max(1, entries // weight.shape[0]) for entries in (CHUNK_ENTRIES, tile))
+            # Where a chunk is tiled, the sums take copies of an eighth of a tile only.
+            at_once = tile if tile == CHUNK_ENTRIES else tile // 8
+            rows, few = (max(1, entries // weight.shape[0]) for entries in (CHUNK_ENTRIES, at_once))
             for start in range(0, len(given), rows):
                 logits = F.linear(given[start : start + rows], matrix)  # (chunk, vocabulary)
                 for first in range(0, len(logits), few):
@@ -275,8 +277,9 @@ class _Gradients:
             tile = slice(start, start + self.rows)
             given = logits[tile], targets[tile], self.added
             loss += tile_loss(*given, scale, cap, self.any)
-            if weights is not None:
-                logits[tile] *= weights[tile, None]
+        if weights is not None:
+            self._count_weighted(part, logits, weights)
+            return loss
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=torch.float32)
         if self.hidden is not None:
@@ -284,6 +287,17 @@ class _Gradients:
         if self.weight is not None:
             self.weight += logits.T @ self.given[part]
         return loss
+
+    def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
+        """The same with rows times `weights`, which multiply what is narrower than the logits."""
+        rows = weights[:, None]
+        if self.bias is not None:
+            self.bias += by_logits.T @ weights.to(by_logits.dtype)
+        if self.hidden is not None:
+            torch.mm(by_logits, self.matrix, out=self.hidden[part])
+            self.hidden[part] *= rows
+        if self.weight is not None:
+            self.weight += by_logits.T @ (self.given[part] * rows).to(by_logits.dtype)
 
     def of(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
