@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train plan prove test test-slow test-gpu check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -13,12 +13,15 @@ UNFINISHED := .venv/.unfinished
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## Create .venv with everything in it: .venv/bin/finetune, .venv/bin/accelerate.
 
 quickstart: $(READY) ## Train a small Llama, fine-tune it with QLoRA and compare: minutes on a laptop.
 	$(BIN)/finetune quickstart $(ARGS)
+
+quickstart-dpo: $(READY) ## Teach the same small model which of two answers is wanted (DPO): minutes on a laptop.
+	$(BIN)/finetune quickstart --method dpo $(ARGS)
 
 train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
 	$(BIN)/finetune launch $(JOB)

@@ -18,6 +18,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and HERE != sys.path[0] ==
 HOMES = {
     "SFT": "finetune.methods",
     "Pretrain": "finetune.methods",
+    "DPO": "finetune.methods",
     "Recipe": "finetune.recipe",
     "Model": "finetune.recipe",
     "LoRA": "finetune.recipe",

@@ -13,13 +13,14 @@ from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.chat.render import Chat, Row
+    from finetune.data.chat.render import Chat
     from finetune.data.collate import MicroBatch
-    from finetune.data.formats import Sample
+    from finetune.data.example import Example
+    from finetune.data.samples import Sample
     from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
 
 STRICT = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
@@ -154,11 +155,11 @@ class Batch:
     """How many rows make a step, and how many of them a device sees at once."""
 
     rows: Positive = 32
-    """Rows per optimizer step, over all processes and accumulation steps; with packing, packs."""
+    """Rows, pairs or packs per optimizer step, over all processes and accumulation steps."""
     micro_rows: Positive = 1
     """Rows per forward pass on one device: a fact about memory."""
     max_length: Positive = 1024
-    """Longest row in tokens."""
+    """Longest document in tokens; a pair is two documents."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to a row longer than `max_length`; `split` makes several rows of it."""
     packing: bool = False
@@ -167,13 +168,6 @@ class Batch:
     """Rows of a micro-batch side by side, none padded; `auto`: where exact, true: or refuse."""
     micro_tokens: Positive | None = None
     """Token slots per forward pass on one device, instead of `micro_rows`: as many rows as fit."""
-
-    @property
-    def most_micro_rows(self) -> int:
-        """Rows of full length in a forward pass."""
-        if self.micro_tokens is None:
-            return self.micro_rows
-        return max(1, self.micro_tokens // self.max_length)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -258,6 +252,18 @@ class Recipe:
 
     method: ClassVar[str] = ""
     """The method's name in YAML and JSON."""
+    takes: ClassVar[Literal["text", "pairs"]] = "text"
+    """Samples that it learns from: single sequences, or pairs of answers."""
+    document_names: ClassVar[tuple[str, ...]] = ("",)
+    """What the sequences of an `Example` are, which stay together as one row."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of what `loss` measures besides the loss; the first two are shown at each step."""
+    unit: ClassVar[str] = "tokens"
+    """What the terms of the loss are."""
+    reads_reference: ClassVar[bool] = False
+    """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
+    encoding_fields: ClassVar[tuple[str, ...] | None] = None
+    """The method's own fields that `encode` depends on; None for all of them."""
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
@@ -330,8 +336,34 @@ class Recipe:
     def with_backend(self, name: str) -> Self:
         return dataclasses.replace(self, backend=name)
 
-    def encode(self, sample: "Sample", chat: "Chat") -> "Row":
-        """Token ids of a sample and which of them are trained."""
+    @property
+    def documents_per_row(self) -> int:
+        """Sequences of an `Example`."""
+        return len(self.document_names)
+
+    @property
+    def rows_are(self) -> str:
+        """The word for several rows."""
+        return "pairs" if self.takes == "pairs" else "rows"
+
+    @property
+    def row_length(self) -> int:
+        """Most tokens of a row: of all its documents together; of a pack as well."""
+        return self.documents_per_row * self.batch.max_length
+
+    @property
+    def most_micro_rows(self) -> int:
+        """Rows of full length in a forward pass."""
+        if self.batch.micro_tokens is None:
+            return self.batch.micro_rows
+        return max(1, self.batch.micro_tokens // self.row_length)
+
+    def advice(self) -> list[str]:
+        """What the user should know of the method's settings although nothing is wrong."""
+        return []
+
+    def encode(self, sample: "Sample", chat: "Chat") -> "Example":
+        """Token ids of the sequences of a sample, and which of them are trained."""
         raise NotImplementedError
 
     def count(self, batch: "MicroBatch") -> int:
@@ -345,9 +377,10 @@ class Recipe:
         """
         raise NotImplementedError
 
-    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        """Sum of the loss over the terms of a micro-batch: a scalar in fp32.
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
+        """Sum of the loss over the terms of a micro-batch, and sums of what else is measured.
 
-        In training with a load-balancing loss it is (2,), with that loss summed over tokens.
+        Every term depends on its own row only, so that the sum over a step is the same however
+        the step is cut into micro-batches.
         """
         raise NotImplementedError

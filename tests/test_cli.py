@@ -116,8 +116,8 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     "an unknown method": (
         ["show", "quickstart", "method=stf"],
         [
-            "override: method: got 'stf', expected one of sft, pretrain, or module:attribute of "
-            "your own; did you mean 'sft'?"
+            "override: method: got 'stf', expected one of sft, pretrain, dpo, or module:attribute "
+            "of your own; did you mean 'sft'?"
         ],
     ),
     "a word that is no override": (
@@ -226,7 +226,7 @@ def test_a_mistake_is_told_with_its_place_and_a_way_out(
         ("r.json", "{", "cannot be read: Expecting property name enclosed in double quotes"),
         ("r.yaml", "a: [1", "cannot be read: while parsing a flow sequence"),
         ("r.yaml", "- 1\n", "expected keys and values, got list"),
-        ("r.json", "{}", "method: got None, expected one of sft, pretrain"),
+        ("r.json", "{}", "method: got None, expected one of sft, pretrain, dpo"),
         ("r.json", '{"method": "sft", "modle": {}}', "modle: unknown key; did you mean 'model'?"),
         (
             "r.json",

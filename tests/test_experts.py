@@ -21,7 +21,7 @@ from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
 from finetune.methods import SFT
-from finetune.methods.losses import token_loss_sum
+from finetune.methods.losses import token_loss, token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.experts import coefficient
@@ -75,7 +75,8 @@ def step(model: Any, batches: list[MicroBatch]) -> tuple[float, float, dict[str,
     real = sum(batch.real_tokens for batch in batches)
     loss = balance = 0.0
     for batch in batches:
-        whole, share = parts(token_loss_sum(model, batch), real / terms)
+        found = token_loss(model, batch)
+        whole, share = parts(found.sum, found.balance, real / terms)
         (whole / terms).backward()
         loss += whole.item() / terms
         balance += share.item() / terms

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.chat.messages import Message
 from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
@@ -18,6 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
+from finetune.data.samples import Preference
 from finetune.errors import FinetuneError
 
 
@@ -39,6 +41,14 @@ def call(name: str, identity: str, **arguments: Any) -> dict[str, Any]:
 
 SCHEMA = {"name": "weather", "description": "Weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": SCHEMA}
+
+
+def pair(prompt: tuple[Message, ...], chosen: str, rejected: str) -> Preference:
+    return Preference(
+        Conversation((*prompt, assistant(chosen)), given=len(prompt)),
+        Conversation((*prompt, assistant(rejected)), given=len(prompt)),
+    )
+
 
 GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "messages": (
@@ -363,7 +373,82 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
     ),
     "kto unwanted": ("kto", {"messages": [user("Hi"), assistant("Go")], "label": False}, None),
-}
+    "a preference of texts": (
+        "preference",
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5")),
+    ),
+    "a preference of messages": (
+        "preference",
+        {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go")]},
+        pair((user("Hi"),), "Hello", "Go"),
+    ),
+    "a preference whose answers repeat the prompt": (
+        "preference",
+        {
+            "prompt": [user("Hi")],
+            "chosen": [user("Hi"), assistant("Hello")],
+            "rejected": [user("Hi"), assistant("Go")],
+        },
+        pair((user("Hi"),), "Hello", "Go"),
+    ),
+    "a preference with an implicit prompt, which may be there as text too": (
+        "preference",
+        {
+            "prompt": "Bye",
+            "chosen": [user("Hi"), assistant("Hello"), user("Bye"), assistant("See you")],
+            "rejected": [user("Hi"), assistant("Hello"), user("Bye"), assistant("Go")],
+        },
+        pair((user("Hi"), assistant("Hello"), user("Bye")), "See you", "Go"),
+    ),
+    "a preference with a system column": (
+        "preference",
+        {
+            "system": "Be brief",
+            "chosen": [user("Hi"), assistant("Hello")],
+            "rejected": [user("Hi"), assistant("Go")],
+        },
+        pair(({"role": "system", "content": "Be brief"}, user("Hi")), "Hello", "Go"),
+    ),
+    "a preference of ShareGPT": (
+        "sharegpt_preference",
+        {
+            "conversations": [{"from": "human", "value": "Hi"}],
+            "chosen": {"from": "gpt", "value": "Hello"},
+            "rejected": [{"from": "gpt", "value": "Go"}],
+        },
+        pair((user("Hi"),), "Hello", "Go"),
+    ),
+    "a preference of Alpaca": (
+        "alpaca_preference",
+        {
+            "instruction": "Sum up", "input": "A, B", "chosen": "B", "rejected": "A",
+            "history": [["Hi", "Hello"]],
+        },
+        pair((user("Hi"), assistant("Hello"), user("Sum up\n\nA, B")), "B", "A"),
+    ),
+    "two dialogues": (
+        "hh",
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: See you",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: Go",
+        },
+        pair((user("Hi"), assistant("Hello"), user("Bye")), "See you", "Go"),
+    ),
+    "two dialogues that differ before the last turn": (
+        "hh",
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello",
+            "rejected": "\n\nHuman: Hey\n\nAssistant: Go",
+        },
+        None,
+    ),
+    "two dialogues with an empty turn": (
+        "hh",
+        {"chosen": "\n\nHuman: Hi\n\nAssistant:", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
+        None,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -609,8 +694,8 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "preferences": (
         "messages",
         {"messages": [user("Hi")], "chosen": [assistant("Hello")], "rejected": None},
-        "column 'chosen' is not read by format 'messages': no method here learns from pairs of "
-        'a wanted and an unwanted one; to leave it out: columns={"chosen": null}',
+        "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, which "
+        "method 'dpo' learns from; to leave it out: columns={\"chosen\": null}",
     ),
     "a row that is not to be trained": (
         "question_answer",
@@ -674,6 +759,105 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "'response'; format 'alpaca' would fit with columns="
         '{"response": "output", "context": "input"}',
     ),
+    "no chosen answer": (
+        "preference",
+        {"prompt": "Hi", "chosen": None, "rejected": "Go"},
+        "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected', the "
+        "row has 'prompt', 'chosen' (null), 'rejected'",
+    ),
+    "answers of two kinds": (
+        "preference",
+        {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
+        "chosen is text and rejected is a list, expected two texts or two lists of messages",
+    ),
+    "texts without a prompt": (
+        "preference",
+        {"chosen": "Hi Hello", "rejected": "Hi Go"},
+        "chosen and rejected are texts, and there is no prompt: where it ends in them cannot be "
+        "told; give it in a column 'prompt', or use format 'hh' for dialogues as text",
+    ),
+    "a system prompt of bare preferences": (
+        "preference",
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go", "system": "Be brief"},
+        "column 'system' belongs to a conversation, but prompt, chosen and rejected are bare text; "
+        'use format \'alpaca_preference\' with columns={"prompt": "instruction"}, or give lists '
+        "of messages",
+    ),
+    "equal texts": (
+        "preference",
+        {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
+        "chosen and rejected are equal, so that none is preferred; leave the row out",
+    ),
+    "equal messages": (
+        "preference",
+        {"chosen": [user("Hi"), assistant("Go")], "rejected": [user("Hi"), assistant("Go")]},
+        "chosen and rejected are equal, so that none is preferred; leave the row out",
+    ),
+    "an empty text": (
+        "preference",
+        {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
+        "chosen is empty: there is no answer to compare",
+    ),
+    "an empty message": (
+        "preference",
+        {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("")]},
+        "rejected is empty: there is no answer to compare",
+    ),
+    "an answer that ends with the prompt": (
+        "preference",
+        {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
+        "chosen is empty: nothing is said behind the prompt",
+    ),
+    "a prompt that is not a prefix": (
+        "preference",
+        {
+            "prompt": [user("Hi")],
+            "chosen": [user("Hi"), assistant("Hello")],
+            "rejected": [user("Hey"), assistant("Go")],
+        },
+        "chosen[0] is from 'user', expected the assistant: the prompt is not the beginning of both "
+        "chosen and rejected",
+    ),
+    "a prompt as text that is not a prefix": (
+        "preference",
+        {
+            "prompt": "Hey",
+            "chosen": [user("Hi"), assistant("Hello")],
+            "rejected": [user("Hi"), assistant("Go")],
+        },
+        "prompt is text that is none of the messages with which both chosen and rejected begin; "
+        'give it as a list of messages, or leave the column out: columns={"prompt": null}',
+    ),
+    "no prompt in common": (
+        "preference",
+        {"chosen": [user("Hi"), assistant("Hello")], "rejected": [user("Hey"), assistant("Go")]},
+        "there is no prompt: chosen and rejected begin with different messages; give it in a "
+        "column 'prompt'",
+    ),
+    "prompts that differ behind their beginning": (
+        "preference",
+        {
+            "chosen": [user("Hi"), assistant("Hello"), user("Bye"), assistant("See you")],
+            "rejected": [user("Hi"), assistant("Hello"), user("So?"), assistant("Go")],
+        },
+        "chosen and rejected differ from message 2 on, which is from 'user': they need the same "
+        "prompt, and may differ from an answer of the assistant on",
+    ),
+    "a prompt that ends with the assistant": (
+        "sharegpt_preference",
+        {
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+            "chosen": {"from": "gpt", "value": "Hello"},
+            "rejected": {"from": "gpt", "value": "Go"},
+        },
+        "the prompt ends with a message of the assistant, but an answer begins behind what the "
+        "user says; put that message into chosen and rejected",
+    ),
+    "text that is no dialogue": (
+        "hh",
+        {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
+        "chosen does not begin with an empty line and 'Human:'",
+    ),
     "a label of words": (
         "kto",
         {"messages": [user("Hi")], "label": "yes"},
@@ -709,8 +893,9 @@ def test_an_unknown_format_names_the_nearest():
     with pytest.raises(FinetuneError) as error:
         find_format("sharegtp")
     assert str(error.value) == (
-        "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, kto, "
-        "messages, oasst, prompt_completion, question_answer, self_instruct, sharegpt, text)"
+        "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, "
+        "alpaca_preference, hh, kto, messages, oasst, preference, prompt_completion, "
+        "question_answer, self_instruct, sharegpt, sharegpt_preference, text)"
     )
 
 

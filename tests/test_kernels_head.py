@@ -12,7 +12,7 @@ from torch import nn
 from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
-from finetune.methods.losses import token_loss_sum
+from finetune.methods.losses import sequence_logps, token_logps, token_loss_sum
 from finetune.planner.kernels import LOGITS
 
 FP32 = 2e-6
@@ -104,6 +104,66 @@ def test_a_head_that_is_trained_whole_beside_an_adapter_gets_its_gradient() -> N
     assert any("lm_head" in name for name in gradients(given))
 
 
+def weighted(
+    model: nn.Module, autocast: bool, plain: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Log-probabilities of the labels, each times another number, as plain transformers has them
+    or as ours."""
+    given = batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if plain:
+            found = model(input_ids=given.ids, attention_mask=given.attention_mask).logits
+            shares = found[:, :-1].float().log_softmax(-1)
+            labels = given.labels[:, 1:]
+            logps = shares.gather(2, labels.clamp(min=0)[..., None])[..., 0][labels != -100]
+        else:
+            logps, _ = token_logps(model, given)
+    assert logps.dtype == torch.float32
+    total = (logps * torch.linspace(-1, 2, len(logps))).sum()
+    (total * SCALE).backward()
+    return total.item(), gradients(model)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
+def test_log_probabilities_have_the_values_and_gradients_of_transformers(
+    kind: str, chunked: bool, autocast: bool
+) -> None:
+    plain = build(kind, **OTHERS.get(kind, {}))
+    given = copy.deepcopy(plain)
+    head.give_loss(given, chunked)
+    total, by_ours = weighted(given, autocast, plain=False)
+    exact, by_exact = weighted(copy.deepcopy(plain).float(), False, plain=True)
+    if not autocast:
+        assert total == pytest.approx(exact, rel=20 * FP32)  # a difference of larger sums
+        assert distance(by_ours, by_exact) < 2 * FP32
+        return
+    _, by_plain = weighted(plain, autocast, plain=True)
+    assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+
+
+@pytest.mark.parametrize("kind", ["llama", "cohere", "gemma3_text"])
+def test_log_probabilities_add_up_to_the_summed_loss_with_its_gradient(kind: str) -> None:
+    model = build(kind, **OTHERS.get(kind, {}))
+    head.give_loss(model, chunked=True)
+    loss, by_loss = ours(model, False)
+    model.zero_grad()
+    logps, _ = token_logps(model, batch())
+    (-logps.sum() * SCALE).backward()
+    assert -logps.sum().item() == pytest.approx(loss, rel=FP32)
+    assert distance(gradients(model), by_loss) < FP32
+
+
+def test_a_frozen_head_passes_the_gradient_of_log_probabilities_on() -> None:
+    plain = adapt(build("llama"))
+    given = copy.deepcopy(plain)
+    head.give_loss(given.get_base_model(), chunked=True)
+    _, by_ours = weighted(given, False, plain=False)
+    _, by_plain = weighted(plain, False, plain=True)
+    assert distance(by_ours, by_plain) < 2 * FP32
+
+
 @pytest.mark.parametrize("kind", LOGITS)
 def test_each_known_type_scales_and_caps_its_logits_as_transformers_does(kind: str) -> None:
     fields: dict[str, Any] = {}
@@ -139,6 +199,9 @@ def test_a_micro_batch_without_labels_gives_zero_and_every_gradient() -> None:
     loss = token_loss_sum(model, nothing)
     loss.backward()
     assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    sequence_logps(model, nothing)[0].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

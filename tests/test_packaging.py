@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import METHODS, SFT
+from finetune.methods import DPO, METHODS, SFT
 from finetune.planner import plan
 from finetune.recipe import Recipe
 
@@ -100,6 +100,7 @@ def test_the_name_of_a_recipe_says_how_it_trains(path: Path):
     recipe = catalog.load(path)
     kinds = {(False, "none"): "full", (True, "none"): "lora", (True, "nf4"): "qlora"}
     how = kinds[recipe.adapter is not None, recipe.model.quantization]
+    how = recipe.method if recipe.method not in ("sft", "pretrain") else how
     assert path.stem.rsplit("_", 1)[1] == how
 
 
@@ -150,6 +151,14 @@ def test_the_reference_has_what_supervised_fine_tuning_adds():
     }
     row = next(line for line in reference(SFT).splitlines() if line.startswith(f"| `{added}` |"))
     assert row in (ROOT / "docs/recipes.md").read_text()
+
+
+def test_the_reference_has_what_preference_optimisation_adds():
+    """Its own table, less the optimizer's section, which has one."""
+    table = reference(DPO).split("\n", 2)[2]
+    common = {line for line in reference(Recipe).splitlines() if line.startswith("| `")}
+    own = [line for line in table.splitlines() if line not in common]
+    assert "\n".join(own) in (ROOT / "docs/recipes.md").read_text()
 
 
 def test_the_documents_name_every_backend_format_and_method():

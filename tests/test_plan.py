@@ -39,7 +39,10 @@ def refused(recipe: Recipe, name: str, processes: int = 2) -> list[str]:
 
 # Every shipped recipe on every backend.
 
-TOO_SMALL = {"local_folder_lora": {8}, "quickstart": {8}, "quickstart_base": {8}}
+TOO_SMALL = {
+    "local_folder_lora": {8}, "quickstart": {8}, "quickstart_base": {8}, "quickstart_start": {8},
+    "quickstart_dpo": {8},
+}  # fmt: skip
 """Shipped recipes whose step has fewer rows than so many processes take at once."""
 
 

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.encode import split
 from finetune.data.encode_pool import ALONE
+from finetune.data.example import Example
 from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
 from finetune.data.store import DocumentWriter, Rows, digest, single_rows
@@ -103,6 +104,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "dropped": 0,
         "truncated": 0,
         "eaten": 0,
+        "tied": 0,
         "split": 0,
         "overlong": 0,
         "empty": 0,
@@ -122,6 +124,8 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "documents": 6,
         "unended": 0,
         "duplicates": 0,
+        "documents_per_row": 1,
+        "longer_chosen": None,
         "left_out": 0,
         "unread": [],
         "without_rows": [],
@@ -557,13 +561,13 @@ def test_a_method_that_encodes_otherwise_changes_the_key(tmp_path: Path, first: 
         code = (
             "class Own(SFT):\n"
             "    def encode(self, sample, chat):\n"
-            "        row = chat.render(sample, 'assistant')\n"
+            "        (row,) = super().encode(sample, chat).sequences\n"
             "        def kept(ids):\n"
             f"            return [token not in {untrained} for token in ids]\n"
             "        said = [a and b for a, b in zip(row.trained, kept(row.ids))]\n"
-            "        return type(row)(row.ids, said)\n"
+            "        return Example((type(row)(row.ids, said),))\n"
         )
-        names: dict[str, Any] = {"SFT": SFT}
+        names: dict[str, Any] = {"SFT": SFT, "Example": Example}
         exec(code, names)
         recipe = names["Own"]().with_data(Data(source, "question_answer"))
         folders.add(prepare(recipe, CHAT, tmp_path / "cache").folder)
@@ -602,8 +606,9 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         f"'{tmp_path}/train.jsonl'?",
         f"data.source: no such file or folder: {tmp_path}/no/a.jsonl (there is no folder "
         f"{tmp_path}/no)",
-        "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, kto, "
-        "messages, oasst, prompt_completion, question_answer, self_instruct, sharegpt, text)",
+        "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, "
+        "alpaca_preference, hh, kto, messages, oasst, preference, prompt_completion, "
+        "question_answer, self_instruct, sharegpt, sharegpt_preference, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
         f"data.source: '{tmp_path}/*.xlsx' matches 1 paths and no file that is read; "
         f"{tmp_path}/a.xlsx is not a {known} file",

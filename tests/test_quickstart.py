@@ -12,12 +12,18 @@ from safetensors import safe_open
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both quickstarts use the base that the first of them trains."""
+    return tmp_path_factory.mktemp("quickstart")
+
+
 def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
-    finetune: Finetune, tmp_path: Path
+    finetune: Finetune, folder: Path
 ):
-    finished = finetune("quickstart", cwd=tmp_path)
+    finished = finetune("quickstart", cwd=folder)
     assert finished.status == 0, finished.stderr
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (folder / "runs").iterdir()
     samples = json.loads((run / "samples.json").read_text())
     assert len(samples) == 200
     before = sum(row["before"] == row["expected"] for row in samples) / len(samples)
@@ -31,8 +37,8 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     assert "peak memory" in shown
     assert f"runs/{run.name}" in shown
 
-    train = [json.loads(line) for line in (tmp_path / "quickstart/data/train.jsonl").open()]
-    held_out = [json.loads(line) for line in (tmp_path / "quickstart/data/held_out.jsonl").open()]
+    train = [json.loads(line) for line in (folder / "quickstart/data/train.jsonl").open()]
+    held_out = [json.loads(line) for line in (folder / "quickstart/data/held_out.jsonl").open()]
     assert len(train) >= 2_000
     assert len(held_out) == 200
     seen = {row["messages"][0]["content"] for row in train}
@@ -42,12 +48,32 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     assert [words[0] for words in named] == ["chat", "report", "export"]
     (chat, report, export) = named
     question = samples[0]["prompt"]
-    answered = finetune(*chat, "--prompt", question, cwd=tmp_path)
+    answered = finetune(*chat, "--prompt", question, cwd=folder)
     assert answered.status == 0, answered.stderr
     assert answered.stdout.strip() == samples[0]["after"]
     assert "Loading" not in answered.stderr
-    assert finetune(*report, cwd=tmp_path).status == 0
+    assert finetune(*report, cwd=folder).status == 0
     assert (run / "report.html").stat().st_size > 10_000
-    assert finetune(*export, cwd=tmp_path).status == 0
-    with safe_open(tmp_path / "merged/model.safetensors", "pt") as file:
+    assert finetune(*export, cwd=folder).status == 0
+    with safe_open(folder / "merged/model.safetensors", "pt") as file:
         assert all(0 not in file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
+
+
+def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(
+    finetune: Finetune, folder: Path
+):
+    finished = finetune("quickstart", "--method", "dpo", cwd=folder)
+    assert finished.status == 0, finished.stderr
+    shown = re.findall(
+        r"(preferred answers|valid records)\D+([\d.]+)%\D+([\d.]+)%", finished.stdout
+    )
+    shares = {name: (float(before), float(after)) for name, before, after in shown}
+    assert shares["preferred answers"][0] < 5
+    assert min(shares["preferred answers"][1], *shares["valid records"]) > 95
+    run = folder / "runs/quickstart-dpo"
+    question = "For Marta in Turin: half a dozen mugs, due on Monday."
+    answered = finetune("chat", run, "--prompt", question, cwd=folder)
+    assert list(json.loads(answered.stdout)) == ["city", "count", "day", "item", "name"]
+    exported = finetune("export", run, "--to", folder / "preferred", cwd=folder)
+    assert exported.status == 0, exported.stderr
+    assert "rewards/margins" in (folder / "preferred/README.md").read_text()

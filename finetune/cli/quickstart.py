@@ -7,11 +7,16 @@ SUMMARY = "the main job, offline, in minutes on a CPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what to show")
+    parser.add_argument("--output", type=Path, help="by default runs/quickstart[-dpo]")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune.quickstart.job import quickstart
+    from finetune.quickstart.preference import quickstart_dpo
 
-    quickstart(arguments.output)
+    if arguments.method == "dpo":
+        quickstart_dpo(arguments.output or Path("runs/quickstart-dpo"))
+    else:
+        quickstart(arguments.output or Path("runs/quickstart"))
     return 0

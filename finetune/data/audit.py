@@ -8,12 +8,16 @@ import numpy as np
 
 from finetune.data.columns import guess, told
 from finetune.data.encode import Encoded
-from finetune.data.store import Rows, digest
+from finetune.data.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
-from finetune.recipe import Batch, Data
+from finetune.recipe import Data, Recipe
 
 EMPTY: dict[str, Any] = {"documents": 0}
 """Counts of no rows."""
+MOST_TIED = 0.01
+"""Share of pairs with equal answers above which something is wrong with the data."""
+MOSTLY_LONGER = 0.65
+"""Share of pairs with the longer answer chosen above which length is what is learned first."""
 MEANT = "if it is meant, set data_checks=report"
 
 
@@ -50,7 +54,7 @@ def count_rows(
     rows: Rows,
     facts: Facts,
     sources: list[tuple[Data, Tally, np.ndarray]],
-    batch: Batch,
+    recipe: Recipe,
     files: list[str],
 ) -> dict[str, Any]:
     """Samples as they were read, rows as they came out, and each source's share.
@@ -58,14 +62,15 @@ def count_rows(
     Args:
         rows: Of one split; rows that a source repeats are in it as often.
         facts: Of all documents.
-        sources: Sections with what became of them and the documents that they gave.
-        batch: Of the recipe.
+        sources: Sections with what became of them and the numbers of the rows that they gave.
+        recipe: What is trained.
         files: Names by the numbers that documents have of their files.
     """
     lengths = rows.documents.lengths[rows.members]
     tallies = [tally for _, tally, _ in sources]
     tokens = int(lengths.sum())
-    different = np.unique(rows.members)
+    different, each = np.unique(rows.members), recipe.documents_per_row
+    shares = [(data, tally, documents_of_rows(numbers, each)) for data, tally, numbers in sources]
     roles = sum((tally.roles for tally in tallies), Counter[str]())
     columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
@@ -77,11 +82,13 @@ def count_rows(
         "tokens": tokens,
         "trained_tokens": int(facts.trained[rows.members].sum()),
         "unended": int(np.count_nonzero(~facts.ended[rows.members])),
-        "duplicates": len(different) - len(np.unique(facts.digests[different])),
+        "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
+        "documents_per_row": each,
+        "longer_chosen": _longer_chosen(rows, facts) if recipe.takes == "pairs" else None,
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
-        "filled": tokens / (len(rows) * batch.max_length) if rows.packed and len(rows) else None,
+        "filled": tokens / (len(rows) * recipe.row_length) if rows.packed and len(rows) else None,
         "roles": dict(sorted(roles.items())),
         "columns_unread": dict(columns.most_common()),
         "sha256": digest(rows),
@@ -90,7 +97,7 @@ def count_rows(
                 "source": data.source,
                 "format": data.format,
                 "samples": tally.samples,
-                "rows": len(members),
+                "rows": len(members) // each,
                 "tokens": int(rows.documents.lengths[members].sum()),
                 "trained_tokens": int(facts.trained[members].sum()),
                 "truncated": tally.truncated,
@@ -99,9 +106,15 @@ def count_rows(
                 "bad": tally.bad,
                 "columns_unread": dict(tally.columns.most_common()),
             }
-            for data, tally, members in sources
+            for data, tally, members in shares
         ],
     }
+
+
+def _longer_chosen(rows: Rows, facts: Facts) -> float:
+    """Share of the pairs whose chosen answer has more trained tokens than the rejected one."""
+    lengths = facts.trained[rows.members].reshape(-1, 2)
+    return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
 
 
 def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
@@ -116,6 +129,12 @@ def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]
 
 def mistakes(counts: dict[str, Any]) -> Iterator[str]:
     """What can only be a mistake in the rows that are trained on."""
+    if counts.get("tied", 0) > MOST_TIED * counts["samples"]:
+        yield (
+            f"data: the two answers of {counts['tied']} of {counts['samples']} pairs are the same "
+            f"tokens, the first: {counts['first'].get('tied')}; raise batch.max_length if they are "
+            f"cut, or look for answers that were copied; {MEANT}"
+        )
     if counts["documents"] and counts["unended"] == counts["documents"]:
         cut = f" ({counts['truncated']} rows are truncated)" if counts["truncated"] else ""
         yield (
@@ -171,7 +190,8 @@ def describe(counts: dict[str, Any]) -> list[str]:
     """A split's counts in a line, and what is unusual about it in others."""
     if not counts["documents"]:
         return ["no rows"]
-    unit = f"{counts['documents']:,} rows"
+    each = counts.get("documents_per_row", 1)
+    unit = f"{counts['documents'] // each:,} {'rows' if each == 1 else 'pairs'}"
     if counts["filled"] is not None:
         unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
     trained = counts["trained_tokens"] / counts["tokens"]
@@ -185,6 +205,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
         if counts.get(name)
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
+    lines += _of_pairs(counts)
     lines += _unread(counts)
     lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
@@ -192,6 +213,13 @@ def describe(counts: dict[str, Any]) -> list[str]:
         more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
         lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
     return lines
+
+
+def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
+    share = counts.get("longer_chosen")
+    if share is not None:
+        more = "; what is learned first may be length" if share > MOSTLY_LONGER else ""
+        yield f"the chosen answer is the longer one in {share:.0%} of the pairs{more}"
 
 
 def _unread(counts: dict[str, Any]) -> Iterator[str]:
@@ -225,6 +253,7 @@ UNUSUAL = {
     "left_out": "left out by the weights of the mixture",
     "truncated": "truncated",
     "eaten": "that truncation left no answer",
+    "tied": "pairs with two equal answers, left out",
     "split": "split",
     "unended": "whose end is not trained",
     "duplicates": "duplicates",

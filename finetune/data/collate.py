@@ -1,6 +1,7 @@
 """Rows as the tensors of one forward pass."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,10 @@ class MicroBatch:
     """Tokens that are no padding."""
     boundaries: Boundaries | None = None
     """Of documents side by side; None where each row is one document."""
+    document_labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Labels of each document, (documents,) int64; filling is not among them."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Numbers of each document, (documents,) fp32, by what they are."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,13 +76,15 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
     """
     lay = _side_by_side if rows.side_by_side else _padded
     if not len(indices):
-        return lay([_nothing(2, pad_id)], 0, pad_id, device)
-    picked = [
-        rows.documents.document(int(number))
-        for index in indices
-        for number in rows.numbers(int(index))
-    ]
-    return lay(picked, len(indices), pad_id, device)
+        batch, numbers = lay([_nothing(2, pad_id)], 0, pad_id, device), np.empty(0, np.int64)
+    else:
+        numbers = np.concatenate([rows.numbers(int(index)) for index in indices])
+        picked = [rows.documents.document(int(number)) for number in numbers]
+        batch = lay(picked, len(indices), pad_id, device)
+    if not rows.columns:
+        return batch
+    columns = {name: _on_device(values[numbers], device) for name, values in rows.columns.items()}
+    return replace(batch, columns=columns)
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:
@@ -100,13 +107,15 @@ def _padded(
         labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
         mask[place, :length] = 1
     labels[:, 0] = UNTRAINED  # the first token follows nothing
+    counts = (labels != UNTRAINED).sum(axis=1)[: len(picked) if rows else 0]
     return MicroBatch(
         ids=_on_device(ids, device),
         labels=_on_device(labels, device),
         attention_mask=_on_device(mask, device) if min(lengths) < max(lengths) else None,
         rows=rows,
-        trained_tokens=int((labels != UNTRAINED).sum()),
+        trained_tokens=int(counts.sum()),
         real_tokens=sum(lengths) if rows else 0,
+        document_labels=_on_device(counts, device),
     )
 
 
@@ -120,7 +129,7 @@ def _side_by_side(
     labels     - b c d | - f | - h i
     ends       0 4 6 9
     """
-    tokens = sum(len(ids) for ids, _ in picked)
+    tokens, documents = sum(len(ids) for ids, _ in picked), len(picked) if rows else 0
     if torch.device(device).type == "cpu" and tokens >= GRAIN_FROM and tokens % GRAIN:
         picked = [*picked, _nothing(-tokens % GRAIN, pad_id)]
     lengths = np.array([len(ids) for ids, _ in picked], dtype=np.int64)
@@ -128,14 +137,16 @@ def _side_by_side(
     ids = np.concatenate([ids for ids, _ in picked]).astype(np.int64)
     labels = np.where(np.concatenate([trained for _, trained in picked]), ids, UNTRAINED)
     labels[ends[:-1]] = UNTRAINED
+    counts = np.add.reduceat(labels != UNTRAINED, ends[:-1], dtype=np.int64)[:documents]
     positions = np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
     return MicroBatch(
         ids=_on_device(ids[None], device),
         labels=_on_device(labels[None], device),
         attention_mask=None,
         rows=rows,
-        trained_tokens=int((labels != UNTRAINED).sum()),
+        trained_tokens=int(counts.sum()),
         real_tokens=tokens if rows else 0,
+        document_labels=_on_device(counts, device),
         boundaries=Boundaries(
             positions=_on_device(positions[None], device),
             ends=_on_device(ends.astype(np.int32), device),

@@ -72,7 +72,8 @@ Check = Callable[[Any], bool]
 MEANING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(NOT_TEXT, (is_given, "only text is trained")),
     **dict.fromkeys(
-        PREFERENCES, (is_given, "no method here learns from pairs of a wanted and an unwanted one")
+        PREFERENCES,
+        (is_given, "it belongs to a pair of answers, which method 'dpo' learns from"),
     ),
     "label": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
     "kto_tag": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),

@@ -10,17 +10,13 @@ from typing import TypeGuard
 import numpy as np
 
 from finetune.data.chat.messages import KNOWN, Message
-from finetune.data.chat.render import Chat, Row
-from finetune.data.formats import (
-    Completion,
-    Conversation,
-    RowProblem,
-    Sample,
-    read_row,
-    unread_columns,
-)
+from finetune.data.chat.render import Chat
+from finetune.data.example import Example
+from finetune.data.formats import read_row, unread_columns
+from finetune.data.samples import Completion, Conversation, Plain, Sample, sequences_of
 from finetune.data.store import Columns
 from finetune.data.tally import Tally
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 
@@ -57,7 +53,10 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a chunk, end to end, and what is known of each."""
+    """The documents of a chunk, end to end, and what is known of each.
+
+    Those of one row are neighbours: as many of each as the method's `documents_per_row`.
+    """
 
     section: int
     file: str
@@ -67,7 +66,7 @@ class Encoded:
     numbers: np.ndarray  # (documents,) int64: rows of the file
     trained_tokens: np.ndarray  # (documents,) int64
     ended: np.ndarray  # (documents,) bool: the last trained token ends a turn or a text
-    digests: np.ndarray  # (documents,) uint64: equal for equal documents
+    digests: np.ndarray  # (documents,) uint64: equal for equal documents of equal rows
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
@@ -84,7 +83,7 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; problems are noted, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
-        documents, numbers = list[Columns](), list[int]()
+        rows, numbers = list[tuple[Columns, ...]](), list[int]()
         read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
         whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
         with self.chat.ahead(whole):
@@ -107,10 +106,10 @@ class Encoder:
                     continue
                 if own is not tally:
                     tally.add(own)
-                documents += added
-                numbers += [number] * len(added)
+                rows += added
+                numbers += [number] * len(added) * self.recipe.documents_per_row
         problems.extend(("", problem) for problem in chunk.failure)
-        return self._joined(chunk, documents, numbers, tally, problems, bad)
+        return self._joined(chunk, rows, numbers, tally, problems, bad)
 
     def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
         """Whether a sample is small enough to be tokenised before it is looked at."""
@@ -118,16 +117,18 @@ class Encoder:
             return False
         return sum(len(text) for _, text in _texts(sample)) <= HUGE
 
-    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Columns]:
+    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[tuple[Columns, ...]]:
         if sample is None:
             tally.note("passed_over", place)
             return []
-        if isinstance(sample, Conversation):
-            tally.columns.update(self._unread_keys(sample))
+        sequences = sequences_of(sample)
+        for sequence in sequences:
+            if isinstance(sequence, Conversation):
+                tally.columns.update(self._unread_keys(sequence))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
-        tally.note("empty", place, _says_nothing(sample))
-        tally.note("empty_turns", place, _has_empty_turn(sample))
+        tally.note("empty", place, any(map(_says_nothing, sequences)))
+        tally.note("empty_turns", place, any(map(_has_empty_turn, sequences)))
         for name in self._markup(sample):
             tally.note(name, place)
         batch = self.recipe.batch
@@ -139,10 +140,11 @@ class Encoder:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
                 tally.note("dropped", place, batch.overlong == "drop")
                 return []
-        row = self.recipe.encode(sample, self.chat)
-        for name in sorted(row.notes):
+        example = self.recipe.encode(sample, self.chat)
+        assert len(example.sequences) == self.recipe.documents_per_row
+        for name in sorted(frozenset().union(*(row.notes for row in example.sequences))):
             tally.note(name, place)
-        return fit(row, batch, tally, place)
+        return fit(example, batch, tally, place)
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """The counts of special tokens that a sample holds as text."""
@@ -171,13 +173,14 @@ class Encoder:
     def _joined(
         self,
         chunk: Chunk,
-        documents: list[Columns],
+        rows: list[tuple[Columns, ...]],
         numbers: list[int],
         tally: Tally,
         problems: list[tuple[str, str]],
         bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
+        documents = [document for row in rows for document in row]
         return Encoded(
             section=chunk.section,
             file=chunk.file,
@@ -187,7 +190,7 @@ class Encoder:
             numbers=np.array(numbers, dtype=np.int64),
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
             ended=np.array([int(ids[t][-1]) in ends for ids, t in documents], dtype=bool),
-            digests=np.array([_digest(ids) for ids, _ in documents], dtype=np.uint64),
+            digests=np.array([d for row in rows for d in _digests(row)], dtype=np.uint64),
             tally=tally,
             problems=problems,
             bad=bad,
@@ -208,14 +211,22 @@ def _read(data_format: str, value: object) -> Sample | RowProblem | None:
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
-    """Roles of a sample with what they say."""
-    match sample:
+    """Roles of a sample with what they say; the prompt of two answers once."""
+    first, *others = sequences_of(sample)
+    return _texts_of(first) + [each for other in others for each in _texts_of(other, answer=True)]
+
+
+def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
+    """Roles of a sequence with what they say, or only those of its answer."""
+    match sequence:
         case Conversation():
-            return [(message["role"], message["content"]) for message in sample.messages]
+            messages = sequence.messages[sequence.given if answer else 0 :]
+            return [(message["role"], message["content"]) for message in messages]
         case Completion():
-            return [("prompt", sample.prompt), ("completion", sample.completion)]
+            said = [("completion", sequence.completion)]
+            return said if answer else [("prompt", sequence.prompt), *said]
         case _:
-            return [("text", sample.text)]
+            return [("text", sequence.text)]
 
 
 def _said(sample: Conversation) -> list[Message]:
@@ -229,7 +240,7 @@ def _said(sample: Conversation) -> list[Message]:
     ]
 
 
-def _says_nothing(sample: Sample) -> bool:
+def _says_nothing(sample: Plain) -> bool:
     """Whether nothing stands where the model is to speak."""
     match sample:
         case Conversation():
@@ -241,7 +252,7 @@ def _says_nothing(sample: Sample) -> bool:
             return not sample.text.strip()
 
 
-def _has_empty_turn(sample: Sample) -> bool:
+def _has_empty_turn(sample: Plain) -> bool:
     """Whether an answer is empty that is trained among others that are not."""
     if not isinstance(sample, Conversation):
         return False
@@ -249,16 +260,29 @@ def _has_empty_turn(sample: Sample) -> bool:
     return any(empty) and not all(empty)
 
 
-def _digest(ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+def _digests(row: tuple[Columns, ...]) -> list[int]:
+    """A number of each document of a row: equal for the same document of an equal row."""
+    parts = [ids.tobytes() for ids, _ in row]
+    whole = b"" if len(parts) == 1 else hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
+    return [
+        int.from_bytes(hashlib.blake2b(part + whole, digest_size=8).digest(), "little")
+        for part in parts
+    ]
 
 
-def fit(row: Row, batch: Batch, tally: Tally, place: str) -> list[Columns]:
-    """The documents of an encoded sample, as the rule for overlong ones says."""
-    columns = (np.array(row.ids, dtype=np.int32), np.array(row.trained, dtype=bool))
-    columns[1][:1] = False  # the first token of a row follows nothing
-    pieces = [columns]
-    if _note_length(tally, batch, len(row.ids), place):
+def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[Columns, ...]]:
+    """The rows of an encoded sample, each with its documents, as the rule for overlong ones says.
+
+    The sequences of an example are judged together: where one is left out, all are.
+    """
+    row = tuple(
+        (np.array(each.ids, dtype=np.int32), np.array(each.trained, dtype=bool))
+        for each in example.sequences
+    )
+    for _, trained in row:
+        trained[:1] = False  # the first token of a document follows nothing
+    pieces, most = [row], batch.max_length
+    if _note_length(tally, batch, max(len(ids) for ids, _ in row), place):
         match batch.overlong:
             case "error":
                 return []
@@ -267,16 +291,31 @@ def fit(row: Row, batch: Batch, tally: Tally, place: str) -> list[Columns]:
                 return []
             case "truncate":
                 tally.note("truncated", place)
-                pieces = [(columns[0][: batch.max_length], columns[1][: batch.max_length])]
-                tally.note("eaten", place, bool(columns[1].any() and not pieces[0][1].any()))
+                pieces = [tuple((ids[:most], trained[:most]) for ids, trained in row)]
+                tally.note("eaten", place, _says_all(row) and not _says_all(pieces[0]))
             case "split":
                 tally.note("split", place)
-                pieces = list(split(columns, batch.max_length))
-    for _, trained in pieces:
-        trained[:1] = False
-    kept = [piece for piece in pieces if piece[1].any()]
+                (document,) = row  # rules refuse it where a row has several
+                pieces = [(piece,) for piece in split(document, most)]
+    for piece in pieces:
+        for _, trained in piece:
+            trained[:1] = False
+    kept = [piece for piece in pieces if _says_all(piece)]
     tally.note("untrained", place, len(pieces) - len(kept))
-    return kept
+    different = [piece for piece in kept if not _is_tied(piece)]
+    tally.note("tied", place, len(kept) - len(different))
+    return different
+
+
+def _says_all(row: tuple[Columns, ...]) -> bool:
+    """Whether each document of a row has a token to train."""
+    return all(trained.any() for _, trained in row)
+
+
+def _is_tied(row: tuple[Columns, ...]) -> bool:
+    """Whether the documents of a row that has several are equal, so that none is preferred."""
+    (first, _), *others = row
+    return bool(others) and all(np.array_equal(first, ids) for ids, _ in others)
 
 
 def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:

@@ -27,10 +27,10 @@ def real_share(rows: Rows, recipe: Recipe, steps: int, micro_tokens: int | None 
     for step in range(min(steps, STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, recipe.seed)
         limit = batch.micro_tokens if micro_tokens is None else micro_tokens
-        for micro_batch in cut(chosen, rows.lengths, batch.micro_rows, limit):
-            lengths = rows.lengths[micro_batch]
-            real += int(lengths.sum())
-            slots += len(lengths) * int(np.max(lengths))
+        for micro_batch in cut(chosen, rows.slots, batch.micro_rows, limit):
+            widths = rows.slots[micro_batch]
+            real += int(rows.lengths[micro_batch].sum())
+            slots += len(widths) * int(np.max(widths))
     return real / slots
 
 
@@ -46,9 +46,9 @@ def filling_notes(rows: Rows, recipe: Recipe, padding: Padding, steps: int) -> l
         return [f"{told}; {padding.instead} lays rows side by side, without padding"]
     batch = recipe.batch
     if batch.micro_tokens is None:
-        better = real_share(rows, recipe, steps, batch.max_length)
+        better = real_share(rows, recipe, steps, recipe.row_length)
         if better >= ENOUGH:
             return [
-                f"{told}; batch.micro_tokens={batch.max_length} makes {better:.0%} of them real"
+                f"{told}; batch.micro_tokens={recipe.row_length} makes {better:.0%} of them real"
             ]
     return [f"{told}; batch.micro_rows=1 fills them, one row in each forward pass"]

@@ -1,7 +1,7 @@
 """Data formats by name: one function each, from a row of a file to a sample."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,46 +14,25 @@ from finetune.data.chat.messages import (
     sharegpt_turns,
     with_call_ids,
 )
-from finetune.data.chat.tools import template_kwargs_of, tools_of
 from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
+from finetune.data.preferences import (
+    read_alpaca_preference,
+    read_hh,
+    read_preference,
+    read_sharegpt_preference,
+)
+from finetune.data.samples import (
+    CONVERSATION,
+    Completion,
+    Conversation,
+    Kind,
+    Sample,
+    Text,
+    conversation_of,
+    instruction_of,
+)
 from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, text_of
 from finetune.errors import FinetuneError, did_you_mean
-
-CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
-"""Columns that every format of conversations reads where a row has them."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages in the chat form of Hugging Face, with `tool_calls` and `tool` roles."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the functions that the assistant may call."""
-    given: int = 0
-    """The first so many messages are context: their assistant turns are not trained."""
-    untrained: frozenset[int] = frozenset()
-    """Numbers of assistant messages that are context only, as `weight: 0` says."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template that the row sets."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A prompt and what follows it, as bare text without a chat template."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """A document."""
-
-    text: str
-
-
-Sample = Conversation | Completion | Text
 
 
 @dataclass(frozen=True)
@@ -69,6 +48,8 @@ class Format:
     """Columns that it reads where they are there."""
     needs: str = ""
     """The sets of columns in words, where they are many."""
+    gives: Kind = "text"
+    """What its samples are."""
 
     def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
         """The largest readable set of columns that is there; empty when none is complete."""
@@ -139,6 +120,8 @@ def fitting_formats(row: Raw) -> list[str]:
         whole = ignored_meaning(name, row, data_format.reads(there)) is None
         if name == "text" and there.intersection(ANSWERS):
             continue  # it would train the question and not the answer
+        if name == "hh" and not isinstance(row["chosen"] if needed else None, str):
+            continue
         if needed and whole:
             fits[name] = len(needed)
     return sorted(fits, key=lambda name: (-fits[name], name))
@@ -170,16 +153,17 @@ def _fitting_names(wanted: str, row: Raw) -> list[str]:
 
 
 def read_messages(row: Raw) -> Conversation:
-    return _conversation(row, messages_of(row["messages"], "messages"))
+    return conversation_of(row, messages_of(row["messages"], "messages"))
 
 
 def read_sharegpt(row: Raw) -> Conversation:
-    return _conversation(row, sharegpt_turns(row["conversations"], "conversations"))
+    return conversation_of(row, sharegpt_turns(row["conversations"], "conversations"))
 
 
 def read_alpaca(row: Raw) -> Conversation:
     given = text_of(row, "input") if row.get("input") else ""
-    return _exchange(row, _instruction(text_of(row, "instruction"), given), text_of(row, "output"))
+    prompt = instruction_of(text_of(row, "instruction"), given)
+    return _exchange(row, prompt, text_of(row, "output"))
 
 
 def read_question_answer(row: Raw) -> Conversation:
@@ -210,7 +194,7 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
     answer = messages_of(completion, "completion")
     messages = with_call_ids([*given.messages, *answer.messages])
     untrained = frozenset(number + len(given.messages) for number in answer.untrained)
-    return _conversation(row, Turns(messages, untrained), len(given.messages))
+    return conversation_of(row, Turns(messages, untrained), len(given.messages))
 
 
 def read_text(row: Raw) -> Text:
@@ -225,7 +209,7 @@ def read_self_instruct(row: Raw) -> Conversation | None:
     if not isinstance(instances[0], Mapping) or "output" not in instances[0]:
         raise RowProblem("instances[0] has no 'output'")
     given = text_of(instances[0], "input") if instances[0].get("input") else ""
-    prompt = _instruction(text_of(row, "instruction"), given)
+    prompt = instruction_of(text_of(row, "instruction"), given)
     return _exchange(row, prompt, text_of(instances[0], "output"))
 
 
@@ -268,41 +252,12 @@ def read_kto(row: Raw) -> Sample | None:
     return FORMATS[base].read(row)
 
 
-def _conversation(row: Raw, turns: Turns, given: int = 0) -> Conversation:
-    """A conversation with what a row says of it beside its turns."""
-    messages, untrained = turns.messages, turns.untrained
-    if row.get("system"):
-        system = text_of(row, "system")
-        if _is_told_by_a_turn(system, messages):
-            system = ""
-        if system:
-            messages = ({"role": "system", "content": system}, *messages)
-            untrained = frozenset(number + 1 for number in untrained)
-            given += given > 0
-    return Conversation(messages, tools_of(row), given, untrained, template_kwargs_of(row))
-
-
-def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
-    """Whether the system prompt of a column is a message too; raises RowProblem for another one."""
-    told = [each for each in messages if each["role"] in ("system", "developer")]
-    if told and [each["content"] for each in told] != [system]:
-        raise RowProblem(
-            "the row has a column 'system' and a system message with another text; keep one of "
-            'them, or leave the column out: columns={"system": null}'
-        )
-    return bool(told)
-
-
 def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
     """One question with its answer, behind the earlier ones of the row's `history`."""
     history = exchanges_of(row["history"], "history") if row.get("history") else []
     question = {"role": "user", "content": prompt}
     turns = (*history, question, {"role": "assistant", "content": answer})
-    return _conversation(row, Turns(turns))
-
-
-def _instruction(instruction: str, given: str) -> str:
-    return f"{instruction}\n\n{given}" if given else instruction
+    return conversation_of(row, Turns(turns))
 
 
 def _reply(reply: Any) -> Raw:
@@ -317,6 +272,8 @@ def _rank(reply: Raw) -> float:
         raise RowProblem(f"rank is {kind_of(rank)}, expected a number")
     return float("inf") if rank is None else rank
 
+
+PAIR = ("chosen", "rejected")
 
 JUDGED = ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer")
 """Formats whose rows may have a label that says whether the answer is wanted."""
@@ -344,3 +301,13 @@ FORMATS["kto"] = Format(
     ("input", "label", "kto_tag", *EXCHANGE),
     "'label' (or 'kto_tag') beside the columns of " + ", ".join(JUDGED),
 )
+FORMATS |= {
+    "preference": Format((("prompt", *PAIR), PAIR), read_preference, CONVERSATION, gives="pairs"),
+    "sharegpt_preference": Format(
+        (("conversations", *PAIR),), read_sharegpt_preference, CONVERSATION, gives="pairs"
+    ),
+    "alpaca_preference": Format(
+        (("instruction", *PAIR),), read_alpaca_preference, ("input", *EXCHANGE), gives="pairs"
+    ),
+    "hh": Format((PAIR,), read_hh, gives="pairs"),
+}

@@ -52,7 +52,7 @@ def cut(
 
     Args:
         indices: (size,) row numbers.
-        lengths: (rows,) tokens of every row of the data.
+        lengths: (rows,) token slots of every row of the data (`Rows.slots`).
         micro_rows: Rows of a micro-batch.
         micro_tokens: Instead, the most token slots of a micro-batch; at least the longest row.
         side_by_side: Rows of a micro-batch are end to end, and nothing is padded.

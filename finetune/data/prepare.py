@@ -43,15 +43,15 @@ from finetune.data.store import (
     Documents,
     DocumentWriter,
     Rows,
+    documents_of_rows,
     open_documents,
     open_rows,
     save_rows,
-    single_rows,
 )
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
-from finetune.recipe import Batch, Data, Recipe
+from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
 HELD_OUT = 2**64 - 1
@@ -83,6 +83,13 @@ class Prepared:
         """The same rows, laid side by side in a micro-batch or padded."""
         train, held_out = (
             dataclasses.replace(rows, padding_free=free) for rows in (self.train, self.eval)
+        )
+        return dataclasses.replace(self, train=train, eval=held_out)
+
+    def with_columns(self, columns: dict[str, np.ndarray]) -> "Prepared":
+        """The same rows with numbers of every document, by what they are."""
+        train, held_out = (
+            dataclasses.replace(rows, columns=columns) for rows in (self.train, self.eval)
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 
@@ -140,6 +147,7 @@ class _Section:
     source: Source
     tally: Tally = field(default_factory=Tally)
     members: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Numbers of its rows, each of `documents_per_row` neighbouring documents."""
 
 
 def _write(
@@ -178,11 +186,11 @@ def _fill(
     members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
         mixed = mix([each.members for each in parts], _data(parts), recipe.seed)
-        rows = _rows(documents, np.concatenate([besides, *mixed]), recipe.batch)
+        rows = _rows(documents, np.concatenate([besides, *mixed]), recipe)
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
-        counts[name] = count_rows(rows, facts, shares, recipe.batch, files)
+        counts[name] = count_rows(rows, facts, shares, recipe, files)
         counts[name]["left_out"] = sum(
             len(each.members) - len(m)
             for each, m in zip(parts, mixed, strict=True)
@@ -196,7 +204,7 @@ def _fill(
             for path in each.source.files
             if each.source.data.first is None and str(path) not in files
         ]
-    _count_shared(counts, documents, facts, files, members)
+    _count_shared(counts, documents, facts, files, members, recipe.documents_per_row)
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     talks = not {"user", "assistant"}.isdisjoint(counts["train"]["roles"])
     counts["train"]["fixed_date"] = talks and chat.reads_the_date
@@ -215,11 +223,12 @@ def _count_shared(
     facts: Facts,
     files: list[str],
     members: dict[str, np.ndarray],
+    per_row: int,
 ) -> None:
     """Count the rows of the evaluation that are equal to one that is trained."""
     trained, held_out = facts.digests[members["train"]], facts.digests[members["eval"]]
     shared = members["eval"][np.isin(held_out, trained)]
-    counts["eval"]["also_trained"] = len(shared)
+    counts["eval"]["also_trained"] = len(shared) // per_row
     if len(shared):
         twin = members["train"][trained == facts.digests[shared[0]]][0]
         first, second = (
@@ -244,7 +253,7 @@ def _encode(
         _list_bad_rows(folder.with_name(BAD_ROWS), encoded.bad)
         if problems.enough:
             break
-        count = len(encoded.lengths)
+        count = len(encoded.lengths) // encoder.recipe.documents_per_row
         file = files.setdefault(encoded.file, len(files))
         writer.append(encoded.ids, encoded.trained, encoded.lengths, _origins(file, encoded))
         facts.append(encoded)
@@ -305,7 +314,7 @@ def _data(sections: list[_Section]) -> list[Data]:
 
 
 def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray:
-    """Take documents out of the data for evaluation, before any of them is mixed."""
+    """Take rows out of the data for evaluation, before any of them is mixed."""
     everything = np.concatenate([section.members for section in sections])
     if eval_rows >= len(everything):
         raise FinetuneError(
@@ -318,11 +327,15 @@ def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray
     return chosen
 
 
-def _rows(documents: Documents, members: np.ndarray, batch: Batch) -> Rows:
-    if not batch.packing:
-        return single_rows(documents, members)
-    order, bounds = pack(documents.lengths[members], batch.max_length)
-    return Rows(documents, members[order], bounds, packed=True)
+def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
+    """Rows of some numbers: one by one, or packed by the sum of their documents' lengths."""
+    each = recipe.documents_per_row
+    members = documents_of_rows(chosen, each)
+    if not recipe.batch.packing:
+        return Rows(documents, members, np.arange(len(chosen) + 1) * each, packed=False)
+    lengths = documents.lengths[members].reshape(-1, each).sum(axis=1)
+    order, bounds = pack(lengths, recipe.row_length)
+    return Rows(documents, documents_of_rows(chosen[order], each), bounds * each, packed=True)
 
 
 def _pad_is_eos(chat: Chat) -> bool:
@@ -336,7 +349,9 @@ def _pad_is_eos(chat: Chat) -> bool:
 def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
     """A hash of all that the prepared rows depend on."""
     base = {each.name for each in dataclasses.fields(Recipe)}
-    own = [each.name for each in dataclasses.fields(recipe) if each.name not in base]
+    own = recipe.encoding_fields
+    if own is None:
+        own = [each.name for each in dataclasses.fields(recipe) if each.name not in base]
     holds_out = bool(recipe.eval_rows) and not recipe.eval_data
     weighted = any(data.weight for data in (*recipe.data, *recipe.eval_data))
     parts = {

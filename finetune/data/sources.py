@@ -17,10 +17,16 @@ from finetune.data.hub import hub_rows
 from finetune.data.splits import choose, splits_of
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.planner.rules import mixture_problems
+from finetune.planner.rules import method_problems, mixture_problems
 from finetune.recipe import Data, Recipe
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+WORDS = {
+    "text": "texts and conversations",
+    "pairs": "pairs of a chosen and a rejected answer",
+}
+"""What samples are, in words."""
 
 ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
 """Files that describe a data set and hold no rows, by their names on the hub."""
@@ -101,18 +107,28 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
     problems = list[str]()
     if not recipe.data:
         problems.append("data: the recipe has none; give with_data(Data(source, format))")
-    problems += mixture_problems(recipe)
+    problems += [*mixture_problems(recipe), *method_problems(recipe)]
     found: tuple[list[Source], list[Source]] = ([], [])
     for sources, section in zip(found, (recipe.data, recipe.eval_data), strict=True):
         for data in section:
             try:
-                find_format(data.format)
+                _refuse_unfit(recipe, data.format)
                 sources.append(find_source(data))
             except FinetuneError as error:
                 problems.extend(error.problems)
     if problems:
         raise FinetuneError(*problems)
     return found
+
+
+def _refuse_unfit(recipe: Recipe, name: str) -> None:
+    """Refuse a format whose samples a method does not learn from."""
+    if find_format(name).gives != recipe.takes:
+        known = ", ".join(n for n, each in sorted(FORMATS.items()) if each.gives == recipe.takes)
+        raise FinetuneError(
+            f"data.format: '{name}' gives {WORDS[find_format(name).gives]}, but method "
+            f"'{recipe.method}' learns from {WORDS[recipe.takes]} (formats: {known})"
+        )
 
 
 def find_source(data: Data) -> Source:

@@ -7,7 +7,8 @@ train/ eval/            which documents each row holds: one, or those that share
 
 import hashlib
 import mmap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -57,9 +58,11 @@ class Rows:
     members: np.ndarray  # (documents of all rows,) int64; a document may be in several rows
     bounds: np.ndarray  # (rows + 1,) int64
     packed: bool
-    """A row is a pack: several documents side by side, each attending to itself alone."""
+    """A row is a pack: documents side by side, each attending to itself alone."""
     padding_free: bool = False
-    """Rows of a micro-batch are side by side too, though each is one document."""
+    """Rows of a micro-batch are side by side too, though none is a pack."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """Numbers of every document, (documents,) fp32, by what they are."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -86,6 +89,17 @@ class Rows:
         if not len(self):
             return np.empty(0, dtype=np.int64)
         return np.add.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """Token slots that each row takes: padded, its documents are as long as the longest.
+
+        (rows,) int64; of rows of one document `lengths`.
+        """
+        if self.side_by_side or not len(self):
+            return self.lengths
+        longest = np.maximum.reduceat(self.documents.lengths[self.members], self.bounds[:-1])
+        return longest * np.diff(self.bounds)
 
     @cached_property
     def labelled(self) -> np.ndarray:
@@ -118,6 +132,11 @@ def digest(rows: Rows) -> str:
             found.update(trained.data)
         rows.documents.release()
     return found.hexdigest()
+
+
+def documents_of_rows(rows: np.ndarray, each: int) -> np.ndarray:
+    """Numbers of the documents of rows that have `each` neighbouring ones.  # (rows * each,)"""
+    return (rows[:, None] * each + np.arange(each)).ravel()
 
 
 def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows:

@@ -20,6 +20,8 @@ class Tally:
     """Samples cut to length."""
     eaten: int = 0
     """Those of them that lost every token that was to be trained."""
+    tied: int = 0
+    """Pairs left out because both answers are the same tokens, perhaps once they were cut."""
     split: int = 0
     """Samples cut into several rows."""
     empty: int = 0
@@ -72,8 +74,8 @@ class Tally:
 
 
 COUNTED = (
-    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "split", "overlong",
-    "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids", "markup_asked",
-    "markup_said", "no_bos", "two_bos",
+    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "tied", "split",
+    "overlong", "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids",
+    "markup_asked", "markup_said", "no_bos", "two_bos",
 )  # fmt: skip
 """The numbers of a tally that are counted over all sources."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.chat.render import load_chat
-from finetune.data.formats import Completion, Conversation
+from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Asked, Question, references, unanswerable
 from finetune.inference.generate import Loaded, continue_ids, turn

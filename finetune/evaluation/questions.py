@@ -9,9 +9,11 @@ from finetune.cache import cache
 from finetune.checkpoints.resume import refuse_other_data
 from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
-from finetune.data.formats import Completion, Conversation, RowProblem, find_format, read_row
+from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import prepare
+from finetune.data.samples import Completion, Conversation, Preference
 from finetune.data.sources import SourceRow, find_source, find_sources
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Data, Recipe
@@ -109,6 +111,8 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
         raise FinetuneError(f"{row.place}: {problem}") from None
     if sample is None:
         return None
+    if isinstance(sample, Preference):
+        sample = sample.chosen
     if not isinstance(sample, Conversation | Completion):
         raise FinetuneError(f"{row.place}: a text has no answer to compare with")
     problem = unanswerable(sample)

@@ -103,17 +103,20 @@ def documents_of(
     return torch.where(places < real_tokens, found, number), number
 
 
-def parts(sums: torch.Tensor, tokens_per_term: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a method's `loss` returned: the sum to descend, and the share of the balance in it.
+def parts(
+    loss: torch.Tensor, balance: torch.Tensor | None, tokens_per_term: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum to descend, and the share of the balance in it.
 
     Both are divided by the terms of the step later. The balance is a mean over tokens, so its sum
     is multiplied by terms per token first.
 
     Args:
-        sums: a scalar, or (2,): the sum over terms and the sum of `Balance.sum`.
+        loss: a scalar, the sum over terms.
+        balance: a scalar, the sum of `Balance.sum`; None where there is none.
         tokens_per_term: real tokens of the step over its terms.
     """
-    if sums.dim() == 0:
-        return sums, torch.zeros_like(sums)
-    balance = sums[1] / tokens_per_term
-    return sums[0] + balance, balance
+    if balance is None:
+        return loss, torch.zeros_like(loss)
+    share = balance / tokens_per_term
+    return loss + share, share

@@ -1,9 +1,10 @@
 """The loss of a causal language model: on labelled rows only, in chunks, without stored logits.
 
 A model that was given its loss is called with the places of the labelled rows and what each should
-predict, and returns a sum. Called without them it is the model that transformers made. The loss is
-made inside the model's own forward pass, and its weights are used inside the head's: there every
-engine has gathered them (FSDP2, ZeRO-3) and sees what takes part (DDP).
+predict, and returns a sum, or the log-probability of each. Called without them it is the model that
+transformers made. The loss is made inside the model's own forward pass, and its weights are used
+inside the head's: there every engine has gathered them (FSDP2, ZeRO-3) and sees what takes part
+(DDP).
 """
 
 from typing import Any
@@ -83,11 +84,13 @@ class WithLoss:
         places: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         real_tokens: int = 0,
+        logps: bool = False,
         **inputs: Any,
     ) -> Any:
         """As the model's own, or with `places` the summed cross-entropy, a scalar in fp32.
 
-        Where training balances experts it is (2,): the cross-entropy and `Balance.sum`.
+        With `logps` the log-probability of each target, (labelled,) in fp32. Where training
+        balances experts `Balance.sum` follows: then it is (2,), or (labelled + 1,).
 
         Args:
             places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
@@ -103,32 +106,41 @@ class WithLoss:
             given = {name: value for name, value in inputs.items() if value is not None}
             output = self.base_model(*args, **given)
             hidden = output.last_hidden_state.flatten(0, 1)  # (rows * length, hidden)
-            loss = self.get_output_embeddings()(hidden[places], targets)
+            loss = self.get_output_embeddings()(hidden[places], targets, logps)
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
-            loss = F.cross_entropy(labelled, targets, reduction="sum")
+            how = "none" if logps else "sum"
+            loss = F.cross_entropy(labelled, targets, reduction=how)
+            loss = -loss if logps else loss
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         documents = documents_of(ids, mask, inputs.get("cu_seq_lens_q"), real_tokens)
-        return torch.stack([loss, self.balance.sum(output.router_logits, *documents)])
+        balance = self.balance.sum(output.router_logits, *documents)
+        return torch.cat([loss.view(-1), balance.view(1)])
 
 
 class LabelledHead(nn.Linear):
-    """A head that gives the summed loss of hidden states where it is told their targets."""
+    """A head that gives the summed loss of hidden states where it is told their targets.
+
+    Or the log-probability of each target.
+    """
 
     scale: float
     cap: float | None
     tiled: bool
     """Whether a chunk becomes its gradient in tiles, as a CPU's caches like it."""
 
-    def forward(self, input: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input: torch.Tensor, targets: torch.Tensor | None = None, logps: bool = False
+    ) -> torch.Tensor:
         if targets is None:
             return super().forward(input)
         tile = TILE_ENTRIES if self.tiled else CHUNK_ENTRIES
         given = (input, self.weight, self.bias, targets)
-        return ChunkedLoss.apply(*given, self.scale, self.cap, tile)
+        kind = ChunkedLogProbs if logps else ChunkedLoss
+        return kind.apply(*given, self.scale, self.cap, tile)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -176,6 +188,58 @@ class ChunkedLoss(torch.autograd.Function):
         )
 
 
+class ChunkedLogProbs(torch.autograd.Function):
+    """Log-probability of each target, (labelled,) in fp32, whose gradient is made on the way back.
+
+    The forward pass keeps hidden states and the head's own weight, as a linear layer does: where an
+    engine shards the weight, it gathers it for the backward pass too. There each chunk of logits is
+    computed again and becomes gradients, times the gradient of its log-probabilities.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        weight: torch.Tensor,  # (vocabulary, hidden)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (labelled,)
+        scale: float,
+        cap: float | None,
+        tile: int,  # logits
+    ) -> torch.Tensor:
+        ctx.dtype = compute_dtype(weight)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.settings = scale, cap, tile
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(weight.device.type, enabled=False):
+            given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+            # Where a chunk is tiled, the sums take copies of an eighth of a tile only.
+            at_once = tile if tile == CHUNK_ENTRIES else tile // 8
+            rows, few = (max(1, entries // weight.shape[0]) for entries in (CHUNK_ENTRIES, at_once))
+            for start in range(0, len(given), rows):
+                logits = F.linear(given[start : start + rows], matrix)  # (chunk, vocabulary)
+                for first in range(0, len(logits), few):
+                    here = slice(start + first, min(start + first + few, start + len(logits)))
+                    wide = logits[first : first + few]
+                    found[here] = tile_logps(wide, targets[here], bias, scale, cap)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        scale, cap, tile = ctx.settings
+        with torch.autocast(weight.device.type, enabled=False):
+            given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+            wanted = ctx.needs_input_grad[:3]
+            grads = _Gradients(given, matrix, bias, wanted, max(1, tile // weight.shape[0]))
+            rows = max(1, CHUNK_ENTRIES // weight.shape[0])
+            for start in range(0, len(given), rows):
+                part = slice(start, start + rows)
+                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+                grads.count(part, logits, targets[part], scale, cap, -grad[part])
+        return (*grads.of(hidden, weight, bias), None, None, None, None)
+
+
 class _Gradients:
     """Gradients of the summed loss with respect to hidden states, matrix and bias, so far."""
 
@@ -201,13 +265,20 @@ class _Gradients:
         targets: torch.Tensor,
         scale: float,
         cap: float | None,
+        weights: torch.Tensor | None = None,  # (chunk,)
     ) -> torch.Tensor:
-        """Summed loss of a chunk, counted in; `logits` (chunk, vocabulary) are overwritten."""
+        """Summed loss of a chunk, counted in; `logits` (chunk, vocabulary) are overwritten.
+
+        `weights` multiply the gradient of each row.
+        """
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
             given = logits[tile], targets[tile], self.added
             loss += tile_loss(*given, scale, cap, self.any)
+        if weights is not None:
+            self._count_weighted(part, logits, weights)
+            return loss
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=torch.float32)
         if self.hidden is not None:
@@ -215,6 +286,17 @@ class _Gradients:
         if self.weight is not None:
             self.weight += logits.T @ self.given[part]
         return loss
+
+    def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
+        """The same with rows times `weights`, which multiply what is narrower than the logits."""
+        rows = weights[:, None]
+        if self.bias is not None:
+            self.bias += by_logits.T @ weights.to(by_logits.dtype)
+        if self.hidden is not None:
+            torch.mm(by_logits, self.matrix, out=self.hidden[part])
+            self.hidden[part] *= rows
+        if self.weight is not None:
+            self.weight += by_logits.T @ (self.given[part] * rows).to(by_logits.dtype)
 
     def of(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -225,6 +307,24 @@ class _Gradients:
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
+
+
+def tile_logps(
+    logits: torch.Tensor,  # (rows, vocabulary)
+    targets: torch.Tensor,  # (rows,)
+    bias: torch.Tensor | None,
+    scale: float,
+    cap: float | None,
+) -> torch.Tensor:
+    """Log-probability of the target of each row, (rows,) in fp32."""
+    wide = logits.float()
+    if bias is not None:
+        wide = wide + bias
+    if scale != 1.0:
+        wide = wide * scale
+    if cap is not None:
+        wide = (wide / cap).tanh_() * cap
+    return wide.gather(1, targets[:, None])[:, 0] - wide.logsumexp(1)
 
 
 @chain

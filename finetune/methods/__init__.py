@@ -1,7 +1,8 @@
 """Training methods by name: each a Recipe that says what a row's loss is."""
 
+from finetune.methods.dpo import DPO
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
 from finetune.recipe import Recipe
 
-METHODS: dict[str, type[Recipe]] = {"sft": SFT, "pretrain": Pretrain}
+METHODS: dict[str, type[Recipe]] = {"sft": SFT, "pretrain": Pretrain, "dpo": DPO}

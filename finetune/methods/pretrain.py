@@ -8,8 +8,9 @@ from finetune.methods.sft import SFT
 from finetune.recipe import STRICT
 
 if TYPE_CHECKING:
-    from finetune.data.chat.render import Chat, Row
-    from finetune.data.formats import Sample
+    from finetune.data.chat.render import Chat
+    from finetune.data.example import Example
+    from finetune.data.samples import Sample
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -18,5 +19,7 @@ class Pretrain(SFT):
 
     method: ClassVar[str] = "pretrain"
 
-    def encode(self, sample: "Sample", chat: "Chat") -> "Row":
-        return chat.render(sample, "all")
+    def encode(self, sample: "Sample", chat: "Chat") -> "Example":
+        from finetune.data.example import Example
+
+        return Example((chat.render(sample, "all"),))

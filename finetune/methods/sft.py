@@ -8,13 +8,14 @@ from finetune.recipe import STRICT, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.chat.render import Chat, Row
+    from finetune.data.chat.render import Chat
     from finetune.data.collate import MicroBatch
-    from finetune.data.formats import Sample
+    from finetune.data.example import Example
+    from finetune.data.samples import Sample
     from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -26,8 +27,10 @@ class SFT(Recipe):
     train_on: Literal["assistant", "completion", "all"] = "assistant"
     """Tokens with a loss: every assistant turn, the last assistant turn only, or all."""
 
-    def encode(self, sample: "Sample", chat: "Chat") -> "Row":
-        return chat.render(sample, self.train_on)
+    def encode(self, sample: "Sample", chat: "Chat") -> "Example":
+        from finetune.data.example import Example
+
+        return Example((chat.render(sample, self.train_on),))
 
     def count(self, batch: "MicroBatch") -> int:
         return batch.trained_tokens
@@ -35,9 +38,7 @@ class SFT(Recipe):
     def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
         return int(rows.labelled[chosen].sum())
 
-    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        from finetune.methods.losses import (
-            token_loss_sum,  # torch, which a recipe must load without
-        )
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
+        from finetune.methods.losses import token_loss  # torch, which a recipe must load without
 
-        return token_loss_sum(model, batch)
+        return token_loss(model, batch)

@@ -38,7 +38,7 @@ class Plan:
     def accumulation(self) -> int:
         """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
         batch = self.recipe.batch
-        return math.ceil(math.ceil(batch.rows / batch.most_micro_rows) / self.mesh.data)
+        return math.ceil(math.ceil(batch.rows / self.recipe.most_micro_rows) / self.mesh.data)
 
     @property
     def synchronises_each(self) -> bool:
@@ -81,6 +81,7 @@ class Plan:
                 f"optim.lr_scaling={optim.lr_scaling}: the learning rate is {self.lr:.3g} on "
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
+        notes += self.recipe.advice()
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
@@ -148,14 +149,16 @@ class Plan:
 
     def _batch(self) -> str:
         batch = self.recipe.batch
-        unit = "packs" if batch.packing else "rows"
+        unit = "packs" if batch.packing else self.recipe.rows_are
         filled = "of whole documents, filled to" if batch.packing else "up to"
+        length = self.recipe.row_length if batch.packing else batch.max_length
+        what = "document" if self.recipe.documents_per_row > 1 and not batch.packing else unit[:-1]
         shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
         if batch.micro_tokens is not None:
             shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
         return (
             f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
-            f"{batch.max_length} tokens a {unit[:-1]}"
+            f"{length} tokens a {what}"
         )
 
 

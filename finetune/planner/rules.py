@@ -31,6 +31,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _completeness,
         _limits,
         _mixture,
+        _method,
         _batch,
         _padding,
         _quantization,
@@ -93,7 +94,7 @@ def mixture_problems(recipe: Recipe) -> Iterator[str]:
 def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     rows, micro = recipe.batch.rows, recipe.batch.micro_rows
     if recipe.batch.micro_tokens is not None:
-        yield from _micro_tokens(recipe.batch)
+        yield from _micro_tokens(recipe)
         return
     unit = micro * max(1, processes)
     if rows % unit:
@@ -117,11 +118,26 @@ def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             yield (f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there")
 
 
-def _micro_tokens(batch: Batch) -> Iterator[str]:
-    if batch.micro_tokens is not None and batch.micro_tokens < batch.max_length:
+def _micro_tokens(recipe: Recipe) -> Iterator[str]:
+    batch, needed, each = recipe.batch, recipe.row_length, recipe.documents_per_row
+    if batch.micro_tokens is not None and batch.micro_tokens < needed:
+        what = "a row" if each == 1 else f"the {each} documents of a row, each"
         yield (
-            f"batch.micro_tokens: {batch.micro_tokens} do not hold a row of "
-            f"batch.max_length={batch.max_length}; use batch.micro_tokens={batch.max_length}"
+            f"batch.micro_tokens: {batch.micro_tokens} do not hold {what} of "
+            f"batch.max_length={batch.max_length}; use batch.micro_tokens={needed}"
+        )
+
+
+def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    yield from method_problems(recipe)
+
+
+def method_problems(recipe: Recipe) -> Iterator[str]:
+    """What a method cannot do with its data: no verb reads it."""
+    if recipe.documents_per_row > 1 and recipe.batch.overlong == "split":
+        yield (
+            f"batch.overlong: split, but {recipe.method} compares the documents of a row, and "
+            "pieces of them are not comparable; use drop or truncate"
         )
 
 

@@ -41,9 +41,7 @@ def quickstart(output: Path) -> Run:
         f"{CORPUS_ROWS:,} documents, {TRAIN_ROWS:,} training and {HELD_OUT_ROWS} held-out rows"
     )
     console.rule("[bold]2 of 3[/]  a small Llama, from scratch")
-    base = Run(FOLDER / "base")
-    if not base.final.exists():
-        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
+    train_base()
     console.rule("[bold]3 of 3[/]  QLoRA (NF4) on a task that the base fails")
     recipe = catalog.resolve("quickstart")
     run = train(recipe, precision="fp32", output=output, resume="auto")
@@ -64,6 +62,13 @@ def quickstart(output: Path) -> Run:
     return run
 
 
+def train_base() -> None:
+    """Train the base from scratch, where it is not there."""
+    base = Run(FOLDER / "base")
+    if not base.final.exists():
+        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
+
+
 def write_data(folder: Path) -> None:
     """Write corpus, rows and tokenizer; the same bytes every time."""
     documents = list(corpus(seed=0, rows=CORPUS_ROWS))
@@ -71,14 +76,15 @@ def write_data(folder: Path) -> None:
     held_out = list(instructions(seed=0, rows=HELD_OUT_ROWS, held_out=True))
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    _write_lines(data / "corpus.jsonl", [{"text": document} for document in documents])
-    _write_lines(data / "train.jsonl", rows)
-    _write_lines(data / "held_out.jsonl", held_out)
+    write_lines(data / "corpus.jsonl", [{"text": document} for document in documents])
+    write_lines(data / "train.jsonl", rows)
+    write_lines(data / "held_out.jsonl", held_out)
     turns = [turn["content"] for row in rows for turn in row["messages"]]
     train_tokenizer([*documents[:8_000], *turns], VOCABULARY, folder / "tokenizer")
 
 
-def _write_lines(path: Path, rows: list[dict]) -> None:
+def write_lines(path: Path, rows: list[dict]) -> None:
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

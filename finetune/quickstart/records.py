@@ -86,9 +86,9 @@ class Record:
         """Whether no training may see it."""
         return zlib.crc32(self.as_json().encode()) % 8 == 0
 
-    def as_json(self) -> str:
-        """The record as one line of JSON."""
-        return json.dumps(asdict(self))
+    def as_json(self, alphabetical: bool = False) -> str:
+        """The record as one line of JSON, its keys in their usual or in alphabetical order."""
+        return json.dumps(asdict(self), sort_keys=alphabetical)
 
 
 def corpus(seed: int, rows: int) -> Iterator[str]:
@@ -122,6 +122,29 @@ def instructions(seed: int, rows: int, held_out: bool = False) -> Iterator[dict[
         seen.add(record)
         user = {"role": "user", "content": message(source, record)}
         yield {"messages": [user, {"role": "assistant", "content": record.as_json()}]}
+
+
+def mixed(seed: int, rows: int) -> Iterator[dict[str, object]]:
+    """Chat rows of which a fifth have the keys of their record in alphabetical order."""
+    source = random.Random(f"mixed {seed}")
+    for _ in range(rows):
+        record = draw(source, held_out=False)
+        answer = record.as_json(alphabetical=source.random() < 0.2)
+        user = {"role": "user", "content": message(source, record)}
+        yield {"messages": [user, {"role": "assistant", "content": answer}]}
+
+
+def preferences(seed: int, rows: int) -> Iterator[dict[str, object]]:
+    """Orders with one record twice: alphabetical keys are chosen, the usual order is rejected."""
+    source = random.Random(f"preferences {seed}")
+    for _ in range(rows):
+        record = draw(source, held_out=False)
+        prompt = [{"role": "user", "content": message(source, record)}]
+        chosen, rejected = (
+            [{"role": "assistant", "content": record.as_json(alphabetical)}]
+            for alphabetical in (True, False)
+        )
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def draw(source: random.Random, held_out: bool) -> Record:

@@ -68,6 +68,9 @@ def write_card(
             data=[row(*cells) for cells in _data(run, history)],
             sources=[row(*cells) for cells in _sources(recipe)],
             losses=[row(*cells) for cells in _losses(history)],
+            term="pair"
+            if history.starts and history.starts[-1].unit == "pairs"
+            else "trained token",
             evaluated=bool(history.evaluated),
             answers=exact_answers(read_samples(run)),
             software=[row(*pair) for pair in _software(read_object(run.environment))],
@@ -181,7 +184,14 @@ def _losses(history: History) -> list[tuple[str, str, str]]:
         rows.append(("held-out rows, last", evaluated[-1].step, evaluated[-1].loss))
     if history.best:
         rows.append(("held-out rows, best", history.best.step, history.best.loss))
-    return [(what, f"{step:,}", units.loss(loss)) for what, step, loss in rows]
+    shown = [(what, f"{step:,}", units.loss(loss)) for what, step, loss in rows]
+    for what, records in (("training, last step", trained), ("held-out rows, last", evaluated)):
+        for last in records[-1:]:
+            shown += [
+                (f"{name}: {what}", f"{last.step:,}", f"{value:.4g}")
+                for name, value in last.metrics.items()
+            ]
+    return shown
 
 
 def _software(environment: Mapping[str, Any]) -> list[Row]:

@@ -30,6 +30,7 @@ from finetune.runs.metrics import (
     Start,
     Trained,
     read_history,
+    shown_metrics,
 )
 from finetune.runs.run import Run, read_object
 from finetune.runs.summary import title
@@ -168,7 +169,9 @@ class Display:
         if self._evaluated:
             line += f"  ({record.loss - self._evaluated[-1].loss:+.4f})"
         line += "  [green]* best[/]" if record.best else ""
-        return f"{line}  {units.count(record.tokens)} tokens in {units.duration(record.seconds)}"
+        line = "  ".join([line, *shown_metrics(record.metrics)])
+        unit = self._start.unit if self._start is not None else "tokens"
+        return f"{line}  {units.count(record.tokens)} {unit} in {units.duration(record.seconds)}"
 
     def _finish(self, end: Ended) -> None:
         self.close()
@@ -222,6 +225,7 @@ def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
         f"loss {units.loss(record.loss)}",
         f"lr {units.learning_rate(record.lr)}",
         f"{units.count(record.tokens_per_second)} tokens/s",
+        *shown_metrics(record.metrics),
         f"{record.real_tokens / record.slots:.0%} real",
         *([] if math.isnan(record.router_aux_loss) else [f"router {record.router_aux_loss:.4f}"]),
         *([] if math.isnan(record.mfu) else [f"{record.mfu:.0%} MFU"]),
@@ -242,8 +246,7 @@ def start_table(run: Run, start: Start) -> Table:
     processes = "1 process" if start.processes == 1 else f"{start.processes} processes"
     table.add_row(
         "batch",
-        f"{start.rows_per_step} {'packs' if start.packing else 'rows'} = {start.shares} x "
-        f"{processes}",
+        f"{start.rows_per_step} {_unit_of_rows(start)} = {start.shares} x {processes}",
     )
     if start.padding:
         table.add_row("", escape(start.padding))
@@ -267,6 +270,12 @@ def start_table(run: Run, start: Start) -> Table:
         table.add_row("resumes", f"from the checkpoint of step {start.resumed_from:,}")
     table.add_row("run", escape(str(run.root)))
     return table
+
+
+def _unit_of_rows(start: Start) -> str:
+    if start.packing:
+        return "packs"
+    return "pairs" if start.unit == "pairs" else "rows"
 
 
 def saved_line(run: Run, record: Saved) -> str:

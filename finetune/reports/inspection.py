@@ -1,6 +1,7 @@
 """Rows as the model sees them, each token marked as trained or not, in a terminal or on a page."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Document:
 
     place: str
     pieces: list[Piece]
+    name: str = ""
+    """Which of a row's sequences it is, such as `chosen`."""
 
     @property
     def tokens(self) -> int:
@@ -59,7 +62,8 @@ class Inspection:
     mistakes: list[str]
     notes: list[str]
     rows: list[list[Document]]
-    """Rows in the order of the training, each with its documents; one where nothing is packed."""
+    """Rows in the order of the training, each with its documents: one, or both of a pair, and
+    those of all of them where they are packed."""
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
@@ -89,15 +93,23 @@ def inspect_rows(
     train = prepared.train
     chosen = permutation(len(train), recipe.seed, 0)[:rows] if len(train) else np.empty(0, int)
     shown = [
-        [_document(prepared, tokenizer, int(number)) for number in train.numbers(int(index))]
+        [
+            _document(prepared, tokenizer, int(number), name)
+            for number, name in zip(
+                train.numbers(int(index)), itertools.cycle(recipe.document_names), strict=False
+            )
+        ]
         for index in chosen
     ]
     return Inspection(counts, list(mistakes(counts["train"])), notes, shown)
 
 
-def _document(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int) -> Document:
+def _document(
+    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int, name: str
+) -> Document:
     ids, trained = prepared.train.documents.document(number)
-    return Document(prepared.place(number), list(pieces(tokenizer, ids.tolist(), trained.tolist())))
+    found = list(pieces(tokenizer, ids.tolist(), trained.tolist()))
+    return Document(prepared.place(number), found, name)
 
 
 def pieces(
@@ -133,8 +145,10 @@ def show(inspection: Inspection, console: Console) -> None:
     for number, row in enumerate(inspection.rows, 1):
         for document in row:
             share = f"{document.tokens} tokens, {document.trained} trained"
+            named = f" [bold cyan]{document.name}[/]" if document.name else ""
             console.print(
-                f"[bold]row {number}[/]  {escape(document.place)}  [dim]{share}[/]", soft_wrap=True
+                f"[bold]row {number}[/]{named}  {escape(document.place)}  [dim]{share}[/]",
+                soft_wrap=True,
             )
             console.print(_coloured(document, console.is_terminal), soft_wrap=True)
             console.print()

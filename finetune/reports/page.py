@@ -153,7 +153,24 @@ def _charts(history: History) -> list[Chart]:
         curve = Curve(name, points, "smooth")
         drawing = draw([curve], label=name, show=show, from_zero=True)
         charts.append(Chart(name, "small", drawing))
+    for name in _measured_names(history):
+        curves = [
+            Curve("training", [(r.step, r.metrics.get(name, math.nan)) for r in trained], "smooth"),
+            Curve(
+                "evaluation",
+                [(r.step, r.metrics.get(name, math.nan)) for r in history.evaluated],
+                "dots",
+            ),
+        ]
+        curves = [curve for curve in curves if finite(curve.points)]
+        charts.append(Chart(name, "small", draw(curves, label=name, show=_short), curves))
     return [chart for chart in charts if chart.drawing]
+
+
+def _measured_names(history: History) -> list[str]:
+    """What the method measured besides the loss."""
+    records = (*history.trained, *history.evaluated)
+    return list(dict.fromkeys(name for record in records for name in record.metrics))
 
 
 def _thousands(value: float) -> str:

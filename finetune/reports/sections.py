@@ -54,6 +54,8 @@ def _evaluations(history: History) -> list[Table]:
     evaluated, best = history.evaluated, history.best
     if not evaluated:
         return []
+    unit = history.starts[-1].unit if history.starts else "tokens"
+    names = list(evaluated[-1].metrics)
     rows: list[tuple[Cell, ...]] = []
     for before, record in zip([None, *evaluated], evaluated, strict=False):
         change = f"{record.loss - before.loss:+.4f}" if before else None
@@ -62,13 +64,15 @@ def _evaluations(history: History) -> list[Table]:
                 record.step,
                 units.loss(record.loss),
                 change,
-                f"{math.exp(min(record.loss, 700)):.4g}",
+                *([f"{math.exp(min(record.loss, 700)):.4g}"] if unit == "tokens" else []),
+                *(f"{record.metrics.get(name, math.nan):.4g}" for name in names),
                 record.tokens,
                 units.duration(record.seconds),
                 "best" if record is best else "",
             )
         )
-    columns = ("step", "loss", "change", "perplexity", "tokens", "time", "")
+    perplexity = ["perplexity"] if unit == "tokens" else []
+    columns = ("step", "loss", "change", *perplexity, *names, unit, "time", "")
     return [Table(rows, columns)]
 
 

@@ -63,6 +63,8 @@ class Start(Record):
     """How rows are laid out in a micro-batch, and why; empty in records that do not say."""
     micro_tokens: int | None = None
     """Token slots per forward pass on one process, where rows were not counted instead."""
+    unit: str = "tokens"
+    """What the terms of the loss are: `tokens`, or `pairs`."""
     resumed_from: int | None = None
     """Step of the checkpoint that training goes on from."""
 
@@ -81,7 +83,7 @@ class Trained(Record):
     kind: ClassVar[str] = "train"
 
     loss: float
-    """Mean over the trained tokens of the step."""
+    """Mean over the terms of the step: its trained tokens, or its pairs."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     lr: float
@@ -105,6 +107,8 @@ class Trained(Record):
     """Share of what matrix products alone reach here; nan where the model's shape is not known."""
     router_aux_loss: float = math.nan
     """Of `loss`: the load-balancing loss of experts times its factor; nan where there is none."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """What the method measures besides: means over the step, by their names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +148,12 @@ class Evaluated(Record):
     loss: float
     """Mean over `tokens`."""
     tokens: int
+    """Terms of the loss: trained tokens, or pairs."""
     best: bool
     """No earlier evaluation of the run had a lower loss."""
     seconds: float
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """What the method measures besides: means over all rows, by their names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,6 +188,9 @@ KINDS: dict[str, type[Record]] = {
 
 COUNTED = ("step", "memory", "peak_memory")
 """Never below 0, in whichever records have them."""
+
+SHOWN = 2
+"""What a method measures that has a place in a line of progress."""
 
 Listener = Callable[[Record], None]
 """Hears of a record after it was written."""
@@ -244,11 +254,21 @@ class Metrics:
 
 def _line(record: Record) -> str:
     fields = {"kind": record.kind, **dataclasses.asdict(record)}
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
+    if not fields.get("metrics", True):  # a method without any writes what it wrote before
+        del fields["metrics"]
+    return json.dumps(_finite(fields), allow_nan=False) + "\n"
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """Null in place of numbers that are not finite."""
+    return {
+        name: _finite(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
         for name, value in fields.items()
     }
-    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _happened_by(step: int, line: bytes) -> bool:
@@ -265,6 +285,12 @@ def unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
         f"{path}: cannot be written ({error.strerror}); make room or allow writing, and resume "
         "from the newest checkpoint"
     )
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """The first two of what a method measures, in a few letters: `margins 0.12`."""
+    first = list(metrics.items())[:SHOWN]
+    return [f"{name.rsplit('/', 1)[-1]} {value:.4g}" for name, value in first]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +363,11 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
         )
     known = {field.name: field for field in dataclasses.fields(kind)}
     got = {name: value for name, value in fields.items() if name != "kind"}
-    needed = {name for name, field in known.items() if field.default is dataclasses.MISSING}
+    needed = {
+        name
+        for name, field in known.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
     unequal = (got.keys() - known.keys()) | (needed - {"time"} - got.keys())
     if unequal:
         raise FinetuneError(
@@ -357,10 +387,18 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
             f"below 0 in {', '.join(below)}"
         )
     numbers: dict[str, Any] = {
-        name: math.nan if value is None and known[name].type is float else value
+        name: _measured(value)
+        if known[name].type == dict[str, float]
+        else math.nan
+        if value is None and known[name].type is float
+        else value
         for name, value in got.items()
     }
     return kind(**numbers)
+
+
+def _measured(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _fits(annotation: Any, value: Any) -> bool:
@@ -373,6 +411,8 @@ def _fits(annotation: Any, value: Any) -> bool:
         return value is None or type(value) is int
     if annotation is bool:
         return isinstance(value, bool)
+    if annotation == dict[str, float]:
+        return isinstance(value, dict) and all(_fits(float, each) for each in value.values())
     if annotation == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     return isinstance(value, str)

@@ -7,6 +7,7 @@ RUN/
   realised.json      what Accelerate built: engine, precision, elements held per rank
   starting_adapter.json   folder, SHA-256 and base of the adapter that it went on from, if any
   data.json          rows, tokens, trained tokens, dropped, truncated
+  reference.npz      log-probabilities of a method's reference, one a sequence
   bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
@@ -63,6 +64,10 @@ class Run:
     @property
     def bad_rows(self) -> Path:
         return self.root / "bad_rows.jsonl"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference.npz"
 
     @property
     def metrics(self) -> Path:

@@ -69,11 +69,12 @@ def tracked(record: Record) -> dict[str, float]:
     if not isinstance(record, Trained | Evaluated):
         return {}
     fields = dataclasses.asdict(record)
+    fields |= fields.pop("metrics")
     return {
         f"{record.kind}/{name}": float(value)
         for name, value in fields.items()
         if name not in ("step", "time", "best")
-        if name != "router_aux_loss" or math.isfinite(value)
+        if name not in ("router_aux_loss", *record.metrics) or math.isfinite(value)
     }
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
+from finetune.methods.losses import Sum
 from finetune.training.feed import Feed, feed
 from finetune.training.nonfinite import poison, suspects
 from finetune.training.optim import learning_rate
@@ -29,6 +30,8 @@ class StepRows:
     mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
     terms: int
     """Terms of the loss, of all ranks."""
+    trained_tokens: int
+    """Tokens that have a label, of all ranks."""
     real_tokens: int
     """Tokens that are no padding, of all ranks."""
 
@@ -63,6 +66,8 @@ class StepResult:
     """The largest of what each rank noticed."""
     suspects: list[int] | None = None
     """Rows of a step that was not taken, because its loss or gradient was not finite."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Means over the step of what the method measures, without those that nothing counted for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,36 @@ class EvalResult:
 
     loss: float
     tokens: int
+    """Terms that it is the mean over: tokens, or pairs."""
     seconds: float
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """As `StepResult.metrics`, over all rows."""
+
+
+class _Metrics:
+    """Sums and counts of what a method measures, over the micro-batches of one rank."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.names = names
+        self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self.counts = [0] * len(names)
+
+    def add(self, found: Mapping[str, Sum]) -> None:
+        """The sums of a micro-batch; no device has to be waited for."""
+        if not self.names:
+            return
+        unknown = found.keys() - set(self.names)
+        assert not unknown, f"not in the method's `metrics`: {unknown}"
+        nothing = torch.zeros((), device=self.sums.device), 0
+        of_names = [found.get(name, nothing) for name in self.names]
+        self.sums += torch.stack([each.detach().float() for each, _ in of_names])
+        self.counts = [a + b for a, (_, b) in zip(self.counts, of_names, strict=True)]
+
+    def means(self, totals: list[float]) -> dict[str, float]:
+        """From the sums over all ranks, then the counts over all ranks."""
+        sums, counts = totals[: len(self.names)], totals[len(self.names) :]
+        found = zip(self.names, sums, counts, strict=True)
+        return {name: total / count for name, total, count in found if count}
 
 
 def feeding(
@@ -91,6 +125,7 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
         chosen=chosen,
         mine=[taken for _, taken in mine],
         terms=recipe.terms(rows, chosen),
+        trained_tokens=int(rows.labelled[chosen].sum()),
         real_tokens=int(rows.lengths[chosen].sum()),
     )
 
@@ -125,6 +160,7 @@ def train_step(
     scale = engine.data_world * plan.accumulation / max(1, terms)
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
+    metrics = _Metrics(recipe.metrics, engine.device)
     engine.model.train()
     measured = contextlib.ExitStack()
     for index, (number, batch) in enumerate(batches):
@@ -134,17 +170,22 @@ def train_step(
         # Dropout depends on the seed, the step and the place in the global batch alone.
         torch.manual_seed(_dropout_seed(recipe.seed, step, number))
         with engine.unsynchronised(last):
-            loss, balance = parts(recipe.loss(engine.model, batch), real_tokens / max(1, terms))
+            found = recipe.loss(engine.model, batch)
+            loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
             engine.backward(poison(loss) * scale, last)
+        metrics.add(found.metrics)
         losses.append(loss.detach())
         balances.append(balance.detach())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm, taken = engine.step(lr)
     measured.close()
     # One copy from the device; fp64, which not every device has, on the host.
-    sums, balanced = torch.stack([*losses, *balances]).cpu().double().chunk(2)  # (accumulation,)
+    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums]).cpu().double()
+    sums, balanced = read[: 2 * len(losses)].chunk(2)  # (accumulation,)
     slots = sum(batch.ids.numel() for _, batch in batches)
-    totals, largest = engine.meet([sums.sum().item(), balanced.sum().item(), slots], noticed())
+    measured_sums = [*read[2 * len(losses) :].tolist(), *map(float, metrics.counts)]
+    brought = [sums.sum().item(), balanced.sum().item(), slots, *measured_sums]
+    totals, largest = engine.meet(brought, noticed())
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
     blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
@@ -154,7 +195,7 @@ def train_step(
         balance=balance if balance else math.nan,
         grad_norm=norm,
         lr=lr,
-        trained_tokens=terms,
+        trained_tokens=taken_rows.trained_tokens,
         real_tokens=real_tokens,
         slots=int(totals[2]),
         shape=final.shape,
@@ -165,13 +206,14 @@ def train_step(
         data_seconds=waited,
         largest=largest,
         suspects=blamed,
+        metrics=metrics.means(totals[3:]),
     )
 
 
 def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
     batch = engine.plan.recipe.batch
-    cuts = cut(chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
+    cuts = cut(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
     return deal(cuts, engine.data_rank, engine.data_world)
 
 
@@ -187,17 +229,25 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     micro_rows = recipe.evaluation.micro_rows
     micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
     cuts = cut(
-        np.arange(len(rows)), rows.lengths, micro_rows or recipe.batch.micro_rows, micro_tokens,
+        np.arange(len(rows)), rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens,
         rows.side_by_side,
     )  # fmt: skip
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    terms = 0
+    metrics, terms = _Metrics(recipe.metrics, engine.device), 0
     engine.model.eval()
     # As many on every rank: forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
-        total += recipe.loss(engine.model, batch)
+        found = recipe.loss(engine.model, batch)
+        total += found.sum
+        metrics.add(found.metrics)
     engine.reshard()
-    summed, counted = engine.sum([total.item(), float(terms)])
-    return EvalResult(summed / max(1.0, counted), int(counted), time.perf_counter() - begun)
+    brought = [total.item(), float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
+    summed, counted, *measured = engine.sum(brought)
+    return EvalResult(
+        loss=summed / max(1.0, counted),
+        tokens=int(counted),
+        seconds=time.perf_counter() - begun,
+        metrics=metrics.means(measured),
+    )

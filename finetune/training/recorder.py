@@ -118,6 +118,7 @@ class Recorder:
                 packing=recipe.batch.packing,
                 padding=padding.line(),
                 micro_tokens=recipe.batch.micro_tokens,
+                unit=recipe.unit,
                 resumed_from=resumed,
             )
         )
@@ -149,6 +150,7 @@ class Recorder:
                 data_seconds=result.data_seconds,
                 mfu=self._mfu(result),
                 epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
+                metrics=dict(result.metrics),
             )
         )
 
@@ -191,7 +193,7 @@ class Recorder:
         if self.forecast is not None:
             predicted = self.forecast.peak(rows, length, bool(padded), labelled, longest)
         # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
-        each = max(rows, self.plan.recipe.batch.most_micro_rows)
+        each = max(rows, self.plan.recipe.most_micro_rows)
         length = -(-rows * length // each)
         self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
 
@@ -203,6 +205,7 @@ class Recorder:
                 tokens=result.tokens,
                 best=best,
                 seconds=result.seconds,
+                metrics=dict(result.metrics),
             )
         )
 
@@ -265,7 +268,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
     batch, lengths = recipe.batch, rows.lengths
     padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
-    most = np.sort(rows.labelled)[-batch.most_micro_rows :]
+    most = np.sort(rows.labelled)[-recipe.most_micro_rows :]
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
     chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
@@ -296,9 +299,9 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
     for step in range(min(steps, COUNTED_STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, seed)
         for each in cut(
-            chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side
+            chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side
         ):
-            lengths = rows.lengths[each]
+            lengths = rows.slots[each]
             found.append(int(lengths.sum() if rows.side_by_side else lengths.max() * len(each)))
     return sum(found) / min(steps, COUNTED_STEPS)
 

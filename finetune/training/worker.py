@@ -46,6 +46,7 @@ from finetune.training.memory_meter import Meter, peak_bytes
 from finetune.training.preflight import check_here
 from finetune.training.profiler import STEP, Profile
 from finetune.training.recorder import Reason, Recorder, tokens_of_run
+from finetune.training.reference import with_reference
 from finetune.training.startup_checks import make_sure, refuse_weights_not_finite
 
 T = TypeVar("T")
@@ -177,6 +178,11 @@ class Training:
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
         told = make_sure(self)
+        if self.recipe.reads_reference:
+            self.data, line = with_reference(
+                self.engine, self.run, self.data, self.pad_id, self.base, self.resumed is not None
+            )
+            told = f"{told}\nreference  {line}"
         if self.engine.speaks:
             print(told, flush=True)
 
@@ -327,8 +333,7 @@ class Training:
 
     def _take_steps(self, feed: Feed[StepRows]) -> bool:
         """Train until the last step or out of patience; returns whether it was the patience."""
-        first, stop = self.progress.step, self._patience_is_over()
-        profile = self._profile()
+        first, stop, profile = self.progress.step, self._patience_is_over(), self._profile()
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
             self.heartbeat.step = step + 1
@@ -397,7 +402,7 @@ class Training:
         """Write the result and the end of the record."""
         self.on_one(lambda: self._finish_record(self._publish))
         self.recorder.end(self.progress.step, reason, self.peak)
-        self.on_one(lambda: self._finish_record(self._describe))
+        self.on_one(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
         self.engine.accelerator.wait_for_everyone()
 
     def _finish_record(self, work: Callable[[], None]) -> None:
@@ -411,9 +416,6 @@ class Training:
     def _publish(self) -> None:
         with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
             publish(self.run)
-
-    def _describe(self) -> None:
-        describe(self.run, self.options.plot)
 
     def _evaluate_if_due(self, done: bool) -> bool:
         """Evaluate where it is due; returns whether it was the best so far."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from finetune.data.chat.messages import Message
 from finetune.data.chat.tools import written_arguments
-from finetune.data.formats import Conversation
+from finetune.data.samples import Conversation
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 """Ids of tool calls that every template takes: Mistral's take no others."""

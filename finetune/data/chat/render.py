@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from finetune.data.chat.chat_templates import BUILT_IN, adds_bos, choose
 from finetune.data.chat.template_spans import Span
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
-from finetune.data.formats import Completion, Conversation, Sample, Text
+from finetune.data.samples import (
+    Completion,
+    Conversation,
+    Preference,
+    Sample,
+    Text,
+    sequences_of,
+)
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
@@ -87,6 +94,8 @@ class Chat:
             case Text():
                 ids = self._closed(self._opened(self._tokens(sample.text).ids))
                 return Row(ids, [True] * len(ids), self._bos_notes(ids))
+            case Preference():
+                raise FinetuneError("a pair of answers is two sequences; render each of them")
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""
@@ -335,19 +344,19 @@ class Chat:
         Within the context `render` finds what it needs of these very samples.
         """
         texts: dict[str, None] = {}
-        for sample in samples:
-            match sample:
+        for part in (part for sample in samples for part in sequences_of(sample)):
+            match part:
                 case Conversation():
                     try:
-                        rendered = self._turns(sample).render(sample)
+                        rendered = self._turns(part).render(part)
                     except FinetuneError:  # raised again where the row is rendered
                         continue
-                    self._rendered_ahead[id(sample)] = rendered
+                    self._rendered_ahead[id(part)] = rendered
                     texts[rendered.marked.text] = None
                 case Completion():
-                    texts |= {sample.prompt: None, sample.prompt + sample.completion: None}
+                    texts |= {part.prompt: None, part.prompt + part.completion: None}
                 case Text():
-                    texts[sample.text] = None
+                    texts[part.text] = None
         whole = [text for text in texts if not HALF_CHARACTER.search(text)]
         if whole:
             for text, tokens in zip(whole, self._tokenised(whole), strict=True):

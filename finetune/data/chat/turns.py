@@ -21,7 +21,7 @@ from finetune.data.chat.messages import Message
 from finetune.data.chat.parts import has_thought, lost, lost_of_tool
 from finetune.data.chat.template_limits import limited
 from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
-from finetune.data.formats import Conversation
+from finetune.data.samples import Conversation
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:

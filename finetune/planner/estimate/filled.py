@@ -15,12 +15,13 @@ so many rows are as fast as they get."""
 
 def micro_tokens(plan: Plan, workload: Workload, machine: Machine) -> int | None:
     """A `batch.micro_tokens` that fits with room to spare and spares forward passes; else None."""
-    batch = plan.recipe.batch
+    recipe, batch, length = plan.recipe, plan.recipe.batch, plan.recipe.row_length
     if batch.micro_tokens is not None or plan.accumulation == 1:
         return None
     rows = math.ceil(batch.rows / plan.processes)
-    for count in range(min(rows, ENOUGH_TOKENS // batch.max_length), batch.micro_rows, -1):
-        wider = dataclasses.replace(workload, rows=count, accumulation=math.ceil(rows / count))
+    for count in range(min(rows, ENOUGH_TOKENS // length), batch.micro_rows, -1):
+        documents, steps = count * recipe.documents_per_row, math.ceil(rows / count)
+        wider = dataclasses.replace(workload, rows=documents, accumulation=steps)
         if advice.option(wider, machine).status == "safe":
-            return count * batch.max_length
+            return count * length
     return None

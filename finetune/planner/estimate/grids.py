@@ -93,7 +93,7 @@ def plan_grid(
         raise FinetuneError(
             f"--tensor {tensor}, --pipeline {pipeline}: expected whole numbers of at least 1"
         )
-    alone = recipe.with_batch(rows=recipe.batch.most_micro_rows)
+    alone = recipe.with_batch(rows=recipe.most_micro_rows)
     source = model_source(recipe)
     workload = workload_of(plan(alone, "single", 1, precision), source.shape)
     grid = Grid(tensor, pipeline, max(1, machine.count // (tensor * pipeline)))

@@ -121,7 +121,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
     kinds: dict[str, AttentionKind] = {"eager": "eager"}
     return Workload(
         shape=shape,
-        rows=recipe.batch.most_micro_rows,
+        rows=recipe.most_micro_rows * recipe.documents_per_row,
         length=recipe.batch.max_length,
         scheme=advice.scheme_of(place, backend.precision),
         layout=place,
@@ -319,7 +319,7 @@ def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int
     each = row_tokens or known_row_tokens(recipe)
     if each is None:
         return None
-    length = recipe.batch.max_length
+    length = recipe.row_length
     # Best fit leaves a hundredth of a pack empty where rows are short against it.
     return plan.steps(math.ceil(rows * min(each, length) / length))
 

@@ -46,6 +46,9 @@ def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
     Raises:
         FinetuneError: the data cannot be prepared.
     """
+    if recipe.takes != "text":  # the model is examined, by the loss of supervised tuning
+        common = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(Recipe)}
+        recipe = SFT(**common | {"data": (), "eval_data": ()})
     adapter = recipe.adapter
     if adapter is not None:
         recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(adapter, dropout=0.0))

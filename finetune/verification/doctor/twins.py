@@ -87,7 +87,7 @@ def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
     batch = collate(rows, np.arange(min(ROWS, len(rows))), pad_id, engine.device)
     engine.model.train()
     engine.model.zero_grad()
-    loss = recipe.loss(engine.model, batch) / recipe.count(batch)
+    loss = recipe.loss(engine.model, batch).sum / recipe.count(batch)
     loss.backward()
     return Outcome(loss.item(), _gradients(engine.module))
 

@@ -113,7 +113,7 @@ class _Step:
             head.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         self._prepare(network)
         recipe = self.plan.recipe
-        self.shape = (recipe.batch.micro_rows, recipe.batch.max_length)
+        self.shape = (recipe.batch.micro_rows * recipe.documents_per_row, recipe.batch.max_length)
 
     def _prepare(self, network: nn.Module) -> None:
         """`Engine.prepare` in two parts: Accelerate 1.15 finds FSDP2's parameters by address."""
@@ -234,13 +234,18 @@ class _Step:
         recipe, engine, tracker = self.plan.recipe, self.engine, self.tracker
         tracker.begin("forward: embedding")
         ids = torch.zeros(self.shape, dtype=torch.int64)
-        batch = MicroBatch(ids, ids, None, self.shape[0], ids.numel(), ids.numel())
+        batch = MicroBatch(
+            ids, ids, None, recipe.batch.micro_rows, ids.numel(), ids.numel(),
+            document_labels=torch.full(self.shape[:1], self.shape[1]),
+            columns={"reference": torch.zeros(self.shape[0])},
+        )  # fmt: skip
         with engine.unsynchronised(last), _autocast_as_on_a_gpu(engine):
             self.forwards = True
             loss = recipe.loss(engine.model, batch)
             self.forwards = False
             tracker.begin("backward: loss and head")
-            engine.backward(loss.sum() * 1.0, last)
+            total = loss.sum if loss.balance is None else loss.sum + loss.balance
+            engine.backward(total * 1.0, last)
 
     def _collectives(self) -> dict[str, dict[str, tuple[int, int]]]:
         found: dict[str, dict[str, tuple[int, int]]] = {}

@@ -67,7 +67,10 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         # An adapter on a model from scratch has no base that PEFT could load.
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
-        "rows": [[column.tolist() for column in rows.row(index)] for index in range(len(rows))],
+        "rows": [
+            [column.tolist() for column in rows.documents.document(int(number))]
+            for number in rows.members
+        ],
     }
 
 
@@ -86,11 +89,22 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+def _token_loss(record: dict[str, Any]) -> float:
+    """The mean cross-entropy over trained tokens of an evaluation; of pairs, over both answers."""
+    metrics = record.get("metrics") or {}
+    if "logps/chosen" not in metrics:
+        return record["loss"]
+    logps, lengths = (
+        metrics[f"{name}/chosen"] + metrics[f"{name}/rejected"] for name in ("logps", "lengths")
+    )
+    return -logps / lengths
+
+
 def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> Check:
     """Nothing missing, the loss that training recorded, and merged logits as adapted ones."""
     run = delivery.run
     step = run.best_step() or run.newest()
-    recorded = {r["step"]: r["loss"] for r in run.read_metrics("eval")}
+    recorded = {r["step"]: _token_loss(r) for r in run.read_metrics("eval")}
     problems, loss, apart = list(answer["problems"]), answer["loss"], math.inf
     if loss is not None and step in recorded:
         apart = abs(loss - recorded[step]) / recorded[step]

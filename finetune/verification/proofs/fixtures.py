@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 from finetune.quickstart.records import instructions
 from finetune.quickstart.tokenizer import train_tokenizer
@@ -31,11 +32,20 @@ def _question(row: dict[str, object]) -> str:
     return messages[0]["content"]
 
 
-def write_data(path: Path, text: bool) -> None:
-    """Write the rows as JSONL: conversations, or (`text`) the answers as documents."""
+def write_data(path: Path, data_format: Literal["messages", "text", "preference"]) -> None:
+    """Write the rows as JSONL: conversations, their answers as documents, or pairs of answers.
+
+    The rejected answer of a pair is that of the row before it.
+    """
     rows: list[dict[str, object]] = list(conversations())
-    if text:
-        rows = [{"text": row["messages"][1]["content"]} for row in rows]  # type: ignore[index]
+    said: list[Any] = [row["messages"] for row in rows]
+    if data_format == "text":
+        rows = [{"text": answer["content"]} for _, answer in said]
+    elif data_format == "preference":
+        rows = [
+            {"prompt": [asked], "chosen": [answer], "rejected": [said[number - 1][1]]}
+            for number, (asked, answer) in enumerate(said)
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

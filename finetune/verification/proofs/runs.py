@@ -172,8 +172,9 @@ def cut(source: Run, target: Run, step: int) -> None:
     """
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir(parents=True)
-    for name in (source.recipe, source.metrics):
-        shutil.copy2(name, target.root / name.name)
+    for name in (source.recipe, source.metrics, source.reference):
+        if name != source.reference or name.is_file():
+            shutil.copy2(name, target.root / name.name)
     if source.initial_adapter.exists():
         shutil.copytree(source.initial_adapter, target.initial_adapter)
     folder = target.checkpoint(step)

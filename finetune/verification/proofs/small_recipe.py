@@ -250,10 +250,11 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
             raise FinetuneError(f"data: {named} is not on this machine; --full takes the real data")
         absent = f"{named} is not on this machine" if recipe.data else "no data is named"
         notes.append(f"{absent}: rows are generated")
-        text = recipe.method == "pretrain"
-        write_data(folder / "rows.jsonl", text)
+        alone = "text" if recipe.method == "pretrain" else "messages"
+        written = "preference" if recipe.takes == "pairs" else alone
+        write_data(folder / "rows.jsonl", written)
         rows = str((folder / "rows.jsonl").resolve())
-        train, held_out = (Data(rows, "text" if text else "messages"),), ()
+        train, held_out = (Data(rows, written),), ()
     eval_rows = None if held_out else EVAL_ROWS
     return dataclasses.replace(recipe, data=train, eval_data=held_out, eval_rows=eval_rows)
 

@@ -1,0 +1,16 @@
+"""What a method makes of a sample: one or more sequences that stay together."""
+
+from dataclasses import dataclass
+
+from finetune.data.chat.render import Row
+
+
+@dataclass(frozen=True)
+class Example:
+    """The sequences of one row of data: one of a text, two of a pair of answers.
+
+    No micro-batch, rank or pack separates them.
+    """
+
+    sequences: tuple[Row, ...]
+    """As many of every sample as the method's `documents_per_row`."""

@@ -1,0 +1,229 @@
+"""Read pairs of a wanted and an unwanted answer to one prompt, in the forms that are published."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from finetune.data.chat.messages import (
+    Message,
+    Turns,
+    exchanges_of,
+    messages_of,
+    sharegpt_turns,
+    with_call_ids,
+)
+from finetune.data.samples import (
+    CONVERSATION,
+    Completion,
+    Conversation,
+    Preference,
+    conversation_of,
+    instruction_of,
+)
+from finetune.data.values import Raw, RowProblem, kind_of, list_of, text_of
+
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def read_preference(row: Raw) -> Preference:
+    """Three texts, three lists of messages, or two lists that begin with the same prompt."""
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    texts = [isinstance(each, str) for each in (chosen, rejected)]
+    if any(texts) and not all(texts):
+        raise RowProblem(
+            f"chosen is {kind_of(chosen)} and rejected is {kind_of(rejected)}, expected two texts "
+            "or two lists of messages"
+        )
+    if all(texts):
+        return _of_texts(row)
+    answers = {name: messages_of(row[name], name) for name in ("chosen", "rejected")}
+    if isinstance(prompt, list):
+        given = messages_of(prompt, "prompt")
+        _refuse_trained_prompt(given)
+        return _joined(row, given, answers)
+    shared = _shared(answers)
+    if isinstance(prompt, str) and not any(each["content"] == prompt for each in shared):
+        raise RowProblem(
+            "prompt is text that is none of the messages with which both chosen and rejected "
+            "begin; give it as a list of messages, or leave the column out: "
+            'columns={"prompt": null}'
+        )
+    if prompt is not None and not isinstance(prompt, str):
+        raise RowProblem(f"prompt is {kind_of(prompt)}, expected text or a list of messages")
+    return _joined(row, Turns(shared), answers)
+
+
+def read_sharegpt_preference(row: Raw) -> Preference:
+    """A conversation of `from` and `value` with two turns, or lists of them, that may follow."""
+    given = sharegpt_turns(row["conversations"], "conversations")
+    answers = {
+        name: sharegpt_turns([row[name]] if isinstance(row[name], Mapping) else row[name], name)
+        for name in ("chosen", "rejected")
+    }
+    return _joined(row, given, answers)
+
+
+def read_alpaca_preference(row: Raw) -> Preference:
+    """An instruction with two texts that may follow, behind the earlier turns of `history`."""
+    given = text_of(row, "input") if row.get("input") else ""
+    history = exchanges_of(row["history"], "history") if row.get("history") else []
+    question = instruction_of(text_of(row, "instruction"), given)
+    prompt = Turns((*history, {"role": "user", "content": question}))
+    answers = {
+        name: Turns(({"role": "assistant", "content": text_of(row, name)},))
+        for name in ("chosen", "rejected")
+    }
+    return _joined(row, prompt, answers)
+
+
+def read_hh(row: Raw) -> Preference | None:
+    """Two dialogues as text, each turn behind `Human:` or `Assistant:` and an empty line.
+
+    They are passed over where a turn is empty, and where more than the last turn differs.
+    """
+    answers = {name: _dialogue(text_of(row, name), name) for name in ("chosen", "rejected")}
+    if not all(each["content"] for turns in answers.values() for each in turns.messages):
+        return None
+    chosen, rejected = (turns.messages for turns in answers.values())
+    shared = chosen[:-1]
+    if rejected[:-1] != shared or not shared or chosen[-1]["role"] != rejected[-1]["role"]:
+        return None
+    return _joined(row, Turns(shared), answers)
+
+
+def _dialogue(text: str, where: str) -> Turns:
+    before, *parts = TURN.split(text)
+    if before.strip() or not parts:
+        raise RowProblem(f"{where} does not begin with an empty line and 'Human:'")
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return Turns(tuple({"role": SPEAKERS[who], "content": said.strip()} for who, said in pairs))
+
+
+def _of_texts(row: Raw) -> Preference:
+    if row.get("prompt") is None:
+        raise RowProblem(
+            "chosen and rejected are texts, and there is no prompt: where it ends in them cannot "
+            "be told; give it in a column 'prompt', or use format 'hh' for dialogues as text"
+        )
+    lost = next((name for name in CONVERSATION if row.get(name)), None)
+    if lost is not None:
+        raise RowProblem(
+            f"column '{lost}' belongs to a conversation, but prompt, chosen and rejected are bare "
+            "text; use format 'alpaca_preference' with "
+            'columns={"prompt": "instruction"}, or give lists of messages'
+        )
+    prompt = text_of(row, "prompt")
+    _refuse_empty_or_equal({name: row[name].strip() for name in ("chosen", "rejected")}, _is_text)
+    return Preference(Completion(prompt, row["chosen"]), Completion(prompt, row["rejected"]))
+
+
+def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
+    """A prompt with each answer behind it; an answer may begin with the prompt, if both do."""
+    prompt, number = given.messages, len(given.messages)
+    repeated = {
+        name: _bare(each.messages[:number]) == _bare(prompt) for name, each in answers.items()
+    }
+    skipped = number if all(repeated.values()) else 0
+    ends: dict[str, tuple[Message, ...]] = {}
+    for name, turns in answers.items():
+        ends[name] = turns.messages[skipped:]
+        _refuse_other_speakers(prompt, ends[name], name, skipped)
+    _refuse_empty_or_equal({name: _bare(each) for name, each in ends.items()}, _says_something)
+    chosen, rejected = (
+        _conversation(row, given, ends[name], answers[name], skipped) for name in answers
+    )
+    return Preference(chosen, rejected)
+
+
+def _conversation(
+    row: Raw, given: Turns, end: tuple[Message, ...], answer: Turns, skipped: int
+) -> Conversation:
+    number = len(given.messages)
+    untrained = frozenset(each - skipped + number for each in answer.untrained if each >= skipped)
+    messages = with_call_ids([*given.messages, *end])
+    return conversation_of(row, Turns(messages, untrained), number)
+
+
+def _shared(answers: Mapping[str, Turns]) -> tuple[Message, ...]:
+    """The messages with which both begin, up to the first assistant turn that differs."""
+    chosen, rejected = (turns.messages for turns in answers.values())
+    number = 0
+    for mine, theirs in zip(chosen, rejected, strict=False):
+        if mine != theirs:
+            break
+        number += 1
+    if not number:
+        raise RowProblem(
+            "there is no prompt: chosen and rejected begin with different messages; give it in a "
+            "column 'prompt'"
+        )
+    if number == len(chosen) == len(rejected):
+        raise RowProblem(EQUAL)
+    speaker = (chosen[number:] or rejected[number:])[0]["role"]
+    if speaker != "assistant":
+        raise RowProblem(
+            f"chosen and rejected differ from message {number} on, which is from '{speaker}': they "
+            "need the same prompt, and may differ from an answer of the assistant on"
+        )
+    return chosen[:number]
+
+
+EQUAL = "chosen and rejected are equal, so that none is preferred; leave the row out"
+
+
+def _refuse_other_speakers(
+    prompt: tuple[Message, ...], end: tuple[Message, ...], name: str, skipped: int
+) -> None:
+    """Refuse an answer that the assistant does not begin, and a prompt that ends in one."""
+    if prompt[-1]["role"] == "assistant":
+        raise RowProblem(
+            "the prompt ends with a message of the assistant, but an answer begins behind what the "
+            "user says; put that message into chosen and rejected"
+        )
+    if not end:
+        raise RowProblem(f"{name} is empty: nothing is said behind the prompt")
+    if end[0]["role"] != "assistant":
+        raise RowProblem(
+            f"{name}[{skipped}] is from '{end[0]['role']}', expected the assistant: the prompt is "
+            "not the beginning of both chosen and rejected"
+        )
+
+
+def _refuse_trained_prompt(given: Turns) -> None:
+    if given.wanted:
+        raise RowProblem(
+            f"prompt[{min(given.wanted)}] is to be trained by its weight or train, but a prompt is "
+            "context; leave the key out"
+        )
+
+
+def _refuse_empty_or_equal(answers: Mapping[str, Any], says: Callable[[Any], bool]) -> None:
+    for name, answer in answers.items():
+        if not says(answer):
+            raise RowProblem(f"{name} is empty: there is no answer to compare")
+    if answers["chosen"] == answers["rejected"]:
+        raise RowProblem(EQUAL)
+
+
+def _is_text(answer: str) -> bool:
+    return bool(answer)
+
+
+def _says_something(answer: list[Message]) -> bool:
+    said = [each for each in answer if each["role"] == "assistant"]
+    return any(each["content"].strip() or "tool_calls" in each for each in said)
+
+
+def _bare(messages: tuple[Message, ...]) -> list[Message]:
+    """Messages without the ids of calls, which were given to each list apart."""
+    bare: list[Message] = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if key != "tool_call_id"}
+        if "tool_calls" in kept:
+            calls = list_of(kept["tool_calls"], "tool_calls")
+            kept["tool_calls"] = [
+                {key: value for key, value in call.items() if key != "id"} for call in calls
+            ]
+        bare.append(kept)
+    return bare

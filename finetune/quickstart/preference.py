@@ -1,0 +1,91 @@
+"""The quickstart of preferences: a model that can answer in two ways learns which one is wanted."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from finetune import catalog
+from finetune.evaluation.exact_match import answers, references
+from finetune.inference.generate import load
+from finetune.quickstart.job import FOLDER, HELD_OUT_ROWS, train_base, write_data, write_lines
+from finetune.quickstart.records import mixed, preferences
+from finetune.recipe import Data
+from finetune.reports.page import report
+from finetune.runs import units
+from finetune.runs.run import Run
+from finetune.training.worker import train
+
+START_ROWS = 1_920
+PAIRS = 640
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour:
+    """What greedy answers are like, as shares of all."""
+
+    valid: float
+    """JSON objects with the five keys of a record."""
+    preferred: float
+    """Those of them whose keys are in alphabetical order."""
+
+
+def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
+    """Teach a small model two ways to answer, let DPO prefer one, and say what that changed."""
+    begun = time.perf_counter()
+    torch.set_num_threads(1)  # so small a model gains little from more
+    console = Console()
+    console.rule("[bold]1 of 3[/]  data, and a small Llama from scratch")
+    write_data(FOLDER)
+    write_lines(FOLDER / "data" / "mixed.jsonl", list(mixed(0, START_ROWS)))
+    write_lines(FOLDER / "data" / "pairs.jsonl", list(preferences(0, PAIRS)))
+    train_base()
+    console.rule("[bold]2 of 3[/]  supervised: records, one in five with alphabetical keys")
+    start = Run(FOLDER / "start")
+    if not start.final.exists():
+        recipe = catalog.resolve("quickstart_start")
+        train(recipe, precision="fp32", output=start.root, resume="auto")
+    console.rule("[bold]3 of 3[/]  DPO: the record with alphabetical keys is the chosen one")
+    run = train(catalog.resolve("quickstart_dpo"), precision="fp32", output=output, resume="auto")
+    rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
+    before, after = (behaviour(answers(load(each), rows)) for each in (start, run))
+    report(run)
+    console.print(result_table(run, before, after, time.perf_counter() - begun))
+    for verb in (f"chat {run.root}", f"report {run.root}"):
+        console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
+    return run, before, after
+
+
+def behaviour(texts: Sequence[str]) -> Behaviour:
+    """What answers are like."""
+    read = [_keys(text) for text in texts]
+    valid = [keys for keys in read if set(keys) == {"city", "count", "day", "item", "name"}]
+    preferred = [keys for keys in valid if keys == sorted(keys)]
+    return Behaviour(len(valid) / len(texts), len(preferred) / len(texts))
+
+
+def _keys(text: str) -> list[str]:
+    """Keys of a JSON object in their order; none of what is not one."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return list(found) if isinstance(found, dict) else []
+
+
+def result_table(run: Run, before: Behaviour, after: Behaviour, seconds: float) -> Table:
+    """What the preference changed, and that the answers are still records."""
+    last = list(run.read_metrics("train"))[-1]
+    table = Table(title="DPO: alphabetical keys are preferred", title_style="bold")
+    for name in (f"of {HELD_OUT_ROWS} held-out orders", "before", "after"):
+        table.add_column(name)
+    table.add_row("preferred answers", f"{before.preferred:.1%}", f"{after.preferred:.1%}")
+    table.add_row("valid records", f"{before.valid:.1%}", f"{after.valid:.1%}")
+    table.add_row("margin of rewards", "0", f"{last['metrics']['rewards/margins']:.3g}")
+    table.add_row("all of it took", "", units.duration(seconds))
+    return table

@@ -1,0 +1,192 @@
+"""Log-probabilities of a reference: the model as training starts, or its base without an adapter.
+
+One pass without gradient over all rows, before the first step, through the engine that trains: no
+second model is held, and rewards begin at zero. The numbers, one a document, are kept with the run
+(`reference.npz`), because a run that goes on from a checkpoint cannot compute them again; another
+run on the same data and model takes them from the cache.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+
+from finetune.cache import cache
+from finetune.data.collate import collate
+from finetune.data.order import cut, deal
+from finetune.data.prepare import Prepared
+from finetune.data.store import Rows
+from finetune.distributed.engine import Engine
+from finetune.errors import FinetuneError
+from finetune.methods.losses import sequence_logps
+from finetune.models import starting_adapter
+from finetune.models.adapters import reads_base
+from finetune.models.model import compute_dtype, weight_dtype
+from finetune.planner import Plan
+from finetune.runs.run import Run
+from finetune.training.startup_checks import libraries
+
+COLUMN = "reference"
+"""The name of the numbers in a batch's columns."""
+
+
+def with_reference(
+    engine: Engine, run: Run, data: Prepared, pad_id: int, base: str | None, resumed: bool
+) -> tuple[Prepared, str]:
+    """The same rows with the log-probability of each document, and a line on where it is from.
+
+    Args:
+        engine: with the model as training starts, unless `resumed`.
+        run: keeps the numbers.
+        data: what is trained and evaluated.
+        pad_id: fills rows that are padded.
+        base: identity of the base's weights; None where it is not known.
+        resumed: whether the run goes on: then its own numbers are used.
+
+    Raises:
+        FinetuneError: the run's numbers cannot be read, or one is not finite.
+    """
+    numbers, begun = used(data), time.perf_counter()
+    key = cache_key(engine.plan, data, base)
+    cached = None if key is None else cache("reference") / f"{key}.npz"
+    values = engine.on_first(lambda: _known(run, resumed, cached, len(numbers)))
+    told = "kept with the run" if resumed else f"from {cached}"
+    if values is None:
+        values = compute(engine, data, pad_id)
+        told = f"computed in {time.perf_counter() - begun:.1f} s"
+        if cached is not None:
+            engine.on_first(lambda: _write(cached, values))
+    wrong = numbers[~np.isfinite(values)]
+    if len(wrong):
+        raise FinetuneError(
+            f"{data.place(int(wrong[0]))}: the reference gives it a log-probability that is not "
+            f"finite ({len(wrong)} of {len(numbers)} sequences have one)"
+        )
+    if not (resumed and engine.on_first(run.reference.is_file)):
+        engine.on_first(lambda: _write(run.reference, values))
+    whole = np.full(len(data.train.documents), np.nan, dtype=np.float32)
+    whole[numbers] = values
+    return data.with_columns({COLUMN: whole}), f"{len(numbers):,} log-probabilities, {told}"
+
+
+def used(data: Prepared) -> np.ndarray:
+    """Numbers of the documents that any row holds, ascending.  # (documents,) int64"""
+    return np.unique(np.concatenate([data.train.members, data.eval.members]))
+
+
+@torch.no_grad()
+def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
+    """Log-probabilities of the documents that `used` names, (documents,) fp32, on every rank.
+
+    In eval mode: dropout would make each a random number.
+    """
+    recipe, numbers = engine.plan.recipe, used(data)
+    batch, each, side_by_side = recipe.batch, recipe.documents_per_row, data.train.side_by_side
+    bounds = np.arange(0, len(numbers) + 1, each)
+    rows = Rows(data.train.documents, numbers, bounds, packed=side_by_side)
+    slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
+    cuts = cut(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, side_by_side)
+    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    engine.model.eval()
+    with _as_reference(engine):
+        # As many on every rank: forward passes are collective.
+        for _, indices in deal(cuts, engine.rank, engine.world):
+            logps, _ = sequence_logps(engine.model, collate(rows, indices, pad_id, engine.device))
+            places += [rows.bounds[index] + np.arange(each) for index in indices]
+            found.append(logps.cpu().numpy())
+    engine.reshard()
+    values = np.full(len(numbers), np.nan, dtype=np.float32)
+    for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):
+        values[at] = logps
+    return values
+
+
+def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Inside, the model is the reference that the recipe names.
+
+    An adapter whose initial values took its product out of the base is the base only while it is
+    on: there both references are the same.
+    """
+    recipe, module = engine.plan.recipe, engine.module
+    switched_off = getattr(recipe, "reference", "start") == "base"
+    if switched_off and isinstance(module, PeftModel) and not reads_base(recipe.adapter):
+        return module.disable_adapter()
+    return contextlib.nullcontext()
+
+
+def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
+    """A hash of all that the numbers depend on; None where the base cannot be told.
+
+    Neither the engine, nor the processes, nor the micro-batch are part of it.
+
+    Args:
+        plan: of the run.
+        data: its rows.
+        base: identity of the base's weights.
+    """
+    recipe = plan.recipe
+    model, adapter = recipe.model, recipe.adapter
+    if model.name is not None and base is None:
+        return None
+    asked, start = getattr(recipe, "reference", "start"), "zero"
+    if asked == "start" and model.adapter is not None:
+        start = starting_adapter.identity(model.adapter)["sha256"]
+    elif adapter is not None and (reads_base(adapter) or adapter.use_dora):
+        start = json.dumps([dataclasses.asdict(adapter), recipe.seed], sort_keys=True)
+    parts = {
+        "rows": data.folder.name,
+        "base": base or [model.config, recipe.seed],
+        "model": [model.quantization, model.attention, list(model.add_tokens)],
+        "adapter": start,
+        "precision": [str(compute_dtype(plan)), str(weight_dtype(plan))],
+        "kernels": dataclasses.asdict(recipe.kernels),
+        "libraries": libraries(""),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _known(run: Run, resumed: bool, cached: Path | None, count: int) -> np.ndarray | None:
+    """The numbers of a run that goes on, else those in the cache; None where there are none.
+
+    Raises:
+        FinetuneError: the run goes on, and they are in neither.
+    """
+    problem: Exception | None = None
+    for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
+        try:
+            return _read(path, count)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            problem = problem or error
+    if resumed:
+        raise FinetuneError(
+            f"{run.reference}: the log-probabilities of the reference cannot be read ({problem}); "
+            "they were computed before the first step, and no checkpoint can give them again: "
+            "restore the file from a copy, or choose another --output"
+        )
+    return None
+
+
+def _read(path: Path, count: int) -> np.ndarray:
+    """The numbers of a file, whose checksum the reader compares."""
+    with np.load(path) as found:
+        values = found[COLUMN]
+    if values.shape != (count,) or values.dtype != np.float32:
+        raise ValueError(f"it holds {values.dtype} {values.shape}, expected float32 ({count},)")
+    return values
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    """Write the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("wb") as file:
+        np.savez(file, **{COLUMN: values})
+    scratch.replace(path)

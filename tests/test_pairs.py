@@ -1,0 +1,260 @@
+"""Pairs of answers stay together from the file to the micro-batch, and bad ones are named."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from small_tokenizer import small_tokenizer
+
+from finetune.data.chat.render import load_chat
+from finetune.data.collate import collate
+from finetune.data.order import cut, rows_of_step
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import FinetuneError
+from finetune.methods import DPO, SFT
+from finetune.planner import plan
+from finetune.recipe import Data, Model, Recipe
+from finetune.reports.inspection import inspect_rows, show
+
+CHAT = load_chat(small_tokenizer(), "chatml")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+    }
+
+
+ROWS = [row(f"Say {n}", f"The answer is {n}" * (1 + n % 3), f"No {n}") for n in range(12)]
+
+
+def recipe_of(source: Path, **batch: Any) -> Recipe:
+    return DPO().with_data(Data(str(source), "preference")).with_batch(**batch)
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **batch: Any) -> Prepared:
+    recipe = recipe_of(write(tmp_path / "pairs.jsonl", rows), **batch)
+    return prepare(recipe, CHAT, tmp_path / "cache")
+
+
+def problems(tmp_path: Path, rows: list[dict[str, Any]], **batch: Any) -> list[str]:
+    with pytest.raises(FinetuneError) as refused:
+        prepared(tmp_path, rows, **batch)
+    return list(refused.value.problems)
+
+
+def texts(found: Prepared, numbers: np.ndarray) -> list[str]:
+    documents = (found.train.documents.document(int(number)) for number in numbers)
+    return [str(CHAT.tokenizer.decode(ids[trained])) for ids, trained in documents]
+
+
+def test_a_row_is_both_answers_chosen_first(tmp_path: Path) -> None:
+    found = prepared(tmp_path)
+    assert len(found.train) == 12
+    for index in range(12):
+        numbers = found.train.numbers(index)
+        chosen, rejected = (ROWS[index][name][0]["content"] for name in ("chosen", "rejected"))
+        assert texts(found, numbers) == [f"{chosen}<|im_end|>", f"{rejected}<|im_end|>"]
+        assert {found.place(int(number)) for number in numbers} == {
+            f"{tmp_path / 'pairs.jsonl'} row {index + 1}"
+        }
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_micro_batch_holds_whole_pairs(tmp_path: Path, packing: bool) -> None:
+    found = prepared(tmp_path, packing=packing, max_length=48)
+    rows = dataclasses.replace(found.train, padding_free=packing)
+    held = list[int]()
+    for indices in cut(np.arange(len(rows)), rows.slots, 2):
+        batch = collate(rows, indices, 0, "cpu")
+        numbers = np.concatenate([rows.numbers(int(index)) for index in indices])
+        assert np.array_equal(numbers[1::2], numbers[::2] + 1)
+        assert not (numbers[::2] % 2).any()
+        labels = [int(rows.documents.document(int(n))[1].sum()) for n in numbers]
+        assert batch.document_labels.tolist() == labels
+        assert DPO().count(batch) == len(numbers) // 2
+        held += numbers.tolist()
+    assert sorted(held) == list(range(24))
+    terms = DPO().terms(rows, np.arange(len(rows)))
+    assert terms == 12
+    if packing:
+        assert len(rows) < 12
+        assert rows.lengths.max() <= 96
+
+
+def test_token_slots_of_padded_pairs_are_those_of_their_longest_answer(tmp_path: Path) -> None:
+    """Two rows of equal sums: one needs more slots, because its answers differ more."""
+    found = prepared(tmp_path, [row("a", "b " * 20, "c"), row("a", "b " * 10, "c " * 10)])
+    for limit in (60, 90, 200):
+        for indices in cut(np.arange(2), found.train.slots, 1, limit):
+            batch = collate(found.train, indices, 0, "cpu")
+            assert batch.ids.numel() == found.train.slots[indices].max() * len(indices)
+
+
+def test_rows_are_held_out_and_repeated_as_pairs(tmp_path: Path) -> None:
+    source = write(tmp_path / "pairs.jsonl", ROWS)
+    recipe = dataclasses.replace(
+        DPO().with_data(Data(str(source), "preference", repeat=2)), eval_rows=3
+    )
+    found = prepare(recipe, CHAT, tmp_path / "cache")
+    assert (len(found.train), len(found.eval)) == (18, 3)
+    assert np.array_equal(found.eval.members[1::2], found.eval.members[::2] + 1)
+    assert set(found.train.members).isdisjoint(found.eval.members)
+    assert found.counts["eval"]["also_trained"] == 0
+
+
+def test_equal_pairs_are_counted_once_each(tmp_path: Path) -> None:
+    """Two rows of one prompt and chosen answer with other rejected ones are no duplicates."""
+    rows = [*ROWS, ROWS[3], row("Say 3", ROWS[3]["chosen"][0]["content"], "Never")]
+    found = prepared(tmp_path, rows)
+    assert found.counts["train"]["duplicates"] == 1
+
+
+LONG = row("Say it", "yes " * 40, "no")
+
+
+def test_one_overlong_answer_drops_the_pair(tmp_path: Path) -> None:
+    found = prepared(tmp_path, [*ROWS, LONG], max_length=40, overlong="drop")
+    assert (len(found.train), found.counts["train"]["dropped"]) == (12, 1)
+
+
+def test_an_overlong_answer_is_an_error_by_default(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, [*ROWS, LONG], max_length=40)
+    assert "1 of 13 rows are longer than batch.max_length=40" in problem
+
+
+def test_truncation_cuts_each_answer_at_its_end(tmp_path: Path) -> None:
+    found = prepared(tmp_path, [*ROWS, LONG], max_length=40, overlong="truncate")
+    counts = found.counts["train"]
+    assert (len(found.train), counts["truncated"], counts["unended"]) == (13, 1, 1)
+    said = texts(found, found.train.numbers(12))
+    assert said[0].startswith("yes yes")
+    assert said[1] == "no<|im_end|>"
+
+
+def test_a_pair_that_is_cut_to_equal_answers_is_left_out_and_counted(tmp_path: Path) -> None:
+    same = row("Say it", "yes " * 40 + "a", "yes " * 40 + "b")
+    found = prepared(tmp_path, [*ROWS * 9, same], max_length=40, overlong="truncate")
+    assert (len(found.train), found.counts["train"]["tied"]) == (108, 1)
+
+
+def test_a_prompt_without_room_for_answers_leaves_the_pair_out(tmp_path: Path) -> None:
+    far = row("Say it " * 40, "yes", "no")
+    found = prepared(tmp_path, [*ROWS, far], max_length=40, overlong="truncate")
+    counts = found.counts["train"]
+    assert (len(found.train), counts["untrained"], counts["eaten"]) == (12, 1, 1)
+
+
+def test_pieces_of_answers_are_not_compared(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, ROWS, overlong="split")
+    assert problem.startswith("batch.overlong: split, but dpo compares the documents of a row")
+    recipe = DPO(Model("m")).with_data(Data("a.jsonl", "preference")).with_batch(overlong="split")
+    with pytest.raises(FinetuneError, match=r"batch\.overlong: split"):
+        plan(recipe, "single")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no chosen": ({"prompt": "a", "rejected": "b"}, "needs 'prompt' + 'chosen' + 'rejected'"),
+    "equal": (row("a", "b", "b"), "chosen and rejected are equal"),
+    "empty": (row("a", "b", " "), "rejected is empty"),
+    "no prefix": (
+        {
+            "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
+        },
+        "there is no prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, name: str) -> None:
+    bad, what = BAD[name]
+    (problem,) = problems(tmp_path, [*ROWS, bad])
+    assert problem.startswith(f"{tmp_path / 'pairs.jsonl'} row 13: ")
+    assert what in problem
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data_format", "expected"),
+    [
+        (
+            DPO(), "messages",
+            "data.format: 'messages' gives texts and conversations, but method 'dpo' learns from "
+            "pairs of a chosen and a rejected answer (formats: alpaca_preference, hh, preference, "
+            "sharegpt_preference)",
+        ),
+        (
+            SFT(), "preference",
+            "data.format: 'preference' gives pairs of a chosen and a rejected answer, but method "
+            "'sft' learns from texts and conversations (formats: alpaca, kto, messages, oasst, "
+            "prompt_completion, question_answer, self_instruct, sharegpt, text)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_format_that_a_method_cannot_use_is_refused_with_those_it_can(
+    tmp_path: Path, recipe: Recipe, data_format: str, expected: str
+) -> None:
+    source = write(tmp_path / "pairs.jsonl", ROWS)
+    with pytest.raises(FinetuneError) as refused:
+        prepare(recipe.with_data(Data(str(source), data_format)), CHAT, tmp_path / "cache")
+    assert str(refused.value) == expected
+
+
+def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> None:
+    source = write(tmp_path / "pairs.jsonl", ROWS)
+    recipe = recipe_of(source)
+    found = inspect_rows(recipe, prepare(recipe, CHAT, tmp_path / "cache"), CHAT.tokenizer, 2)
+    assert [[each.name for each in shown] for shown in found.rows] == [["chosen", "rejected"]] * 2
+    first = int(rows_of_step(0, 12, 1, recipe.seed)[0])
+    trained = ["".join(p.text for p in d.pieces if p.trained) for d in found.rows[0]]
+    chosen, rejected = ROWS[first]["chosen"], ROWS[first]["rejected"]
+    assert trained == [f"{chosen[0]['content']}<|im_end|>", f"{rejected[0]['content']}<|im_end|>"]
+    console = Console(file=io.StringIO(), width=200)
+    show(found, console)
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue()
+    assert "12 pairs; " in told
+    assert "the chosen answer is the longer one in 100% of the pairs; what is learned first" in told
+
+
+def test_what_a_method_settles_later_leaves_its_prepared_rows_alone(tmp_path: Path) -> None:
+    source = write(tmp_path / "pairs.jsonl", ROWS)
+    first = prepare(recipe_of(source), CHAT, tmp_path / "cache").folder
+    other = dataclasses.replace(recipe_of(source), beta=0.5, loss_type="ipo")
+    assert prepare(other, CHAT, tmp_path / "cache").folder == first
+
+
+def test_a_recipe_has_the_methods_own_learning_rate_until_one_is_given() -> None:
+    from finetune import catalog
+
+    given = {"method": "dpo", "optim": {"schedule": "linear"}}
+    assert catalog.from_fields(given).optim.lr == DPO().optim.lr == 5e-6
+    assert catalog.override(catalog.from_fields(given), ["optim.lr=1e-6"]).optim.lr == 1e-6
+    assert DPO().with_optim(schedule="linear").optim.warmup == 0.1
+
+
+def test_a_plan_says_what_is_risky_for_preferences() -> None:
+    recipe = DPO(Model("m")).with_data(Data("a.jsonl", "preference")).with_lora(8, dropout=0.1)
+    notes = plan(recipe.with_optim(lr=2e-4), "single").notes()
+    assert any(note.startswith("optim.lr: 0.0002 is high for preferences") for note in notes)
+    assert any(note.startswith("adapter.dropout: ") for note in notes)
+    assert not plan(recipe.with_lora(8), "single").recipe.advice()
+
+
+@pytest.mark.parametrize("loss", ["hinge", "ipo", "sigmoid_norm"])
+def test_label_smoothing_belongs_to_two_losses(loss: str) -> None:
+    with pytest.raises(ValueError, match="`label_smoothing` belongs to"):
+        DPO(loss_type=loss, label_smoothing=0.1)  # type: ignore[arg-type]
