@@ -24,7 +24,7 @@ from finetune.data.collate import collate
 from finetune.data.order import cut, deal
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
-from finetune.distributed.engine import Engine
+from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.methods.losses import sequence_logps
 from finetune.models import starting_adapter
@@ -98,7 +98,7 @@ def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     engine.model.eval()
     with _as_reference(engine):
         # As many on every rank: forward passes are collective.
-        for _, indices in deal(cuts, engine.rank, engine.world):
+        for _, indices in deal(cuts, engine.data_rank, engine.data_world):
             logps, _ = sequence_logps(engine.model, collate(rows, indices, pad_id, engine.device))
             places += [rows.bounds[index] + np.arange(each) for index in indices]
             found.append(logps.cpu().numpy())
