@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-    from finetune.data.batch import MicroBatch
+    from finetune.data.chat.render import Chat
+    from finetune.data.collate import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.render import Chat
-    from finetune.data.rows import Rows
     from finetune.data.samples import Sample
-    from finetune.losses import Loss
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
 
 STRICT = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False

@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from finetune import starting_adapter
-from finetune.adapters import reads_base
 from finetune.cache import cache
-from finetune.data.batch import collate
+from finetune.data.collate import collate
 from finetune.data.order import cut, deal
 from finetune.data.prepare import Prepared
-from finetune.data.rows import Rows
-from finetune.engine import Engine
+from finetune.data.store import Rows
+from finetune.distributed.engine import Engine
 from finetune.errors import FinetuneError
-from finetune.losses import sequence_logps
-from finetune.model import compute_dtype, weight_dtype
+from finetune.methods.losses import sequence_logps
+from finetune.models import starting_adapter
+from finetune.models.adapters import reads_base
+from finetune.models.model import compute_dtype, weight_dtype
 from finetune.planner import Plan
-from finetune.readiness import libraries
-from finetune.run import Run
+from finetune.runs.run import Run
+from finetune.training.startup_checks import libraries
 
 COLUMN = "reference"
 """The name of the numbers in a batch's columns."""

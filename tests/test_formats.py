@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.chat.messages import Message
 from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
@@ -18,7 +19,6 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.messages import Message
 from finetune.data.samples import Preference
 from finetune.errors import FinetuneError
 

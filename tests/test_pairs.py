@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 
-from finetune.data.batch import collate
+from finetune.data.chat.render import load_chat
+from finetune.data.collate import collate
 from finetune.data.order import cut, rows_of_step
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
 from finetune.methods import DPO, SFT
 from finetune.planner import plan
 from finetune.recipe import Data, Model, Recipe
-from finetune.record.inspection import inspect_rows, show
+from finetune.reports.inspection import inspect_rows, show
 
 CHAT = load_chat(small_tokenizer(), "chatml")
 

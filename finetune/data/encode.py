@@ -9,12 +9,12 @@ from typing import TypeGuard
 
 import numpy as np
 
+from finetune.data.chat.messages import KNOWN, Message
+from finetune.data.chat.render import Chat
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
-from finetune.data.messages import KNOWN, Message
-from finetune.data.render import Chat
-from finetune.data.rows import Columns
 from finetune.data.samples import Completion, Conversation, Plain, Sample, sequences_of
+from finetune.data.store import Columns
 from finetune.data.tally import Tally
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.data.render import Row
+from finetune.data.chat.render import Row
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
-from finetune.data.messages import (
+from finetune.data.chat.messages import (
     Message,
     Turns,
     exchanges_of,
@@ -14,6 +13,7 @@ from finetune.data.messages import (
     sharegpt_turns,
     with_call_ids,
 )
+from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
 from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from finetune.data.messages import (
+from finetune.data.chat.messages import (
     Message,
     Turns,
     exchanges_of,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from finetune.data.messages import Message, Turns
-from finetune.data.tools import template_kwargs_of, tools_of
+from finetune.data.chat.messages import Message, Turns
+from finetune.data.chat.tools import template_kwargs_of, tools_of
 from finetune.data.values import Raw, RowProblem, text_of
 
 CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")

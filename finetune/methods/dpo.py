@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.batch import MicroBatch
+    from finetune.data.chat.render import Chat
+    from finetune.data.collate import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.render import Chat
-    from finetune.data.rows import Rows
     from finetune.data.samples import Sample
-    from finetune.losses import Loss
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
 
 DEFAULTS: dict[str, Any] = {"lr": 5e-6, "warmup": 0.1}
 """Of the optimizer's section: a rate for supervised tuning breaks a model here."""
@@ -96,7 +96,7 @@ class DPO(Recipe):
         """Summed over pairs; the log-probability of an answer is the sum over its tokens."""
         import torch  # which a recipe must load without
 
-        from finetune.losses import Loss, sequence_logps
+        from finetune.methods.losses import Loss, sequence_logps
 
         logps, balance = sequence_logps(model, batch)  # (documents,)
         gains = logps - batch.columns["reference"]

@@ -8,8 +8,8 @@ from finetune.methods.sft import SFT
 from finetune.recipe import STRICT
 
 if TYPE_CHECKING:
+    from finetune.data.chat.render import Chat
     from finetune.data.example import Example
-    from finetune.data.render import Chat
     from finetune.data.samples import Sample
 
 

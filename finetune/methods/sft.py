@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-    from finetune.data.batch import MicroBatch
+    from finetune.data.chat.render import Chat
+    from finetune.data.collate import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.render import Chat
-    from finetune.data.rows import Rows
     from finetune.data.samples import Sample
-    from finetune.losses import Loss
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -39,6 +39,6 @@ class SFT(Recipe):
         return int(rows.labelled[chosen].sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        from finetune.losses import token_loss  # torch, which a recipe must load without
+        from finetune.methods.losses import token_loss  # torch, which a recipe must load without
 
         return token_loss(model, batch)

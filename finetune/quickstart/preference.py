@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune import catalog
+from finetune.evaluation.exact_match import answers, references
+from finetune.inference.generate import load
 from finetune.quickstart.job import FOLDER, HELD_OUT_ROWS, train_base, write_data, write_lines
 from finetune.quickstart.records import mixed, preferences
 from finetune.recipe import Data
-from finetune.record import units
-from finetune.record.reporter import report
-from finetune.result.evaluate import answers, references
-from finetune.result.inference import load
-from finetune.run import Run
-from finetune.worker import train
+from finetune.reports.page import report
+from finetune.runs import units
+from finetune.runs.run import Run
+from finetune.training.worker import train
 
 START_ROWS = 1_920
 PAIRS = 640

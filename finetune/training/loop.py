@@ -1,0 +1,253 @@
+"""The training loop: exact sums, one division, and nothing that depends on the engine."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from finetune.data.collate import MicroBatch, collate
+from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.store import Rows
+from finetune.distributed.engine import Engine
+from finetune.kernels.balance import parts
+from finetune.methods.losses import Sum
+from finetune.training.feed import Feed, feed
+from finetune.training.nonfinite import poison, suspects
+from finetune.training.optim import learning_rate
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """What one rank computes in a step, on its device, and what all ranks have in it together."""
+
+    batches: list[tuple[int, MicroBatch]]
+    """Each with its number in the global batch."""
+    chosen: np.ndarray  # (rows,) int64: row numbers of the global batch
+    mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
+    terms: int
+    """Terms of the loss, of all ranks."""
+    trained_tokens: int
+    """Tokens that have a label, of all ranks."""
+    real_tokens: int
+    """Tokens that are no padding, of all ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step of the whole job was."""
+
+    loss: float
+    """Mean over the loss terms of the global batch, the load-balancing loss included."""
+    balance: float
+    """Of that: the load-balancing loss times its coefficient; nan where there is none."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    trained_tokens: int
+    real_tokens: int
+    slots: int
+    """Token slots that were computed, padding included."""
+    shape: tuple[int, int]
+    """Rows of this rank's last micro-batch, and slots of each: the mean of rows side by side."""
+    padded: bool
+    """Whether some of them are padding."""
+    labelled: int
+    """Tokens of that micro-batch that have a label."""
+    longest: int
+    """Tokens of its longest document, 0 where rows are not side by side."""
+    seconds: float
+    data_seconds: float
+    """Of those, waited for rows."""
+    largest: list[int]
+    """The largest of what each rank noticed."""
+    suspects: list[int] | None = None
+    """Rows of a step that was not taken, because its loss or gradient was not finite."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Means over the step of what the method measures, without those that nothing counted for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """A pass over the evaluation rows."""
+
+    loss: float
+    tokens: int
+    """Terms that it is the mean over: tokens, or pairs."""
+    seconds: float
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """As `StepResult.metrics`, over all rows."""
+
+
+class _Metrics:
+    """Sums and counts of what a method measures, over the micro-batches of one rank."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.names = names
+        self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self.counts = [0] * len(names)
+
+    def add(self, found: Mapping[str, Sum]) -> None:
+        """The sums of a micro-batch; no device has to be waited for."""
+        if not self.names:
+            return
+        unknown = found.keys() - set(self.names)
+        assert not unknown, f"not in the method's `metrics`: {unknown}"
+        nothing = torch.zeros((), device=self.sums.device), 0
+        of_names = [found.get(name, nothing) for name in self.names]
+        self.sums += torch.stack([each.detach().float() for each, _ in of_names])
+        self.counts = [a + b for a, (_, b) in zip(self.counts, of_names, strict=True)]
+
+    def means(self, totals: list[float]) -> dict[str, float]:
+        """From the sums over all ranks, then the counts over all ranks."""
+        sums, counts = totals[: len(self.names)], totals[len(self.names) :]
+        found = zip(self.names, sums, counts, strict=True)
+        return {name: total / count for name, total, count in found if count}
+
+
+def feeding(
+    engine: Engine, rows: Rows, pad_id: int, steps: int
+) -> contextlib.AbstractContextManager[Feed[StepRows]]:
+    """The rows of steps 0 to `steps` as `train_step` takes them, the next step's made ahead."""
+    return feed(lambda step: rows_for(engine, rows, step, pad_id), steps, engine.device)
+
+
+def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
+    """This rank's micro-batches of a step; no other rank has to be asked for anything."""
+    recipe = engine.plan.recipe
+    chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
+    mine = _micro_batches(engine, rows, chosen)
+    return StepRows(
+        batches=[(number, collate(rows, taken, pad_id, engine.device)) for number, taken in mine],
+        chosen=chosen,
+        mine=[taken for _, taken in mine],
+        terms=recipe.terms(rows, chosen),
+        trained_tokens=int(rows.labelled[chosen].sum()),
+        real_tokens=int(rows.lengths[chosen].sum()),
+    )
+
+
+def _nothing() -> list[int]:
+    return []
+
+
+def train_step(
+    engine: Engine,
+    feed: Feed[StepRows],
+    step: int,
+    steps: int,
+    measuring: contextlib.AbstractContextManager[None] | None = None,
+    noticed: Callable[[], list[int]] = _nothing,
+) -> StepResult:
+    """Take optimizer step `step` (from 0) of `steps`.
+
+    The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
+    sum is scaled by world x accumulation / terms, which undoes the engine's division by the
+    accumulation and the mean over ranks. `measuring` is entered for the last micro-batch, its
+    backward pass and the update: what happens there holds all that a step ever holds. Where the
+    gradient is not finite, nothing is updated. Besides what the engine does for gradients, ranks
+    meet once, at the end; what `noticed` gives then, as many numbers on every rank, goes with it.
+    """
+    begun = time.perf_counter()
+    plan = engine.plan
+    recipe = plan.recipe
+    taken_rows = feed.take(step)
+    batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
+    waited = time.perf_counter() - begun
+    scale = engine.world * plan.accumulation / max(1, terms)
+    losses: list[torch.Tensor] = []
+    balances: list[torch.Tensor] = []
+    metrics = _Metrics(recipe.metrics, engine.device)
+    engine.model.train()
+    measured = contextlib.ExitStack()
+    for index, (number, batch) in enumerate(batches):
+        last = index == len(batches) - 1
+        if last and measuring is not None:
+            measured.enter_context(measuring)
+        # Dropout depends on the seed, the step and the place in the global batch alone.
+        torch.manual_seed(_dropout_seed(recipe.seed, step, number))
+        with engine.unsynchronised(last):
+            found = recipe.loss(engine.model, batch)
+            loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
+            engine.backward(poison(loss) * scale, last)
+        metrics.add(found.metrics)
+        losses.append(loss.detach())
+        balances.append(balance.detach())
+    lr = learning_rate(step, steps, recipe.optim, plan.lr)
+    norm, taken = engine.step(lr)
+    measured.close()
+    # One copy from the device; fp64, which not every device has, on the host.
+    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums]).cpu().double()
+    sums, balanced = read[: 2 * len(losses)].chunk(2)  # (accumulation,)
+    slots = sum(batch.ids.numel() for _, batch in batches)
+    measured_sums = [*read[2 * len(losses) :].tolist(), *map(float, metrics.counts)]
+    brought = [sums.sum().item(), balanced.sum().item(), slots, *measured_sums]
+    totals, largest = engine.meet(brought, noticed())
+    mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
+    blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
+    seconds = time.perf_counter() - begun
+    final = batches[-1][1]
+    return StepResult(
+        loss=mean,
+        balance=balance if balance else math.nan,
+        grad_norm=norm,
+        lr=lr,
+        trained_tokens=taken_rows.trained_tokens,
+        real_tokens=real_tokens,
+        slots=int(totals[2]),
+        shape=final.shape,
+        padded=final.attention_mask is not None,
+        labelled=final.trained_tokens,
+        longest=final.boundaries.longest if final.boundaries is not None else 0,
+        seconds=seconds,
+        data_seconds=waited,
+        largest=largest,
+        suspects=blamed,
+        metrics=metrics.means(totals[3:]),
+    )
+
+
+def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
+    batch = engine.plan.recipe.batch
+    cuts = cut(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
+    return deal(cuts, engine.rank, engine.world)
+
+
+def _dropout_seed(seed: int, step: int, number: int) -> int:
+    return (seed * 1_000_003 + step * 65_537 + number) % 2**63
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
+    """Mean loss over the terms of all evaluation rows, the same on any number of ranks."""
+    begun = time.perf_counter()
+    recipe = engine.plan.recipe
+    micro_rows = recipe.evaluation.micro_rows
+    micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
+    cuts = cut(
+        np.arange(len(rows)), rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens,
+        rows.side_by_side,
+    )  # fmt: skip
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    metrics, terms = _Metrics(recipe.metrics, engine.device), 0
+    engine.model.eval()
+    # As many on every rank: forward passes are collective.
+    for _, indices in deal(cuts, engine.rank, engine.world):
+        batch = collate(rows, indices, pad_id, engine.device)
+        terms += recipe.count(batch)
+        found = recipe.loss(engine.model, batch)
+        total += found.sum
+        metrics.add(found.metrics)
+    engine.reshard()
+    brought = [total.item(), float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
+    summed, counted, *measured = engine.sum(brought)
+    return EvalResult(
+        loss=summed / max(1.0, counted),
+        tokens=int(counted),
+        seconds=time.perf_counter() - begun,
+        metrics=metrics.means(measured),
+    )
