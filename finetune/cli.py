@@ -18,6 +18,7 @@ from finetune import options
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
 from finetune.quiet import quiet
 from finetune.streams import outlast_readers
+from finetune.version import __version__
 
 if TYPE_CHECKING:
     from finetune.claim import Resume
@@ -122,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
     )
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def verb(name: str, run: Callable[[Any], int], summary: str) -> argparse.ArgumentParser:

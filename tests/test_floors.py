@@ -11,8 +11,8 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "finetune"
 FLOORS: list[set[str]] = [
-    {"errors", "quiet", "cache", "interpreter", "streams"},
-    {"recipe", "backend", "run", "planner"},
+    {"errors", "quiet", "cache", "interpreter", "streams", "field_errors", "version"},
+    {"recipe", "changes", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
         "accelerator", "engine", "fragments", "checkpoint", "memory", "nvme", "kernels", "rate",
@@ -31,7 +31,8 @@ FLOORS: list[set[str]] = [
 """A module imports only from lower floors; one in a package also from its own package."""
 
 INNER_ORDER = {
-    ("cache", "errors"), ("planner", "backend"), ("planner", "recipe"), ("catalog", "methods"),
+    ("cache", "errors"), ("field_errors", "errors"), ("recipe", "changes"),
+    ("planner", "backend"), ("planner", "recipe"), ("catalog", "methods"),
     ("methods", "losses"),
     ("losses", "data"), ("checkpoint", "engine"), ("checkpoint", "fragments"),
     ("fragments", "engine"), ("serving", "data"), ("pretrained", "serving"),
