@@ -98,6 +98,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     @_fields_of("adapter", quantization="nf4")
     def with_qlora(
@@ -123,6 +124,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     def with_full_weights(self) -> Self:
         """Train all weights: no adapter, no quantisation."""
@@ -146,6 +148,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     @_fields_of("optim")
     def with_optim(
@@ -169,6 +172,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     @_fields_of("kernels")
     def with_kernels(
@@ -187,6 +191,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     @_fields_of("evaluation")
     def with_evaluation(
@@ -201,6 +206,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     @_fields_of("saving")
     def with_saving(
@@ -216,6 +222,7 @@ class Changes:
         Raises:
             FinetuneError: an unknown field or a wrong value.
         """
+        ...
 
     def with_epochs(self, epochs: float) -> Self:
         """Train for so many passes over the data, and for no number of steps."""
