@@ -131,6 +131,15 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(verb=run, words=added)
         return added
 
+    starting = verb("init", init_recipe, "write a recipe file to edit")
+    starting.add_argument("name", help="name of the recipe, or a path that ends in .yaml")
+    starting.add_argument("--from", dest="origin", default="qwen3_0_6b_lora", metavar="RECIPE")
+
+    importing = verb("import", import_recipe, "the recipe of an axolotl or LLaMA-Factory file")
+    importing.add_argument("file", type=Path, help="YAML of axolotl or LLaMA-Factory")
+    importing.add_argument("--output", help="name or .yaml to write; by default the file's name")
+    importing.add_argument("--processes", type=options.count, default=1, help="that it is for")
+
     listing = verb("list", list_recipes, "recipes and backends that can be named")
     listing.add_argument("--json", action="store_true", help="print JSON")
 
@@ -233,6 +242,18 @@ def list_recipes(arguments: argparse.Namespace) -> int:
         for name, summary in rows.items():
             print(f"  {name:<{width}}  {summary}")
     return 0
+
+
+def init_recipe(arguments: argparse.Namespace) -> int:
+    from finetune import recipe_file
+
+    return recipe_file.init(arguments.name, arguments.origin)
+
+
+def import_recipe(arguments: argparse.Namespace) -> int:
+    from finetune.importers import command
+
+    return command.run(arguments.file, arguments.output, arguments.processes)
 
 
 def show_recipe(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,8 @@ FLOORS: list[set[str]] = [
         "loopback",
     },
     {
-        "loop", "record", "recorder", "result", "preflight", "verifier", "claim", "readiness",
+        "loop", "importers", "recipe_file", "record", "recorder", "result", "preflight", "verifier",
+        "claim", "readiness",
         "saver", "profile", "last_words",
     },
     {"worker", "quickstart"},
@@ -39,7 +40,7 @@ INNER_ORDER = {
     ("pretrained", "engine"), ("pretrained", "fragments"), ("checkpoint", "pretrained"),
     ("checkpoint", "serving"), ("checkpoint", "integrity"), ("heartbeat", "engine"),
     ("checkpoint", "catalog"), ("data", "integrity"),
-    ("guard", "engine"), ("guard", "data"), ("result", "claim"), ("result", "record"),
+    ("guard", "engine"), ("guard", "data"), ("result", "claim"), ("importers", "recipe_file"), ("result", "record"),
     ("readiness", "record"), ("saver", "record"), ("recorder", "record"), ("recorder", "loop"),
     ("engine", "accelerator"), ("engine", "shared_memory"), ("accelerator", "nvme"),
     ("accelerator", "start"), ("model", "engine"), ("model", "attention"),
