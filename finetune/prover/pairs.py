@@ -11,6 +11,7 @@ from finetune.planner import Plan, plan
 from finetune.prover.proof import Refused, Tolerance
 from finetune.prover.subject import Kind, Shape, Subject
 from finetune.recipe import Recipe
+from finetune.version import install
 
 FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
 """About ten times what ten steps of small models were seen to be apart."""
@@ -107,7 +108,7 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
 def _missing(machine: backends.Backend) -> str | None:
     """What a backend needs of this machine besides Python packages that are always there."""
     if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return f"{machine.name} needs DeepSpeed: pip install deepspeed"
+        return f"{machine.name} needs DeepSpeed: {install('deepspeed')}"
     if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
         return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
     return None
