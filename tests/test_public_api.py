@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import api_page
 import pytest
 from conftest import ROOT, Finetune
 
@@ -203,3 +204,21 @@ def test_the_version_is_printed_and_the_package_is_typed(finetune: Finetune) -> 
     done = finetune("--version")
     assert (done.status, done.stdout) == (0, f"finetune {ft.__version__}\n")
     assert (ROOT / "finetune/py.typed").is_file()
+
+
+def test_the_page_of_the_api_is_written_from_the_public_names() -> None:
+    written = (ROOT / "docs/api.md").read_text()
+    assert written == api_page.page(), "write it anew: python -m tests.api_page"
+    headings = re.findall(r"^### `(\w+)`$", written, re.MULTILINE)
+    assert sorted(headings) == sorted(ft.HOMES)
+
+
+def test_the_index_of_the_documents_names_every_one() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    named = set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_version_is_one_everywhere() -> None:
+    assert f"version: {ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {ft.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
