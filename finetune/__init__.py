@@ -12,19 +12,32 @@ from finetune.version import __version__
 
 if TYPE_CHECKING:
     from finetune.catalog import resolve as load_recipe
-    from finetune.diagnosis.command import doctor
+    from finetune.cli.doctor import doctor
+    from finetune.cli.prove import prove
     from finetune.errors import (
         FinetuneError,
         Interrupted,
         TrainingFailure,
     )
-    from finetune.launcher import launch
+    from finetune.evaluation.exact_match import (
+        Score,
+        exact_match,
+        references,
+    )
+    from finetune.exporters.huggingface import export
+    from finetune.inference.generate import (
+        Loaded,
+        generate,
+        load,
+        load_base,
+        open_model,
+    )
+    from finetune.launchers.accelerate import launch
     from finetune.methods.pretrain import Pretrain
     from finetune.methods.sft import SFT
-    from finetune.planner.answers import plan
+    from finetune.planner.estimate.answers import plan
+    from finetune.planner.estimate.predict import Prediction
     from finetune.planner.plan import Plan
-    from finetune.planner.predict import Prediction
-    from finetune.prover.command import prove
     from finetune.quickstart.job import write_data as quickstart_data
     from finetune.recipe import (
         Batch,
@@ -37,23 +50,10 @@ if TYPE_CHECKING:
         Recipe,
         Saving,
     )
-    from finetune.record.plot import plot_loss
-    from finetune.record.reporter import report
-    from finetune.result.evaluate import (
-        Score,
-        exact_match,
-        references,
-    )
-    from finetune.result.exporter import export
-    from finetune.result.inference import (
-        Loaded,
-        generate,
-        load,
-        load_base,
-        open_model,
-    )
-    from finetune.run import Run, open_run
-    from finetune.worker import Options, train
+    from finetune.reports.page import report
+    from finetune.reports.plot import plot_loss
+    from finetune.runs.run import Run, open_run
+    from finetune.training.worker import Options, train
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -77,28 +77,28 @@ HOMES = {
     "FinetuneError": "finetune.errors",
     "TrainingFailure": "finetune.errors",
     "Interrupted": "finetune.errors",
-    "Run": "finetune.run",
-    "open_run": "finetune.run",
+    "Run": "finetune.runs.run",
+    "open_run": "finetune.runs.run",
     "load_recipe": "finetune.catalog",
-    "plan": "finetune.planner.answers",
+    "plan": "finetune.planner.estimate.answers",
     "Plan": "finetune.planner.plan",
-    "Prediction": "finetune.planner.predict",
-    "launch": "finetune.launcher",
-    "train": "finetune.worker",
-    "Options": "finetune.worker",
-    "export": "finetune.result.exporter",
-    "prove": "finetune.prover.command",
-    "doctor": "finetune.diagnosis.command",
-    "report": "finetune.record.reporter",
-    "plot_loss": "finetune.record.plot",
-    "load": "finetune.result.inference",
-    "load_base": "finetune.result.inference",
-    "open_model": "finetune.result.inference",
-    "generate": "finetune.result.inference",
-    "Loaded": "finetune.result.inference",
-    "exact_match": "finetune.result.evaluate",
-    "references": "finetune.result.evaluate",
-    "Score": "finetune.result.evaluate",
+    "Prediction": "finetune.planner.estimate.predict",
+    "launch": "finetune.launchers.accelerate",
+    "train": "finetune.training.worker",
+    "Options": "finetune.training.worker",
+    "export": "finetune.exporters.huggingface",
+    "prove": "finetune.cli.prove",
+    "doctor": "finetune.cli.doctor",
+    "report": "finetune.reports.page",
+    "plot_loss": "finetune.reports.plot",
+    "load": "finetune.inference.generate",
+    "load_base": "finetune.inference.generate",
+    "open_model": "finetune.inference.generate",
+    "generate": "finetune.inference.generate",
+    "Loaded": "finetune.inference.generate",
+    "exact_match": "finetune.evaluation.exact_match",
+    "references": "finetune.evaluation.exact_match",
+    "Score": "finetune.evaluation.exact_match",
     "quickstart_data": "finetune.quickstart.job",
 }
 

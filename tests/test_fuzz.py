@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from finetune import backend, catalog
+from finetune.data.chat.render import load_chat
 from finetune.data.formats import FORMATS
 from finetune.data.prepare import prepare
-from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
-from finetune.integrity import damage
 from finetune.methods import SFT
 from finetune.recipe import Data
-from finetune.record.metrics import KINDS, Metrics, read_history
-from finetune.run import Run
+from finetune.runs.manifest import damage
+from finetune.runs.metrics import KINDS, Metrics, read_history
+from finetune.runs.run import Run
 
 QUICK, MANY = 60, 2_600
 SECONDS = 10

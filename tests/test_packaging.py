@@ -62,7 +62,7 @@ def test_the_wheel_carries_the_package_the_recipes_and_the_backends(tmp_path: Pa
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert "finetune/data/templates/chatml.jinja" in carried
+    assert "finetune/data/chat/templates/chatml.jinja" in carried
 
 
 def test_every_dependency_is_pinned_within_its_range():
@@ -145,7 +145,7 @@ def test_an_installed_wheel_works_in_an_empty_folder(
 WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None  # as where it is not installed
-from finetune.cli import main
+from finetune.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 
