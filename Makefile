@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu coverage check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -43,6 +43,12 @@ test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it 
 	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
 	else echo "skipped every GPU test: PyTorch sees no GPU on this machine"; fi
 
+coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
 check: $(READY) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,7 +64,7 @@ bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
 clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
-	rm -rf .venv .bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .coverage* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2

@@ -6,19 +6,67 @@ Names load on first use, so that recipes and the command line need no torch to b
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from finetune.version import __version__
 
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and HERE != sys.path[0] == os.getcwd():
+if TYPE_CHECKING:
+    from finetune.catalog import resolve as load_recipe
+    from finetune.errors import (
+        FinetuneError,
+        Interrupted,
+        TrainingFailure,
+    )
+    from finetune.evaluation.exact_match import (
+        Score,
+        exact_match,
+        references,
+    )
+    from finetune.exporters.export import export
+    from finetune.inference.generate import (
+        Loaded,
+        generate,
+        load,
+        load_base,
+        open_model,
+    )
+    from finetune.launchers.job import launch
+    from finetune.methods.dpo import DPO
+    from finetune.methods.pretrain import Pretrain
+    from finetune.methods.sft import SFT
+    from finetune.planner.estimate.answers import plan
+    from finetune.planner.estimate.predict import Prediction
+    from finetune.planner.plan import Plan
+    from finetune.quickstart.job import write_data as quickstart_data
+    from finetune.recipe import (
+        Batch,
+        Data,
+        Evaluation,
+        Kernels,
+        LoRA,
+        Model,
+        Optim,
+        Recipe,
+        Saving,
+    )
+    from finetune.reports.page import report
+    from finetune.reports.plot import plot_loss
+    from finetune.runs.run import Run, open_run
+    from finetune.training.worker import Options, train
+    from finetune.verification.doctor.examination import doctor
+    from finetune.verification.proofs.prove import prove
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and _HERE != sys.path[0] == os.getcwd():
     # `python -m finetune`, as `accelerate launch` starts it: a module that a user keeps in the
     # working folder must not be taken for one of the standard library or of a dependency.
     del sys.path[0]
 
 HOMES = {
-    "SFT": "finetune.methods",
-    "Pretrain": "finetune.methods",
-    "DPO": "finetune.methods",
+    "DPO": "finetune.methods.dpo",
+    "Pretrain": "finetune.methods.pretrain",
+    "SFT": "finetune.methods.sft",
     "Recipe": "finetune.recipe",
     "Model": "finetune.recipe",
     "LoRA": "finetune.recipe",
@@ -29,27 +77,87 @@ HOMES = {
     "Evaluation": "finetune.recipe",
     "Saving": "finetune.recipe",
     "FinetuneError": "finetune.errors",
+    "TrainingFailure": "finetune.errors",
+    "Interrupted": "finetune.errors",
     "Run": "finetune.runs.run",
+    "open_run": "finetune.runs.run",
+    "load_recipe": "finetune.catalog",
     "plan": "finetune.planner.estimate.answers",
+    "Plan": "finetune.planner.plan",
+    "Prediction": "finetune.planner.estimate.predict",
     "launch": "finetune.launchers.job",
     "train": "finetune.training.worker",
+    "Options": "finetune.training.worker",
     "export": "finetune.exporters.export",
     "prove": "finetune.verification.proofs.prove",
     "doctor": "finetune.verification.doctor.examination",
     "report": "finetune.reports.page",
     "plot_loss": "finetune.reports.plot",
     "load": "finetune.inference.generate",
+    "load_base": "finetune.inference.generate",
+    "open_model": "finetune.inference.generate",
     "generate": "finetune.inference.generate",
+    "Loaded": "finetune.inference.generate",
+    "exact_match": "finetune.evaluation.exact_match",
+    "references": "finetune.evaluation.exact_match",
+    "Score": "finetune.evaluation.exact_match",
+    "quickstart_data": "finetune.quickstart.job",
 }
 
-__all__ = list(HOMES)
+INNER_NAMES = {"load_recipe": "resolve", "quickstart_data": "write_data"}
+"""Public names that differ from those in their modules."""
+
+__all__ = [  # noqa: RUF022 - in the order of their use
+    "DPO",
+    "Pretrain",
+    "SFT",
+    "Recipe",
+    "Model",
+    "LoRA",
+    "Data",
+    "Batch",
+    "Optim",
+    "Kernels",
+    "Evaluation",
+    "Saving",
+    "FinetuneError",
+    "TrainingFailure",
+    "Interrupted",
+    "Run",
+    "open_run",
+    "load_recipe",
+    "plan",
+    "Plan",
+    "Prediction",
+    "launch",
+    "train",
+    "Options",
+    "export",
+    "prove",
+    "doctor",
+    "report",
+    "plot_loss",
+    "load",
+    "load_base",
+    "open_model",
+    "generate",
+    "Loaded",
+    "exact_match",
+    "references",
+    "Score",
+    "quickstart_data",
+    "__version__",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'finetune' has no attribute '{name}'")
-    return getattr(importlib.import_module(HOMES[name]), name)
+if not TYPE_CHECKING:  # which would else accept any name
+
+    def __getattr__(name: str) -> Any:
+        """The public name, imported from the module where it is defined."""
+        if name not in HOMES:
+            raise AttributeError(f"module 'finetune' has no attribute '{name}'")
+        return getattr(importlib.import_module(HOMES[name]), INNER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:
-    return sorted(HOMES)
+    return sorted([*HOMES, "__version__"])

@@ -10,7 +10,7 @@ import runpy
 import traceback
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,14 +19,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from finetune import extensions
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FURTHER, FinetuneError, did_you_mean, problems
 from finetune.methods import METHODS
-from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
+from finetune.recipe import Recipe
 
-SECTIONS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (Model, LoRA, Data, Batch, Optim, Kernels, Evaluation, Saving, *METHODS.values())
-}
 FREE_TO_CHANGE = {
     "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers", "kernels",
     "batch.micro_rows", "batch.micro_tokens", "batch.padding_free",
@@ -37,15 +33,6 @@ FREE_TO_CHANGE = {
 
 `max_steps` and `epochs` move the end of the schedule, and so the learning rate of later steps.
 """
-
-
-FURTHER = "to train an adapter further, set model.adapter=FOLDER"
-ADAPTER_OF_OTHERS = re.compile(
-    r"^adapter\.(start|from|path|name|dir|folder|init|load|resume|checkpoint|weights|model)"
-    r"|(adapter|lora|peft)_?(name|path|dir|model|checkpoint|weights|resume|init)"
-    r"|(resume|init|start|load|continue).*(adapter|lora|peft)"
-)
-"""Keys by which people mean an adapter that was trained before, some of them of other toolkits."""
 
 
 class ExactNumbers(yaml.SafeLoader):
@@ -84,13 +71,13 @@ def describe(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def resolve(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+def resolve(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a name or file, with `key=value` overrides on dotted paths.
 
     Raises:
         FinetuneError: with every problem of the file and the overrides.
     """
-    recipe = load(find(name))
+    recipe = load(find(str(name)))
     return override(recipe, overrides) if overrides else recipe
 
 
@@ -131,9 +118,8 @@ def load(path: Path) -> Recipe:
 def _from_python(path: Path) -> Recipe:
     try:
         defined = runpy.run_path(str(path))
-    except ValidationError as error:
-        kind = SECTIONS.get(error.title)
-        raise FinetuneError(*_problems(error, kind, f"{path}: {error.title}")) from None
+    except FinetuneError as error:
+        raise FinetuneError(*(f"{path}: {problem}" for problem in error.problems)) from None
     except Exception as error:  # a person's program: whatever it raises is about this file
         lines = [line for name, line in _places(error) if name == str(path)]
         where = f"{path}:{lines[-1]}" if lines else str(path)
@@ -179,23 +165,23 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
     try:
         return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
-        raise FinetuneError(*_problems(error, kind, where)) from None
+        raise FinetuneError(*problems(error, kind, where)) from None
 
 
-def override(recipe: Recipe, pairs: list[str] | tuple[str, ...]) -> Recipe:
+def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:
     """The recipe with `key=value` applied on dotted paths (`optim.lr=1e-4`, `data.0.first=100`).
 
     Raises:
         FinetuneError: a pair is not of that form, or the result is not a recipe.
     """
     fields = to_fields(recipe)
-    problems = [problem for pair in pairs if (problem := _apply(fields, type(recipe), pair))]
+    wrong = [problem for pair in pairs if (problem := _apply(fields, type(recipe), pair))]
     try:
         changed = from_fields(fields, "override")
     except FinetuneError as error:
-        raise FinetuneError(*problems, *error.problems) from None
-    if problems:
-        raise FinetuneError(*problems)
+        raise FinetuneError(*wrong, *error.problems) from None
+    if wrong:
+        raise FinetuneError(*wrong)
     return changed
 
 
@@ -324,53 +310,6 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
         with contextlib.suppress(ValueError, RecursionError):
             yield json.loads(f"[{text}]")
         yield [part.strip() for part in text.split(",")]
-
-
-def _problems(error: ValidationError, kind: type | None, where: str) -> list[str]:
-    problems: list[str] = []
-    for item in error.errors(include_url=False):
-        place = ".".join(str(part) for part in item["loc"]) or "recipe"
-        got = item["input"]
-        if item["type"] == "unexpected_keyword_argument":
-            known = _known_fields(kind, item["loc"][:-1])
-            hint = did_you_mean(str(item["loc"][-1]), known)
-            listed = f"; known are {', '.join(known)}" if known and not hint else ""
-            if ADAPTER_OF_OTHERS.search(place):
-                hint, listed = f"; {FURTHER}", ""
-            problems.append(f"{where}: {place}: unknown key{hint}{listed}")
-        elif item["type"] == "literal_error" and "ctx" in item:
-            known = _quoted(item["ctx"]["expected"])
-            hint = did_you_mean(str(got), known)
-            problems.append(f"{where}: {place}: got {got!r}, expected {' or '.join(known)}{hint}")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            shown = "" if isinstance(got, dict | list) or not item["loc"] else f", got {got!r}"
-            problems.append(f"{where}: {place}: {message}{shown}")
-    return problems
-
-
-def _quoted(listed: str) -> list[str]:
-    """The words of pydantic's "'a', 'b' or 'c'"."""
-    return re.findall(r"'([^']*)'", listed)
-
-
-def _known_fields(kind: type | None, path: tuple[int | str, ...]) -> list[str]:
-    """Names of the fields at a path of a recipe."""
-    for part in path:
-        if kind is None or isinstance(part, int):
-            continue
-        hint = typing.get_type_hints(kind).get(str(part))
-        kind = next(
-            (t for t in _inner_types(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)),
-            None,
-        )
-    return [field.name for field in dataclasses.fields(kind)] if kind is not None else []
-
-
-def _inner_types(hint: Any) -> list[Any]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
-        return [inner for argument in typing.get_args(hint) for inner in _inner_types(argument)]
-    return [hint]
 
 
 def differences(recipe: Recipe, other: Recipe) -> list[str]:

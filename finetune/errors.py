@@ -1,10 +1,18 @@
 """The vocabulary of failure: what a person did wrong, and what went wrong while training."""
 
+import dataclasses
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from pydantic_core import ArgsKwargs
 
 
 class FinetuneError(Exception):
@@ -60,3 +68,90 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     """The closest known word as `; did you mean 'x'?`, or an empty string."""
     close = difflib.get_close_matches(got, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+# A recipe's fields: pydantic's errors, in Python as for files.
+
+FURTHER = "to train an adapter further, set model.adapter=FOLDER"
+ADAPTER_OF_OTHERS = re.compile(
+    r"^adapter\.(start|from|path|name|dir|folder|init|load|resume|checkpoint|weights|model)"
+    r"|(adapter|lora|peft)_?(name|path|dir|model|checkpoint|weights|resume|init)"
+    r"|(resume|init|start|load|continue).*(adapter|lora|peft)"
+)
+"""Keys by which users mean an adapter that was trained before, some of them of other toolkits."""
+
+
+class Checked(type):
+    """Metaclass of a recipe and its sections: a wrong field raises FinetuneError, not pydantic's.
+
+    Validation of nested values does not pass through here, so that each error is reported once.
+    """
+
+    if not TYPE_CHECKING:  # a type checker reads the signature of the dataclass
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                raise FinetuneError(*problems(error, cls, cls.__name__)) from None
+
+
+def problems(error: ValidationError, kind: type | None, where: str) -> list[str]:
+    """Each problem of a validation as `where: path: what is wrong, got ..., instead`."""
+    found: list[str] = []
+    for item in error.errors(include_url=False):
+        place = ".".join(str(part) for part in _named(item["loc"], kind)) or "recipe"
+        got: object = item["input"]
+        if item["type"] == "unexpected_keyword_argument":
+            known = known_fields(kind, item["loc"][:-1])
+            hint = did_you_mean(str(item["loc"][-1]), known)
+            listed = f"; known are {', '.join(known)}" if known and not hint else ""
+            if ADAPTER_OF_OTHERS.search(place):
+                hint, listed = f"; {FURTHER}", ""
+            found.append(f"{where}: {place}: unknown key{hint}{listed}")
+        elif item["type"] == "literal_error" and "ctx" in item:
+            known = _quoted(item["ctx"]["expected"])
+            hint = did_you_mean(str(got), known)
+            found.append(f"{where}: {place}: got {got!r}, expected {' or '.join(known)}{hint}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            hidden = isinstance(got, dict | list) or not item["loc"]
+            hidden = hidden or item["type"] in ("missing", "missing_argument")
+            at = where if not item["loc"] and isinstance(got, ArgsKwargs) else f"{where}: {place}"
+            found.append(f"{at}: {message}{'' if hidden else f', got {got!r}'}")
+    return found
+
+
+def _named(path: Sequence[int | str], kind: type | None) -> Sequence[int | str]:
+    """The path, with the name of a field that was given by its position."""
+    if path and isinstance(path[0], int):
+        names = known_fields(kind, ())
+        if path[0] < len(names):
+            return (names[path[0]], *path[1:])
+    return path
+
+
+def _quoted(listed: str) -> list[str]:
+    """The words of pydantic's "'a', 'b' or 'c'"."""
+    return re.findall(r"'([^']*)'", listed)
+
+
+def known_fields(kind: type | None, path: Sequence[int | str]) -> list[str]:
+    """Names of the fields at a path of a recipe."""
+    for part in path:
+        if kind is None or isinstance(part, int):
+            continue
+        hint = typing.get_type_hints(kind).get(str(part))
+        kind = next(
+            (t for t in _inner_types(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)),
+            None,
+        )
+    if kind is None or not dataclasses.is_dataclass(kind):
+        return []
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _inner_types(hint: Any) -> list[Any]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
+        return [inner for argument in typing.get_args(hint) for inner in _inner_types(argument)]
+    return [hint]

@@ -4,12 +4,14 @@ A recipe says nothing about machines: how many processes, which sharding and whi
 from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, never stated.
 """
 
-import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
+
+from finetune.changes import Changes
+from finetune.errors import Checked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +44,7 @@ Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
 @dataclass(frozen=True, config=STRICT)
-class Model:
+class Model(metaclass=Checked):
     """The network that is trained, and how it is held in memory."""
 
     name: Text | None = None
@@ -87,7 +89,7 @@ class Model:
 
 
 @dataclass(frozen=True, config=STRICT)
-class LoRA:
+class LoRA(metaclass=Checked):
     """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685); the rest of the model is frozen."""
 
     r: Positive = 16
@@ -121,11 +123,12 @@ class LoRA:
 
     @property
     def scale_alpha(self) -> float:
+        """`alpha`, or its default of 2r."""
         return 2.0 * self.r if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True, config=STRICT)
-class Data:
+class Data(metaclass=Checked):
     """One source of rows. A mixture is a tuple of these."""
 
     source: str
@@ -151,7 +154,7 @@ class Data:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Batch:
+class Batch(metaclass=Checked):
     """How many rows make a step, and how many of them a device sees at once."""
 
     rows: Positive = 32
@@ -171,7 +174,7 @@ class Batch:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Optim:
+class Optim(metaclass=Checked):
     """The optimizer and its schedule, both counted in optimizer steps of the whole job."""
 
     name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
@@ -201,7 +204,7 @@ class Optim:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Kernels:
+class Kernels(metaclass=Checked):
     """How the same mathematics is computed: nothing here changes what is learned."""
 
     head: Literal["chunked", "whole"] = "chunked"
@@ -221,7 +224,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Evaluation:
+class Evaluation(metaclass=Checked):
     """What is measured on `eval_data` while training."""
 
     every: Positive | None = None
@@ -233,7 +236,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Saving:
+class Saving(metaclass=Checked):
     """When checkpoints are written, and how many stay."""
 
     every: Positive | None = None
@@ -247,7 +250,7 @@ class Saving:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Recipe:
+class Recipe(Changes, metaclass=Checked):
     """What is learned. A method (`finetune.methods`) subclasses it and defines a row's loss."""
 
     method: ClassVar[str] = ""
@@ -264,6 +267,7 @@ class Recipe:
     """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """The method's own fields that `encode` depends on; None for all of them."""
+    adapter_kind: ClassVar[type] = LoRA
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
@@ -289,52 +293,6 @@ class Recipe:
     """Experiment trackers that get the metrics besides `metrics.jsonl`."""
     backend: str = "single"
     """Backend that `finetune launch` uses when none is named."""
-
-    def with_model(self, model: Model) -> Self:
-        return dataclasses.replace(self, model=model)
-
-    def with_data(self, *data: Data, eval_data: tuple[Data, ...] | Data = ()) -> Self:
-        held_out = (eval_data,) if isinstance(eval_data, Data) else eval_data
-        return dataclasses.replace(self, data=data, eval_data=held_out or self.eval_data)
-
-    def with_lora(self, r: int = 16, **fields: Any) -> Self:
-        return dataclasses.replace(self, adapter=LoRA(r=r, **fields))
-
-    def with_qlora(self, r: int = 16, **fields: Any) -> Self:
-        """LoRA over a base in NF4 with double quantisation (arXiv:2305.14314)."""
-        model = dataclasses.replace(self.model, quantization="nf4")
-        return dataclasses.replace(self.with_lora(r, **fields), model=model)
-
-    def with_full_weights(self) -> Self:
-        model = dataclasses.replace(self.model, quantization="none")
-        return dataclasses.replace(self, adapter=None, model=model)
-
-    def with_batch(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, **fields))
-
-    def with_optim(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, optim=dataclasses.replace(self.optim, **fields))
-
-    def with_kernels(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, kernels=dataclasses.replace(self.kernels, **fields))
-
-    def with_evaluation(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, evaluation=dataclasses.replace(self.evaluation, **fields))
-
-    def with_saving(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, saving=dataclasses.replace(self.saving, **fields))
-
-    def with_epochs(self, epochs: float) -> Self:
-        return dataclasses.replace(self, epochs=epochs, max_steps=None)
-
-    def with_steps(self, max_steps: int) -> Self:
-        return dataclasses.replace(self, max_steps=max_steps)
-
-    def with_seed(self, seed: int) -> Self:
-        return dataclasses.replace(self, seed=seed)
-
-    def with_backend(self, name: str) -> Self:
-        return dataclasses.replace(self, backend=name)
 
     @property
     def documents_per_row(self) -> int:

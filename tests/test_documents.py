@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,17 @@ def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
     as_it_is([*words, "--prompt", "hello", "--max-new-tokens", "4"], folder, finetune)
 
 
+def as_an_install(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """Of the checkout: it is not installed anew, but the parts that are named exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[2])
+    assert named
+    assert set((named[1] or "dev").split(",")) <= project["optional-dependencies"].keys()
+
+
 CHECKS: dict[str, Any] = {
+    "pip install": as_an_install,
+    "finetune init": as_it_is,
     "finetune list": as_it_is,
     "finetune doctor": as_it_is,
     "finetune show": as_it_is,
@@ -186,14 +197,54 @@ def test_a_command_of_the_documents_works(
 SHOWN = re.compile(r"^```sh\n(finetune plan [^\n]+)\n```\n```text\n(.*?)^```$", re.DOTALL | re.M)
 
 
-@pytest.mark.parametrize(("command", "shown"), SHOWN.findall((ROOT / "docs/memory.md").read_text()))
-def test_a_plan_prints_the_numbers_that_the_memory_page_shows(
+PLANS = [
+    pair
+    for name in ("README.md", "docs/memory.md")
+    for pair in SHOWN.findall((ROOT / name).read_text())
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), PLANS)
+def test_a_plan_prints_the_numbers_that_a_document_shows(
     command: str, shown: str, folder: Path, finetune: Finetune
 ) -> None:
     done = finetune(*shlex.split(command)[1:], cwd=folder)
     assert done.status == 0, done.output
     printed = [line.split("  <-")[0].rstrip() for line in done.stdout.splitlines()]
     assert set(shown.splitlines()) <= set(printed)
+
+
+def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M)
+    assert sorted(name for name, *_ in rows) == backend.names()
+    kinds = [COLUMNS[kind] for kind in ("full", "LoRA", "NF4", "int8")]
+    for name, *cells in rows:
+        assert cells == ["yes" if works(recipe, name) else "no" for recipe in kinds], name
+
+
+FITS = re.compile(r"^\| (\S+) \| ([\w ]+) \| ([\d,]+) GB \| (\w+) \| (\w+) \| (\w+) \|$", re.M)
+
+
+def test_the_readme_says_what_fits_as_the_planner_does() -> None:
+    found = FITS.findall((ROOT / "README.md").read_text())
+    homes = {"Qwen3": "Qwen/", "Llama-3.1": "meta-llama/", "Llama-3.3": "meta-llama/"}
+    ends = {"Llama-3.3-70B": "-Instruct"}
+    assert len(found) == 12
+    for title, kind, size, *cells in found:
+        name = f"{homes[title.rsplit('-', 1)[0]]}{title}{ends.get(title, '')}"
+        bare = ft.SFT(ft.Model(name, activation_checkpointing=True)).with_batch(
+            rows=8, micro_rows=1, max_length=2048
+        )
+        bare = bare.with_data(ft.Data("rows.jsonl", "messages"))
+        recipe = {"LoRA": bare.with_lora(), "QLoRA": bare.with_qlora()}.get(kind, bare)
+        memory = [
+            ft.plan(recipe, "single", gpu=gpu).summary()["memory"]
+            for gpu in ("RTX4090", "L40S", "H100-80")
+        ]
+        assert f"{memory[0]['process'] / 1e9:,.0f}" == size
+        words = {"safe": "yes", "tight": "tight", "no": "no"}
+        assert [words[each["status"]] for each in memory] == cells
 
 
 def test_the_memory_page_shows_a_plan_for_each_claim() -> None:

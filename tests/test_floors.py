@@ -17,7 +17,9 @@ from finetune.kernels import cpu
 PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
-    {"errors", "recipe"},
+    {"errors", "version"},
+    {"changes"},
+    {"recipe"},
     {"cache", "extensions", "runs"},
     {"process"},
     {"backend"},
@@ -30,7 +32,7 @@ FLOORS = [
     {"inference", "reports"},
     {"evaluation", "exporters"},
     {"training"},
-    {"launchers", "quickstart"},
+    {"importers", "launchers", "quickstart"},
     {"verification"},
     {"cli", "__init__"},
     {"__main__"},
@@ -48,7 +50,7 @@ LIGHT = [
     "finetune.process.error_report", "finetune.process.start", "finetune.training.preflight",
     "finetune.launchers.accelerate", "finetune.launchers.job",
     "finetune.verification.memory.launch", "finetune.cli.main",
-    *(f"finetune.cli.{name}" for name in VERBS),
+    *(f"finetune.cli.{name}" for name in VERBS.values()),
 ]  # fmt: skip
 READS_ENVIRONMENT = {
     "backend.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",

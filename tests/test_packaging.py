@@ -3,27 +3,33 @@
 import ast
 import dataclasses
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import types
 import typing
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Tiny, write_recipe
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
 from finetune.methods import DPO, METHODS, SFT
 from finetune.planner import plan
 from finetune.recipe import Recipe
+from finetune.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -66,9 +72,121 @@ def test_every_dependency_is_pinned_within_its_range():
     assert all(re.fullmatch(r"==[\w.]+", version) for version in versions.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
-    for wanted in map(Requirement, [*project["dependencies"], *(w for e in extras for w in e)]):
+    given = map(Requirement, [*project["dependencies"], *(w for e in extras for w in e)])
+    for wanted in (each for each in given if each.name != project["name"]):
         version = versions[canonicalize_name(wanted.name)].removeprefix("==")
         assert wanted.specifier.contains(version), f"{wanted} but {version} is pinned"
+
+
+def test_a_set_up_installs_every_optional_part():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    parts = project["optional-dependencies"]
+    (whole,) = [r for r in map(Requirement, parts["dev"]) if r.name == DISTRIBUTION]
+    assert whole.extras == parts.keys() - {"dev"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of a new environment: the wheel, and the packages of this one without the checkout."""
+    pytest.importorskip("hatchling", reason="builds a wheel without a network")
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    subprocess.run([*wheel, "--wheel-dir", str(folder), str(ROOT)], check=True)
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv/bin/python"
+    (built,) = folder.glob("*.whl")
+    install = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*install, str(built)], check=True)
+    (site,) = (folder / "venv/lib").glob("*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # no .pth of its own
+    return python
+
+
+def alone(python: Path, *words: str, cwd: Path) -> str:
+    """What `finetune` of the wheel prints in a folder, where nothing points at the checkout."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FINETUNE_CACHE")}
+    done = subprocess.run(
+        [str(python.with_name("finetune")), *words],
+        cwd=cwd, capture_output=True, text=True, timeout=300,
+        env={**variables, "FINETUNE_CACHE": str(cwd / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_in_an_empty_folder(
+    installed: Path, tiny: Tiny, tmp_path: Path
+) -> None:
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(installed.parent.parent)}))
+    assert (site / "finetune/version.py").is_file()
+    listed = json.loads(alone(installed, "list", "--json", cwd=tmp_path))
+    assert set(listed["recipes"]) == {path.stem for path in RECIPES}
+    assert sorted(listed["backends"]) == sorted(BACKENDS)
+    assert alone(installed, "--version", cwd=tmp_path) == f"finetune {ft.__version__}\n"
+    alone(installed, "init", "mine", "--from", "quickstart", cwd=tmp_path)
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2, adapter={"r": 2}))
+    words = [str(recipe), "model.chat_template=chatml"]
+    assert "zero2" in alone(
+        installed, "plan", *words, "--backend", "zero2", "--processes", "2", cwd=tmp_path
+    )
+    alone(installed, "train", *words, "--precision", "fp32", "--output", "run", cwd=tmp_path)
+    alone(installed, "report", "run", cwd=tmp_path)
+    system = alone(installed, "doctor", cwd=tmp_path)
+    assert str(ROOT) not in system
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if step["kind"] == "train"] == [1, 2]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"report.html", "loss.png", "final"} <= names
+
+
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None  # as where it is not installed
+from finetune.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "told"),
+    [
+        (
+            "deepspeed",
+            ["launch", "RECIPE", "--backend", "zero2", "--processes", "2"],
+            "error: backend: zero2 needs DeepSpeed, which is not installed: "
+            "pip install 'accelerate-finetune[deepspeed]'\n",
+        ),
+        (
+            "tensorboard",
+            ["train", "RECIPE", "trackers=tensorboard"],
+            "error: trackers: 'tensorboard' is not installed; run: "
+            "pip install 'accelerate-finetune[trackers]'\n",
+        ),
+    ],
+)
+def test_an_optional_part_that_is_missing_is_named(
+    tiny: Tiny, tmp_path: Path, package: str, words: list[str], told: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
+    given = [str(recipe) if word == "RECIPE" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, package, *given],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_without_matplotlib_a_picture_names_what_installs_it() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; import finetune; finetune.plot_loss"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    told = "a picture needs matplotlib: pip install 'accelerate-finetune[plots]'"
+    assert done.stderr.splitlines()[-1].endswith(told)
 
 
 @each_recipe

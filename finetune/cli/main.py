@@ -17,12 +17,15 @@ from typing import NoReturn
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
 from finetune.process.quiet import quiet
 from finetune.process.streams import outlast_readers
+from finetune.version import __version__
 
-VERBS = (
-    "list", "show", "plan", "inspect", "train", "launch", "export", "chat", "eval", "prove",
-    "doctor", "report", "quickstart",
-)  # fmt: skip
-"""Modules of this folder, in the order of `finetune --help`."""
+VERBS = {
+    "init": "init", "import": "import_file", "list": "list", "show": "show", "plan": "plan",
+    "inspect": "inspect", "train": "train", "launch": "launch", "export": "export", "chat": "chat",
+    "eval": "eval", "prove": "prove", "doctor": "doctor", "report": "report",
+    "quickstart": "quickstart",
+}  # fmt: skip
+"""Modules of this folder by verb, in the order of `finetune --help`."""
 OUTLAST_READERS = ("train", "launch", "prove", "export", "quickstart")
 """Verbs that go on where nobody reads their output any more."""
 READER_GONE = 141
@@ -42,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.verb in OUTLAST_READERS:
         outlast_readers()
     try:
-        return importlib.import_module(f"finetune.cli.{arguments.verb}").run(arguments)
+        return importlib.import_module(f"finetune.cli.{VERBS[arguments.verb]}").run(arguments)
     except FinetuneError as error:
         return _tell(error)
     except KeyboardInterrupt:
@@ -123,9 +126,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
     )
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in VERBS:
-        module = importlib.import_module(f"finetune.cli.{name}")
+    for name, file in VERBS.items():
+        module = importlib.import_module(f"finetune.cli.{file}")
         summary = module.SUMMARY
         added = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(added)

@@ -41,6 +41,7 @@ class Score:
 
     @property
     def share(self) -> float:
+        """Share of rows that matched, from 0 to 1."""
         return self.matched / self.rows
 
     @property

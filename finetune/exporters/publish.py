@@ -1,5 +1,6 @@
 """The result of a run: its best or last checkpoint as something that loads everywhere."""
 
+import importlib.util
 import shutil
 
 from finetune.checkpoints.resume import card
@@ -9,6 +10,7 @@ from finetune.inference.load import open_checkpoint
 from finetune.reports.card import write_card
 from finetune.runs.manifest import differing, read_manifest
 from finetune.runs.run import Run
+from finetune.version import install
 
 
 def publish(run: Run) -> None:
@@ -45,7 +47,9 @@ def publish(run: Run) -> None:
 
 def describe(run: Run, plot: bool) -> None:
     """Draw the losses of a run that has ended, and write the card of its result last."""
-    if plot:
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        print(f"no loss.png: it needs matplotlib: {install('plots')}", flush=True)
+    elif plot:
         from finetune.reports.plot import plot_loss  # matplotlib: on one rank, once
 
         plot_loss(run)

@@ -2,16 +2,21 @@
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-
+from finetune.errors import FinetuneError
 from finetune.reports.curves import MANY, Point, finite, smooth
 from finetune.runs import units
 from finetune.runs.metrics import History, read_history
 from finetune.runs.run import Run, read_object
 from finetune.runs.summary import title
+from finetune.version import install
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+except ModuleNotFoundError as error:
+    raise FinetuneError(f"a picture needs matplotlib: {install('plots')}") from error
 
 BLUE, ORANGE, GREY = "#2f6bd8", "#e0791b", "#6b7280"
 

@@ -13,10 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from finetune.version import __version__
+
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Packages that only record."""
 PACKAGES = (
-    "finetune",
     "torch",
     "transformers",
     "accelerate",
@@ -70,7 +71,7 @@ def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Installed version of each package that matters, read without importing any of them."""
-    installed = {}
+    installed = {"finetune": __version__}
     for name in PACKAGES:
         try:
             installed[name] = metadata.version(name)

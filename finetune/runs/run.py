@@ -43,85 +43,106 @@ class Run:
 
     @property
     def recipe(self) -> Path:
+        """`recipe.json`: the recipe with every field."""
         return self.root / "recipe.json"
 
     @property
     def plan(self) -> Path:
+        """`plan.json`: what was derived before anything was loaded."""
         return self.root / "plan.json"
 
     @property
     def environment(self) -> Path:
+        """`environment.json`: library versions, devices, command."""
         return self.root / "environment.json"
 
     @property
     def realised(self) -> Path:
+        """`realised.json`: what Accelerate built."""
         return self.root / "realised.json"
 
     @property
     def data(self) -> Path:
+        """`data.json`: counts of rows and tokens."""
         return self.root / "data.json"
 
     @property
     def bad_rows(self) -> Path:
+        """`bad_rows.jsonl`: rows that `on_bad_row=drop` left out."""
         return self.root / "bad_rows.jsonl"
 
     @property
     def reference(self) -> Path:
+        """Log-probabilities of the reference, which a resumed run reads (`DPO`)."""
         return self.root / "reference.npz"
 
     @property
     def metrics(self) -> Path:
+        """`metrics.jsonl`: one JSON object a line."""
         return self.root / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
+        """`samples.json`: answers before and after training."""
         return self.root / "samples.json"
 
     @property
     def answers(self) -> Path:
+        """`answers.jsonl`: the last `finetune eval`, question by question."""
         return self.root / "answers.jsonl"
 
     @property
     def proof(self) -> Path:
+        """`proof.json`: a proof of the recipe, where one was added."""
         return self.root / "proof.json"
 
     @property
     def initial_adapter(self) -> Path:
+        """`initial_adapter/`: the adapter at step 0, where it was not the usual zero."""
         return self.root / "initial_adapter"
 
     @property
     def starting_adapter(self) -> Path:
+        """`starting_adapter.json`: the adapter that training went on from."""
         return self.root / "starting_adapter.json"
 
     @property
     def checkpoints(self) -> Path:
+        """`checkpoints/`: one folder a step."""
         return self.root / "checkpoints"
 
     @property
     def flight_records(self) -> Path:
+        """`flight_records/`: torch's last collectives, where one failed."""
         return self.root / "flight_records"
 
     @property
     def best(self) -> Path:
+        """`best.json`: step and loss of the best evaluation."""
         return self.root / "best.json"
 
     @property
     def final(self) -> Path:
+        """`final/`: the result, as PEFT or transformers loads it."""
         return self.root / "final"
 
     @property
     def loss_plot(self) -> Path:
+        """`loss.png`: the loss curve."""
         return self.root / "loss.png"
 
     @property
     def profile(self) -> Path:
+        """`profile/`: the trace of one step of each rank."""
         return self.root / "profile"
 
     @property
     def report(self) -> Path:
+        """`report.html`: the page that `finetune report` writes."""
         return self.root / "report.html"
 
     def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint of an optimizer step, which need not exist."""
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:

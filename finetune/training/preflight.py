@@ -20,6 +20,7 @@ from finetune.planner.engines import TRAITS
 from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
+from finetune.version import install
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
@@ -67,9 +68,20 @@ def check(
         settled = plan(recipe, machine, processes, precision)
     except FinetuneError as error:  # some problems are found by both
         raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
+    problems += _missing_engine(settled) if files else []
     if problems:
         raise FinetuneError(*problems)
     return settled
+
+
+def _missing_engine(settled: Plan) -> list[str]:
+    machine = settled.backend
+    if machine.engine != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
+        return []
+    return [f"backend: {machine.name} needs DeepSpeed, which is not installed: {DEEPSPEED}"]
+
+
+DEEPSPEED = install("deepspeed")
 
 
 def below_a_plan(recipe: Recipe) -> Iterator[str]:
@@ -107,7 +119,8 @@ def missing_files(recipe: Recipe) -> list[str]:
 
 def _missing_trackers(recipe: Recipe) -> list[str]:
     return [
-        f"trackers: '{name}' is not installed; run: pip install {name}"
+        f"trackers: '{name}' is not installed; run: "
+        + (install("trackers") if name == "tensorboard" else f"pip install {name}")
         for name in recipe.trackers
         if importlib.util.find_spec(name) is None
     ]

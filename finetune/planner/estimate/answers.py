@@ -1,7 +1,7 @@
 """`ft.plan`: the plan of a recipe, and its prediction for a machine given by name."""
 
 import math
-from typing import Any
+from typing import Any, overload
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
@@ -97,6 +97,61 @@ def whole_numbers(**given: int | None) -> None:
         raise FinetuneError(*problems)
 
 
+@overload
+def plan(
+    recipe: Recipe,
+    backend: backends.Backend | str | None = None,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    *,
+    gpu: None = None,
+    gpus: int | None = None,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    recipe: Recipe,
+    backend: backends.Backend | str | None = None,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    *,
+    gpu: str,
+    gpus: int | None = None,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_ram: float | None = None,
+    price: float | None = None,
+) -> Prediction: ...
+
+
+@overload
+def plan(
+    recipe: Recipe,
+    backend: backends.Backend | str | None = None,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    *,
+    gpu: None = None,
+    gpus: int | None = None,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_ram: float | None = None,
+    gpu_memory: float,
+    tflops: float,
+    bandwidth: float,
+    price: float | None = None,
+) -> Prediction: ...
+
+
 def plan(
     recipe: Recipe,
     backend: backends.Backend | str | None = None,
@@ -107,7 +162,14 @@ def plan(
     gpus: int | None = None,
     rows: int | None = None,
     row_tokens: int | None = None,
-    **words: Any,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_ram: float | None = None,
+    gpu_memory: float | None = None,
+    tflops: float | None = None,
+    bandwidth: float | None = None,
+    price: float | None = None,
 ) -> Plan | Prediction:
     """Everything that follows from a recipe on a backend; with a GPU, what it takes there.
 
@@ -120,7 +182,14 @@ def plan(
         gpus: of the whole job, one for each process.
         rows: of the training set, for the length of the run; by default counted, where local.
         row_tokens: of a row on average, which packs are counted by.
-        words: `nodes`, `link`, `network`, `host_ram` and the others of `described`.
+        nodes: that the GPUs are spread over evenly.
+        link: between the GPUs of a node, such as nvlink; by default that of the GPU.
+        network: between nodes, such as ib400.
+        host_ram: GB of a node.
+        gpu_memory: GB.
+        tflops: of the GPU, dense, in 16 bits.
+        bandwidth: GB/s of the GPU's own memory.
+        price: of a GPU and hour.
 
     Returns:
         The plan; with a GPU a prediction, whose `page()` is what `finetune plan` prints.
@@ -129,9 +198,20 @@ def plan(
         FinetuneError: the pair cannot work, or the machine is not known; with every reason.
     """
     whole_numbers(gpus=gpus, rows=rows, row_tokens=row_tokens)
-    machine = described(gpu, gpus or processes or 1, **words)
+    machine = described(
+        gpu,
+        gpus or processes or 1,
+        nodes,
+        link,
+        network,
+        host_ram,
+        gpu_memory,
+        tflops,
+        bandwidth,
+        price,
+    )
     if machine is None:
-        without_machine(**words)
+        without_machine(nodes=nodes, link=link, network=network, host_ram=host_ram, price=price)
         return settle(recipe, backend, processes or gpus, precision)
     settled = settle(recipe, backend, machine.count, precision)
     return predict(settled, machine, rows or local_rows(recipe), row_tokens=row_tokens)

@@ -207,6 +207,7 @@ class Prediction:
 
     @property
     def gpu_hours(self) -> float | None:
+        """GPU hours of the whole run, where its length and time are known."""
         return None if self.seconds is None else self.seconds * self.machine.count / 3600
 
     @property

@@ -13,6 +13,7 @@ from finetune.planner.engines import TRAITS
 from finetune.recipe import Recipe
 from finetune.verification.proofs.proof import Refused, Tolerance
 from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
+from finetune.version import install
 
 FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
 """About ten times what ten steps of small models were seen to be apart."""
@@ -124,7 +125,7 @@ def _missing(machine: backends.Backend) -> str | None:
     """What a backend needs of this machine besides Python packages that are always there."""
     package = TRAITS[machine.engine].package
     if package is not None and importlib.util.find_spec(package.lower()) is None:
-        return f"{machine.name} needs {package}: pip install {package.lower()}"
+        return f"{machine.name} needs {package}: {install(package.lower())}"
     if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
         return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
     return None

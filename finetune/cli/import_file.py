@@ -1,0 +1,20 @@
+"""`finetune import`: the recipe that means the same as a file of another toolkit."""
+
+import argparse
+from pathlib import Path
+
+from finetune.cli import options
+
+SUMMARY = "the recipe of an axolotl or LLaMA-Factory file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="YAML of axolotl or LLaMA-Factory")
+    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
+    parser.add_argument("--processes", type=options.count, default=1, help="that it is for")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.importers import command
+
+    return command.run(arguments.file, arguments.output, arguments.processes)

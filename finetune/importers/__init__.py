@@ -1,0 +1,64 @@
+"""Import the configuration of another toolkit: the recipe that means the same, and what differs."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.importers import axolotl, llamafactory
+from finetune.importers.translation import Outcome, Translation
+from finetune.recipe import Recipe
+
+KINDS = {
+    "base_model": ("axolotl", axolotl.translate),
+    "model_name_or_path": ("LLaMA-Factory", llamafactory.translate),
+}
+"""The key by which a file is recognised, with its toolkit."""
+
+ORDER: tuple[Outcome, ...] = ("no counterpart", "differs", "translated", "not needed")
+
+
+def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, str]:
+    """The recipe of a file, what became of each of its keys, and the toolkit's name.
+
+    Args:
+        path: YAML of axolotl or of LLaMA-Factory.
+        processes: that the file is meant for, which it does not say.
+
+    Raises:
+        FinetuneError: the file is of neither kind, or means what no recipe can.
+    """
+    try:
+        read = yaml.load(path.read_text(encoding="utf-8"), catalog.ExactNumbers)
+    except OSError as error:
+        raise FinetuneError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise FinetuneError(f"{path}: cannot be read as YAML: {error}") from None
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
+    source = {str(key): value for key, value in cast(dict[Any, Any], read).items()}
+    found = [key for key in KINDS if key in source]
+    if len(found) != 1:
+        names = " nor ".join(f"{key} (of {kind})" for key, (kind, _) in KINDS.items())
+        raise FinetuneError(f"{path}: expected one of two kinds of file: it has neither {names}")
+    kind, translate = KINDS[found[0]]
+    job = Translation({k: v for k, v in source.items() if v is not None}, processes)
+    try:
+        translate(job, path.parent)
+    except FinetuneError as error:
+        raise FinetuneError(*(f"{path}: {problem}" for problem in error.problems)) from None
+    job.finish()
+    fields = {"method": "sft", **job.fields}
+    return catalog.from_fields(fields, str(path)), job, kind
+
+
+def explain(job: Translation) -> list[str]:
+    """Lines that say what became of each key, the most important first."""
+    lines = list[str]()
+    for outcome in ORDER:
+        found = {key: told for key, (kind, told) in job.outcomes.items() if kind == outcome}
+        width = max((len(key) for key in found), default=0)
+        lines += [f"{outcome:<14}  {key:<{width}}  {told}" for key, told in found.items()]
+    return lines + [f"{'assumed':<14}  {told}" for told in job.assumed]

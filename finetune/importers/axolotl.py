@@ -1,0 +1,387 @@
+"""Translate an axolotl configuration; its names are those of axolotl's configuration reference."""
+
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.errors import FinetuneError
+from finetune.importers import trainer
+from finetune.importers.translation import Translation, shown, text
+
+ATTENTION = {
+    "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
+    "sdp_attention": "sdpa", "eager_attention": "eager",
+}  # fmt: skip
+OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+
+NOT_NEEDED = {
+    "tokenizer_type": "the tokenizer's own files say it",
+    "tokenizer_use_fast": "the fast tokenizer is used",
+    "is_llama_derived_model": "config.json says it",
+    "is_mistral_derived_model": "config.json says it",
+    "is_qwen_derived_model": "config.json says it",
+    "is_falcon_derived_model": "config.json says it",
+    "dataset_prepared_path": "prepared rows are cached by their content",
+    "dataset_processes": "as many processes as help are used",
+    "dataset_num_proc": "as many processes as help are used",
+    "dataset_keep_in_memory": "rows are memory-mapped",
+    "pad_to_sequence_len": "padding changes nothing of what is learned",
+    "eval_sample_packing": "an evaluation has the layout of the training",
+    "sample_packing_eff_est": "packs are counted, not estimated",
+    "sample_packing_group_size": "all rows are packed together",
+    "sample_packing_bin_size": "a pack has no limit of documents",
+    "total_num_tokens": "tokens are counted",
+    "batch_flattening": "batch.padding_free=auto lays rows side by side",
+    "lora_fan_in_fan_out": "PEFT sets it for each layer",
+    "lora_mlp_kernel": "fused kernels are on (kernels)",
+    "lora_qkv_kernel": "fused kernels are on (kernels)",
+    "lora_o_kernel": "fused kernels are on (kernels)",
+    "lora_on_cpu": "`finetune export --merge` merges on the CPU",
+    "flash_attn_cross_entropy": "kernels.head=chunked never holds all logits",
+    "flash_attn_rms_norm": "kernels.norm=fused",
+    "flash_attn_fuse_mlp": "kernels.activation=fused",
+    "device_map": "the backend places the model",
+    "max_memory": "the backend places the model",
+    "torch_compile": "kernels.pointwise=auto compiles what gains",
+    "torch_compile_backend": "kernels.pointwise=auto compiles what gains",
+    "debug": "see `finetune inspect`",
+    "strict": "every key is checked here",
+}
+
+
+def translate(job: Translation, folder: Path) -> None:
+    """Fill the fields of a recipe; `folder` is that of the file, for those that it names.
+
+    Raises:
+        FinetuneError: the training is of a kind that no method here is.
+    """
+    _refuse_other_methods(job)
+    _model(job)
+    _adapter(job)
+    _data(job)
+    _template(job)
+    job.set("batch.max_length", job.get("sequence_len", 512))
+    job.move("sequence_len", "batch.max_length")
+    _overlong(job)
+    job.move("sample_packing", "batch.packing")
+    trainer.batch(job, "micro_batch_size", 1)
+    job.move("eval_batch_size", "evaluation.micro_rows")
+    trainer.length(job, "num_epochs", 1.0)
+    trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
+    job.move("cosine_min_lr_ratio", "optim.min_lr")
+    trainer.evaluation_and_saving(job)
+    for key, path in (("evals_per_epoch", "evaluation.every"), ("saves_per_epoch", "saving.every")):
+        told = f"{shown(job.get(key))} an epoch: set {path} to steps (`finetune plan` counts them)"
+        job.say(key, "not needed" if job.get(key) == 0 else "no counterpart", told)
+    job.move("early_stopping_patience", "evaluation.patience")
+    trainer.precision(job)
+    trainer.checkpointing(job)
+    _trackers(job)
+    trainer.backend(job, folder)
+    for key, told in NOT_NEEDED.items():
+        job.say(key, "not needed", told)
+    told = "tokens are the tokenizer's own; model.add_tokens adds others"
+    job.say("special_tokens", "no counterpart", told)
+    told = "on_nonfinite guards against NaN; a high loss stops nothing"
+    for key in ("loss_watchdog_threshold", "loss_watchdog_patience"):
+        job.say(key, "no counterpart", told)
+    trainer.the_rest(job)
+
+
+def _refuse_other_methods(job: Translation) -> None:
+    for key in ("rl", "reward_model", "process_reward_model"):
+        if job.get(key):
+            raise FinetuneError(
+                f"{key}: {shown(job.source[key])}: only supervised fine-tuning and pretraining are "
+                "imported; write the recipe with `finetune init`"
+            )
+        job.say(key, "not needed", "supervised fine-tuning")
+    if str(job.get("adapter") or "lora") not in ("lora", "qlora"):
+        raise FinetuneError(
+            f"adapter: {shown(job.source['adapter'])}: adapters here are lora and qlora; leave it "
+            "out to train all weights"
+        )
+
+
+def _model(job: Translation) -> None:
+    job.move("base_model", "model.name", text)
+    job.move("revision_of_model", "model.revision", text)
+    job.move("tokenizer_config", "model.tokenizer", text)
+    job.move("trust_remote_code", "model.trust_remote_code")
+    if job.get("base_model_config", job.get("base_model")) == job.get("base_model"):
+        job.say("base_model_config", "not needed", "config.json lies with the weights")
+    kind = text(job.get("model_type"))
+    causal = kind.endswith("ForCausalLM")
+    told = "config.json says it" if causal else f"{kind}: language models of config.json only"
+    job.say("model_type", "not needed" if causal else "differs", told)
+    for key, attention in ATTENTION.items():
+        if job.get(key):
+            job.set("model.attention", attention)
+            job.say(key, "translated", f"model.attention={attention}")
+        else:
+            job.say(key, "not needed", "it is off")
+    named = text(job.get("attn_implementation", job.get("attn_impl")))
+    for key in ("attn_implementation", "attn_impl"):
+        if named in ATTENTION.values():
+            job.move(key, "model.attention")
+    if job.get("xformers_attention"):
+        job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
+    if job.get("tokens") is not None:
+        job.move("tokens", "model.add_tokens")
+
+
+def _adapter(job: Translation) -> None:
+    adapter = job.get("adapter")
+    quantization = "none"
+    if job.get("load_in_4bit") or adapter == "qlora":
+        quantization = "nf4"
+    elif job.get("load_in_8bit"):
+        quantization = "int8"
+    job.set("model.quantization", quantization)
+    for key in ("load_in_4bit", "load_in_8bit"):
+        job.say(key, "translated", f"model.quantization={quantization}")
+    if adapter is None:
+        for key in job.source:
+            if key.startswith(("lora_", "peft_")):
+                job.say(key, "not needed", "no adapter: all weights are trained")
+        job.set("adapter", None)
+        return
+    job.say("adapter", "translated", f"adapter, model.quantization={quantization}")
+    job.set("adapter.r", 8)
+    job.move("lora_r", "adapter.r")
+    job.move("lora_alpha", "adapter.alpha")
+    job.move("lora_dropout", "adapter.dropout")
+    if job.get("lora_target_linear"):
+        job.set("adapter.targets", "all-linear")
+        job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
+        told = "the names are within adapter.targets=all-linear, if they are linear layers"
+        job.say("lora_target_modules", "differs", told)
+    else:
+        job.say("lora_target_linear", "not needed", "it is off")
+        job.move("lora_target_modules", "adapter.targets")
+    job.move("lora_modules_to_save", "adapter.modules_to_save")
+    job.move("lora_model_dir", "model.adapter", text)
+    job.move("peft_use_dora", "adapter.use_dora")
+    job.move("peft_use_rslora", "adapter.use_rslora")
+    job.move("peft_init_lora_weights", "adapter.init_lora_weights")
+    layers = job.get("peft_layers_to_transform")
+    job.move(
+        "peft_layers_to_transform",
+        "adapter.layers_to_transform",
+        lambda _: layers if isinstance(layers, list) else [layers],
+    )
+
+
+def _overlong(job: Translation) -> None:
+    word = text(job.get("excess_length_strategy", "drop"))
+    job.set("batch.overlong", OVERLONG.get(word, "drop"))
+    if word in OVERLONG:
+        job.say("excess_length_strategy", "translated", f"batch.overlong={OVERLONG[word]}")
+    if "excess_length_strategy" not in job.source:
+        job.assumed.append("batch.overlong=drop: the other toolkit's default")
+
+
+def _template(job: Translation) -> None:
+    key = "chat_template"
+    name = text(job.get(key, "tokenizer_default"))
+    if name in ("chatml", "tokenizer_default"):
+        job.set("model.chat_template", None if name == "tokenizer_default" else name)
+        job.say(key, "translated", f"model.chat_template={'null' if name != 'chatml' else name}")
+    else:
+        told = f"{name}: the tokenizer's own template; or name a file in model.chat_template"
+        job.say(key, "differs", told)
+    if job.get("train_on_inputs"):
+        job.set("train_on", "all")
+    word = job.fields.get("train_on", "assistant")
+    job.say("train_on_inputs", "translated", f"train_on={word}")
+
+
+def _trackers(job: Translation) -> None:
+    keys = {"tensorboard": "use_tensorboard", "wandb": "wandb_project", "mlflow": "mlflow_"}
+    found = [
+        name
+        for name, start in keys.items()
+        if any(key.startswith(start) and value for key, value in job.source.items())
+    ]
+    job.set("trackers", found)
+    for key in ("use_tensorboard", "wandb_project"):
+        job.say(key, "translated", f"trackers={found}")
+    job.refuse_flag("use_comet", "trackers are tensorboard, wandb, mlflow and trackio")
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def _data(job: Translation) -> None:
+    pretraining = job.get("pretraining_dataset")
+    if pretraining is not None:
+        job.set("method", "pretrain")
+        job.say("pretraining_dataset", "translated", "method=pretrain, data")
+        entries = cast(list[Any], pretraining) if isinstance(pretraining, list) else [pretraining]
+        places = [each if isinstance(each, dict) else {"path": each} for each in entries]
+        job.set("data", [_source(job, "pretraining_dataset", i, p) for i, p in enumerate(places)])
+    for key, path in (("datasets", "data"), ("test_datasets", "eval_data")):
+        listed = job.get(key)
+        if listed is None:
+            continue
+        if not isinstance(listed, list):
+            raise FinetuneError(f"{key}: expected a list, got {shown(listed)}")
+        entries = cast(list[Any], listed)
+        job.set(path, [_source(job, key, number, each) for number, each in enumerate(entries)])
+        job.say(key, "translated", f"{path}, {len(entries)} sources")
+    size = job.get("val_set_size")
+    if isinstance(size, int) and size > 0:
+        job.move("val_set_size", "eval_rows")
+    elif not size:
+        job.say("val_set_size", "not needed", "nothing is held out")
+    else:
+        told = f"{shown(size)} of the rows: set eval_rows to their number"
+        job.say("val_set_size", "no counterpart", told)
+
+
+def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise FinetuneError(f"{key}.{number}: expected keys and values, got {shown(entry)}")
+    values = {k: v for k, v in cast(dict[str, Any], entry).items() if v is not None}
+    at = f"{key}.{number}"
+    data: dict[str, Any] = {"source": text(values.get("path", ""))}
+    job.say(f"{at}.path", "translated", "source")
+    if "data_files" in values:
+        files = cast(Any, values["data_files"])
+        listed = cast(list[Any], files) if isinstance(files, list) else [files]
+        data["source"] = text(listed[0])
+        if len(listed) == 1:
+            job.say(f"{at}.data_files", "translated", f"source={shown(listed[0])}")
+        else:
+            told = f"only {shown(listed[0])}: name each file as a source, or their folder"
+            job.say(f"{at}.data_files", "no counterpart", told)
+    if "name" in values:
+        data["subset"] = text(values["name"])
+        job.say(f"{at}.name", "translated", f"subset={shown(values['name'])}")
+    if "split" in values:
+        _split(job, f"{at}.split", text(values["split"]), data)
+    if "ds_type" in values:
+        job.say(f"{at}.ds_type", "not needed", "the ending of the file says it")
+    _format(job, at, values, data)
+    said = ("path", "data_files", "name", "split", "ds_type")
+    for inner in values:
+        if inner not in said and f"{at}.{inner}" not in job.outcomes:
+            job.say(
+                f"{at}.{inner}", "no counterpart", f"{shown(values[inner])}: no field of a source"
+            )
+    return data
+
+
+def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
+    match = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
+    if match is None:
+        job.say(at, "no counterpart", f"{split}: a split's name, or [:ROWS] of it; set first=ROWS")
+        data["split"] = re.split(r"\W", split)[0] or "train"
+        return
+    data["split"] = match[1]
+    if match[2]:
+        data["first"] = int(match[2])
+    job.say(at, "translated", f"split={match[1]}" + (f", first={match[2]}" if match[2] else ""))
+
+
+def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
+    kind = values.get("type", "completion" if at.startswith("pretraining") else None)
+    if isinstance(kind, dict):
+        _own_prompt(job, at, cast(dict[str, Any], kind), data)
+        return
+    word = text(kind).split(".")[0].split(":")[0]
+    key = f"{at}.type"
+    if word == "chat_template":
+        _conversation(job, at, values, data)
+        job.say(key, "translated", f"format={data['format']}")
+    elif word == "sharegpt":
+        data["format"] = "sharegpt"
+        job.say(key, "translated", "format=sharegpt")
+        if "conversation" in values:
+            told = "the tokenizer's own template; or name one in model.chat_template"
+            job.say(f"{at}.conversation", "differs", told)
+    elif word in ("completion", "pretrain"):
+        data["format"] = "text"
+        job.set("train_on", "all")
+        column = values.get("field", values.get("text_column", "text"))
+        if column != "text":
+            data["columns"] = {text(column): "text"}
+        job.say(key, "translated", "format=text, train_on=all")
+        for inner in ("field", "text_column"):
+            if inner in values:
+                job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
+    elif word == "alpaca":
+        data["format"] = "alpaca"
+        told = "format=alpaca: the chat template writes the prompt, not '### Instruction:'"
+        job.say(key, "differs", told)
+    elif word == "oasst":
+        data["format"] = "oasst"
+        job.say(key, "differs", "format=oasst: the best-ranked path down each tree")
+    else:
+        data["format"] = text(kind)
+        told = f"{shown(kind)}: no such format; `finetune plan` names those that there are"
+        job.say(key, "no counterpart", told)
+
+
+def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str, Any]) -> None:
+    """A prompt of the user's own: its columns have a counterpart, its text has none."""
+    data["format"] = "alpaca"
+    names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
+    names["field_system"] = "system"
+    columns = {text(kind[key]): name for key, name in names.items() if kind.get(key)}
+    columns = {column: name for column, name in columns.items() if column != name}
+    if columns:
+        data["columns"] = columns
+    told = "format=alpaca with its columns: the chat template writes the prompt"
+    job.say(f"{at}.type", "differs", told)
+    for key in kind:
+        if key not in names and kind[key] is not None:
+            job.say(f"{at}.type.{key}", "no counterpart", "the chat template writes the prompt")
+
+
+def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
+    mapping = values.get("message_property_mappings")
+    names = {"role": "role", "content": "content"}
+    if isinstance(mapping, dict):
+        names |= {k: text(v) for k, v in cast(dict[str, Any], mapping).items()}
+    for name in names:
+        key = f"message_field_{name}"
+        names[name] = text(values.get(key, names[name]))
+        job.say(f"{at}.{key}", "translated", f"{names[name]}") if key in values else None
+    pair = (names["role"], names["content"])
+    data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
+    if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
+        told = f"{shown(names)}: keys are role and content, or from and value: rename them"
+        job.say(f"{at}.message_property_mappings", "no counterpart", told)
+    elif mapping is not None:
+        job.say(f"{at}.message_property_mappings", "translated", f"format={data['format']}")
+    column = text(values.get("field_messages", "messages"))
+    wanted = "conversations" if data["format"] == "sharegpt" else "messages"
+    if column != wanted:
+        data["columns"] = {column: wanted}
+    if "field_messages" in values:
+        job.say(f"{at}.field_messages", "translated", f"column {wanted}")
+    if values.get("field_system", "system") != "system":
+        data.setdefault("columns", {})[text(values["field_system"])] = "system"
+    if "field_system" in values:
+        job.say(f"{at}.field_system", "translated", "column system")
+    same: dict[str, tuple[Any, ...]] = {
+        "roles_to_train": (["assistant"], ["gpt", "assistant"], ["gpt"], ["assistant", "gpt"]),
+        "train_on_eos": ("turn",),
+        "train_on_eot": ("turn",),
+        "chat_template": ("tokenizer_default", job.get("chat_template", "tokenizer_default")),
+        "message_field_training": ("train", "training", "train_turn", "trainable", "weight"),
+        "drop_system_message": (False,),
+    }
+    for key, known in same.items():
+        if key in values:
+            told = "as here" if values[key] in known else f"{shown(values[key])}: here {known[0]}"
+            job.say(f"{at}.{key}", "translated" if values[key] in known else "differs", told)
+    roles = values.get("roles")
+    if isinstance(roles, dict):
+        usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
+        usual |= {"system": {"system"}, "tool": {"tool"}}
+        read = cast(dict[str, list[str]], roles)
+        others = [r for role, words in read.items() for r in words if r not in usual.get(role, ())]
+        told = f"{', '.join(others)}: rename these roles in the data" if others else "as here"
+        job.say(f"{at}.roles", "no counterpart" if others else "translated", told)

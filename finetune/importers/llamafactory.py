@@ -1,0 +1,376 @@
+"""Translate a LLaMA-Factory configuration with the data sets of its dataset_info.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.importers import trainer
+from finetune.importers.translation import Translation, shown, text
+
+INFO = "dataset_info.json"
+ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "sdpa"}
+PLAIN_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+TAGS |= {"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"}
+OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
+OPENAI_TAGS |= {"assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
+
+NOT_NEEDED = {
+    "do_train": "the verb is `finetune train`",
+    "do_eval": "eval_data or eval_rows says it",
+    "do_predict": "see `finetune eval`",
+    "predict_with_generate": "see `finetune eval`",
+    "cache_dir": "HF_HOME says where the hub's files are kept",
+    "overwrite_cache": "prepared rows are cached by their content",
+    "preprocessing_batch_size": "rows are prepared in parallel",
+    "preprocessing_num_workers": "as many processes as help are used",
+    "tokenized_path": "prepared rows are cached by their content",
+    "use_fast_tokenizer": "the fast tokenizer is used",
+    "low_cpu_mem_usage": "the backend places the model",
+    "use_reentrant_gc": "recomputation gives equal gradients",
+    "ignore_pad_token_for_loss": "padding is never trained",
+    "eval_on_each_dataset": "the loss is that of all evaluation rows",
+    "enable_liger_kernel": "fused kernels are on (kernels)",
+    "use_unsloth_gc": "model.activation_checkpointing=offload keeps inputs in host memory",
+    "print_param_status": "see `finetune inspect`",
+    "trust_remote_code_dataset": "data sets never run code",
+    "media_dir": "only text is trained",
+    "image_max_pixels": "only text is trained",
+    "video_max_pixels": "only text is trained",
+}
+
+
+def translate(job: Translation, folder: Path) -> None:
+    """Fill the fields of a recipe; `folder` is that of the file, for those that it names.
+
+    Raises:
+        FinetuneError: the training is of a kind that no method here is, or a data set is not
+            described.
+    """
+    _method(job)
+    _model(job)
+    _adapter(job)
+    _data(job, folder)
+    _template(job)
+    job.set("batch.max_length", job.get("cutoff_len", 2048))
+    job.set("batch.overlong", "truncate")
+    job.move("cutoff_len", "batch.max_length")
+    job.assumed.append("batch.overlong=truncate: as the other toolkit does")
+    _packing(job)
+    trainer.batch(job, "per_device_train_batch_size", 8)
+    job.move("per_device_eval_batch_size", "evaluation.micro_rows")
+    trainer.length(job, "num_train_epochs", 3.0)
+    if "learning_rate" not in job.source:
+        job.set("optim.lr", 5e-5)
+        job.assumed.append("optim.lr=5e-05: the other toolkit's default")
+    trainer.schedule(job, "lr_scheduler_type", "linear", 0.0)
+    trainer.evaluation_and_saving(job)
+    trainer.precision(job)
+    _checkpointing(job)
+    trainer.trackers(job)
+    trainer.backend(job, folder)
+    for key, told in NOT_NEEDED.items():
+        job.say(key, "not needed", told)
+    for key in ("do_eval", "do_predict", "predict_with_generate"):
+        job.refuse_flag(key, NOT_NEEDED[key])
+    for key, told in {
+        "use_unsloth": "models are those of transformers",
+        "use_galore": "optimizers are those of optim.name",
+        "use_apollo": "optimizers are those of optim.name",
+        "use_badam": "optimizers are those of optim.name",
+        "use_llama_pro": "train an adapter, or all weights",
+        "shift_attn": "attention is that of the model",
+        "resize_vocab": "model.add_tokens adds rows to the model's tables",
+        "upcast_layernorm": "master weights are in fp32",
+        "upcast_lmhead_output": "the loss is computed in fp32",
+        "streaming": "stream=true is a field of each source, and needs `first`",
+        "split_special_tokens": "see `finetune inspect`",
+        "use_swanlab": "trackers are tensorboard, wandb, mlflow and trackio",
+        "neftune_noise_alpha": "nothing is added to embeddings",
+    }.items():
+        job.refuse_flag(key, told)
+    trainer.the_rest(job)
+
+
+def _method(job: Translation) -> None:
+    stage = text(job.get("stage", "sft"))
+    if stage not in ("sft", "pt"):
+        raise FinetuneError(
+            f"stage: {stage}: only sft and pt are imported; write the recipe with `finetune init`"
+        )
+    method = "pretrain" if stage == "pt" else "sft"
+    job.set("method", method)
+    job.say("stage", "translated", f"method={method}")
+    kind = text(job.get("finetuning_type", "lora"))
+    if kind not in ("lora", "full"):
+        raise FinetuneError(f"finetuning_type: {kind}: here lora or full weights are trained")
+
+
+def _model(job: Translation) -> None:
+    job.move("model_name_or_path", "model.name", text)
+    revision = text(job.get("model_revision", "main"))
+    if revision != "main":
+        job.set("model.revision", revision)
+    job.say("model_revision", "translated", f"model.revision={revision}")
+    job.move("trust_remote_code", "model.trust_remote_code")
+    job.move("add_tokens", "model.add_tokens", _names)
+    job.move("add_special_tokens", "model.add_tokens", _names)
+    named = text(job.get("flash_attn", "auto"))
+    if named in ATTENTION:
+        job.set("model.attention", ATTENTION[named])
+        job.say("flash_attn", "translated", f"model.attention={ATTENTION[named]}")
+    job.move("moe_aux_loss_coef", "model.router_aux_loss")
+    bits = shown(job.get("quantization_bit"))
+    kinds = {"null": "none", "4": "nf4", "8": "int8"}
+    if bits in kinds:
+        job.set("model.quantization", kinds[bits])
+        job.say("quantization_bit", "translated", f"model.quantization={kinds[bits]}")
+    else:
+        job.say("quantization_bit", "no counterpart", f"{bits}: 4 (nf4) or 8 (int8)")
+    same = {
+        "quantization_method": ("bnb", "bitsandbytes"),
+        "quantization_type": ("nf4",),
+        "double_quantization": (True,),
+    }
+    for key, known in same.items():
+        given = job.get(key)
+        told = f"{shown(given)}: here NF4 with double quantisation of bitsandbytes"
+        job.say(key, "translated" if given in known else "differs", told)
+
+
+def _adapter(job: Translation) -> None:
+    if job.get("finetuning_type", "lora") == "full":
+        job.set("adapter", None)
+        job.say("finetuning_type", "translated", "adapter=null")
+        for key in job.source:
+            if key.startswith("lora") or key in ("use_dora", "use_rslora", "additional_target"):
+                job.say(key, "not needed", "no adapter: all weights are trained")
+        return
+    job.say("finetuning_type", "translated", "adapter")
+    if "finetuning_type" not in job.source:
+        job.assumed.append("adapter: LoRA, the other toolkit's default")
+    job.set("adapter.r", job.get("lora_rank", 8))
+    job.move("lora_rank", "adapter.r")
+    job.move("lora_alpha", "adapter.alpha")
+    job.move("lora_dropout", "adapter.dropout")
+    job.move("lora_target", "adapter.targets", _targets)
+    job.move("additional_target", "adapter.modules_to_save", _names)
+    job.move("use_dora", "adapter.use_dora")
+    job.move("use_rslora", "adapter.use_rslora")
+    if job.get("pissa_init"):
+        turns = job.get("pissa_iter", 16)
+        init = "pissa" if turns == -1 else f"pissa_niter_{turns}"
+        job.set("adapter.init_lora_weights", init)
+        for key in ("pissa_init", "pissa_iter"):
+            job.say(key, "translated", f"adapter.init_lora_weights={init}")
+    else:
+        for key in ("pissa_init", "pissa_iter"):
+            job.say(key, "not needed", "pissa_init is off")
+    job.say("pissa_convert", "not needed", "an export of PiSSA is a normal LoRA adapter")
+    job.move("adapter_name_or_path", "model.adapter", text)
+    job.refuse_flag("create_new_adapter", "model.adapter is trained further, no second one is made")
+
+
+def _names(value: object) -> list[str]:
+    if isinstance(value, list):
+        return [text(each) for each in cast(list[object], value)]
+    return [name.strip() for name in text(value).split(",")]
+
+
+def _targets(value: object) -> str | list[str]:
+    return "all-linear" if value == "all" else _names(value)
+
+
+def _template(job: Translation) -> None:
+    name = text(job.get("template"))
+    if name == "chatml":
+        job.move("template", "model.chat_template")
+    else:
+        told = f"{name}: the tokenizer's own template; or name one in model.chat_template"
+        job.say("template", "differs", told)
+    if job.get("train_on_prompt"):
+        job.set("train_on", "all")
+    elif job.get("mask_history"):
+        job.set("train_on", "completion")
+    word = job.fields.get("train_on", "assistant")
+    for key in ("train_on_prompt", "mask_history"):
+        job.say(key, "translated", f"train_on={word}")
+
+
+def _packing(job: Translation) -> None:
+    neat, plain = job.get("neat_packing", False), job.get("packing")
+    pack = bool(neat or (job.get("stage") == "pt" if plain is None else plain))
+    job.set("batch.packing", pack)
+    job.say("neat_packing", "translated", f"batch.packing={shown(pack)}")
+    if plain and not neat:
+        told = "batch.packing=true, in which no document sees another"
+        job.say("packing", "differs", told)
+    else:
+        job.say("packing", "translated", f"batch.packing={shown(pack)}")
+
+
+def _checkpointing(job: Translation) -> None:
+    if "gradient_checkpointing" in job.source:
+        trainer.checkpointing(job)
+    else:
+        off = bool(job.get("disable_gradient_checkpointing"))
+        job.set("model.activation_checkpointing", not off)
+        if not off:
+            told = "model.activation_checkpointing=true: the other toolkit's default"
+            job.assumed.append(told)
+    held = shown(job.fields["model"]["activation_checkpointing"])
+    told = f"model.activation_checkpointing={held}"
+    job.say("disable_gradient_checkpointing", "translated", told)
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def _data(job: Translation, folder: Path) -> None:
+    named = {"dataset": "data", "eval_dataset": "eval_data"}
+    if not named.keys() & job.source.keys():
+        return
+    place = text(job.get("dataset_dir", "data"))
+    described, home = _described(place, folder)
+    job.say("dataset_dir", "translated", f"{home / INFO} is read")
+    for key, path in named.items():
+        if key not in job.source:
+            continue
+        names = _names(job.source[key])
+        job.set(path, [_source(job, key, name, described, home) for name in names])
+        job.say(key, "translated", f"{path}, {len(names)} sources")
+    if isinstance(size := job.get("val_size"), float) and 0 < size < 1:
+        told = f"{size} of the rows: set eval_rows to their number"
+        job.say("val_size", "no counterpart", told)
+    elif size:
+        job.move("val_size", "eval_rows")
+    else:
+        job.say("val_size", "not needed", "nothing is held out")
+    _mixture(job)
+
+
+def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
+    """The data sets of dataset_info.json, beside the file or where LLaMA-Factory is started."""
+    homes = [folder / place, folder, Path(place)]
+    home = next((home for home in homes if (home / INFO).is_file()), None)
+    if home is None:
+        looked = ", ".join(dict.fromkeys(str(home / INFO) for home in homes))
+        raise FinetuneError(
+            f"dataset_dir: {place}: its {INFO} says what the data sets are, and is not there "
+            f"(looked for {looked})"
+        )
+    try:
+        read = json.loads((home / INFO).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FinetuneError(f"{home / INFO}: cannot be read: {error}") from None
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{home / INFO}: expected an object, got {type(read).__name__}")
+    return cast(dict[str, Any], read), home
+
+
+def _source(
+    job: Translation, key: str, name: str, described: Mapping[str, Any], home: Path
+) -> dict[str, Any]:
+    entry = described.get(name)
+    if not isinstance(entry, dict):
+        hint = did_you_mean(name, described)
+        raise FinetuneError(f"{key}: {name}: not described in {home / INFO}{hint}")
+    values = cast(dict[str, Any], entry)
+    at = f"{key}.{name}"
+    if values.get("ranking"):
+        raise FinetuneError(f"{key}: {name}: a preference data set (ranking), which sft cannot use")
+    data: dict[str, Any] = {}
+    hub = values.get("hf_hub_url")
+    data["source"] = text(hub) if hub else str(home / text(values.get("file_name", name)))
+    job.say(f"{at}.{'hf_hub_url' if hub else 'file_name'}", "translated", data["source"])
+    for theirs in ("subset", "split"):
+        if values.get(theirs):
+            data[theirs] = text(values[theirs])
+            job.say(f"{at}.{theirs}", "translated", f"{theirs}={data[theirs]}")
+    if rows := values.get("num_samples"):
+        data["first"] = rows
+        told = f"first={rows}: the first rows, not a random choice"
+        job.say(f"{at}.num_samples", "differs", told)
+    _format(job, at, values, data)
+    if "max_samples" in job.source:
+        limit = job.source["max_samples"]
+        both = [rows for rows in (limit, data.get("first")) if isinstance(rows, int)]
+        data["first"] = min(both, default=limit)
+        job.say("max_samples", "differs", f"first={limit} of each source: the first rows")
+    read = ("hf_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "columns")
+    for inner in values:
+        if inner not in (*read, "tags") and values[inner] not in (None, False):
+            told = f"{shown(values[inner])}: no field of a source"
+            job.say(f"{at}.{inner}", "no counterpart", told)
+    return data
+
+
+def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
+    kind = text(values.get("formatting", "alpaca"))
+    columns = {k: text(v) for k, v in _object(values, "columns").items() if v is not None}
+    if kind == "alpaca" and job.get("stage") == "pt":
+        data["format"], names = "text", {"prompt": "text"}
+    elif kind == "alpaca":
+        data["format"], names = "alpaca", {**PLAIN_ALPACA, "system": "system", "history": "history"}
+    elif kind in ("sharegpt", "openai"):
+        tags = {**TAGS, **(OPENAI_TAGS if kind == "openai" else {})}
+        tags |= {k: text(v) for k, v in _object(values, "tags").items()}
+        data["format"] = _dialect(job, at, tags)
+        wanted = "conversations" if data["format"] == "sharegpt" else "messages"
+        usual = "conversations" if kind == "sharegpt" else "messages"
+        columns.setdefault("messages", usual)
+        names = {"messages": wanted, "system": "system", "tools": "tools"}
+    else:
+        data["format"], names = kind, {}
+        job.say(f"{at}.formatting", "no counterpart", f"{kind}: alpaca, sharegpt or openai")
+    job.say(f"{at}.formatting", "translated", f"format={data['format']}")
+    moved = {column: names[name] for name, column in columns.items() if name in names}
+    moved = {column: name for column, name in moved.items() if column != name}
+    if moved:
+        data["columns"] = moved
+    for name, column in columns.items():
+        if name in names:
+            job.say(f"{at}.columns.{name}", "translated", f"{column} is {names[name]}")
+        else:
+            told = f"{column}: a column that sft cannot use"
+            job.say(f"{at}.columns.{name}", "no counterpart", told)
+
+
+def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
+    """The format that reads these tags; a tag that neither reads is named."""
+    pair = (tags["role_tag"], tags["content_tag"])
+    known = OPENAI_TAGS if pair == ("role", "content") else TAGS
+    roles = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}, "system": {"system"}}
+    roles |= {"observation": {"observation", "tool"}}
+    for tag, value in tags.items():
+        same = value == known.get(tag) or value in roles.get(tag.removesuffix("_tag"), ())
+        usual = value == TAGS.get(tag)  # LLaMA-Factory's own, which the data need not have
+        if same:
+            job.say(f"{at}.tags.{tag}", "translated", "as here")
+        elif not usual:
+            told = f"{value}: rename it in the data to {known.get(tag, 'a role that is known')}"
+            job.say(f"{at}.tags.{tag}", "no counterpart", told)
+    return "messages" if known is OPENAI_TAGS else "sharegpt"
+
+
+def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
+    read = values.get(key) or {}
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{INFO}: {key}: expected an object, got {type(read).__name__}")
+    return cast(dict[str, Any], read)
+
+
+def _mixture(job: Translation) -> None:
+    strategy = text(job.get("mix_strategy", "concat"))
+    if strategy == "concat":
+        job.say("mix_strategy", "translated", "every row of every source, once an epoch")
+        job.say("interleave_probs", "not needed", "mix_strategy is concat")
+        return
+    shares = _names(job.get("interleave_probs", ""))
+    for source, share in zip(job.fields.get("data", []), shares, strict=False):
+        source["weight"] = share  # the recipe reads the number, or refuses the word
+    told = "weights of the sources; an epoch is as long as no row comes twice"
+    job.say("mix_strategy", "differs", told)
+    job.say("interleave_probs", "translated", told)

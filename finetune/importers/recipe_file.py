@@ -1,0 +1,152 @@
+"""Write a recipe as a YAML file to edit: each field with its value and its meaning."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic_core import to_jsonable_python
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.recipe import Data, LoRA, Recipe
+
+WIDTH = 100
+"""Columns of a line; a longer meaning stands on a line before its field."""
+COLUMN = 34
+"""Column at which the meaning of a field begins."""
+
+
+def init(name: str, origin: str) -> int:
+    """The verb `finetune init`: a file with the fields of another recipe."""
+    path = path_of(name)
+    write(path, catalog.resolve(origin), f"{path.stem}, from {origin}.")
+    print(f"wrote {path}; `finetune plan {name}` says what it means")
+    return 0
+
+
+def path_of(name: str) -> Path:
+    """The file of a new recipe: a path as it is, a name in the working directory's `recipes/`.
+
+    Raises:
+        FinetuneError: the name is none, or the file is there already.
+    """
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+    elif re.fullmatch(r"\w[\w.-]*", name) and not name.endswith((".py", ".json")):
+        path = Path("recipes") / f"{name}.yaml"
+    else:
+        raise FinetuneError(
+            f"'{name}': expected a name of letters, digits and _, or a path that ends in .yaml"
+        )
+    if path.exists():
+        raise FinetuneError(f"{path}: is there already; choose another name, or remove it")
+    return path
+
+
+def write(path: Path, recipe: Recipe, heading: str, notes: list[str] | None = None) -> None:
+    """Write a new file; one that is there is never overwritten.
+
+    Raises:
+        FinetuneError: the file is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(render(recipe, heading, notes or []))
+    except FileExistsError:
+        raise FinetuneError(f"{path}: is there already; choose another name") from None
+
+
+def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
+    """The text: fields that differ from their defaults as they are, the others as comments."""
+    values = catalog.to_fields(recipe)
+    lines = [f"# {heading}", *(f"# {' '.join(note.split())}".rstrip() for note in notes)]
+    lines += ["# Lines behind # are the defaults; take the # away to change one.", ""]
+    lines.append(f"method: {values['method']}")
+    default = catalog.to_fields(type(recipe)())
+    for field in dataclasses.fields(recipe):
+        name, value = field.name, values[field.name]
+        if name in ("data", "eval_data"):
+            lines += ["", *_sources(name, value)]
+        elif name == "adapter":
+            lines += ["", *_adapter(value)]
+        elif dataclasses.is_dataclass(kind := type(getattr(recipe, name))):
+            lines += ["", *_section(name, kind, value, default[name])]
+        else:
+            lines += ["", *_field(type(recipe), name, values, default, "")]
+    return "\n".join(lines) + "\n"
+
+
+def _sources(name: str, values: list[dict[str, Any]]) -> Iterator[str]:
+    if not values:
+        yield f"#{name}:"
+        yield "#- {source: FILE_OR_HUB_ID, format: messages}"
+        return
+    default = to_jsonable_python(Data("", ""))
+    yield f"{name}:"
+    for value in values:
+        yield f"# {_meaning(Data, 'source')}"
+        yield f"- {_pair('source', value['source'])}"
+        for field in dataclasses.fields(Data)[1:]:
+            yield from _field(Data, field.name, value, default, "  ", field.name == "format")
+
+
+def _adapter(value: dict[str, Any] | None) -> Iterator[str]:
+    default = to_jsonable_python(LoRA())
+    if value is None:
+        yield f"# {_sentence(LoRA)}"
+        yield "#adapter:"
+        yield f"#  {_pair('r', default['r'])}"
+    else:
+        yield from _section("adapter", LoRA, value, default)
+
+
+def _section(
+    name: str, kind: type[Any], values: dict[str, Any], default: dict[str, Any]
+) -> Iterator[str]:
+    yield f"# {_sentence(kind)}"
+    yield f"{name}:"
+    for number, field in enumerate(dataclasses.fields(kind)):
+        yield from _field(kind, field.name, values, default, "  ", number == 0)
+
+
+def _field(
+    kind: type[Any],
+    name: str,
+    values: dict[str, Any],
+    default: dict[str, Any],
+    indent: str,
+    needed: bool = False,
+) -> Iterator[str]:
+    """A field with its meaning; it is a comment unless it is needed or not the default."""
+    live = needed or values[name] != default[name]
+    line = f"{indent if live else f'#{indent}'}{_pair(name, values[name])}"
+    meaning = _meaning(kind, name)
+    if not meaning:
+        yield line
+    elif max(len(line), COLUMN) + len(meaning) + 4 <= WIDTH:
+        yield f"{line:<{COLUMN}}  # {meaning}"
+    else:
+        yield f"{indent}# {meaning}"
+        yield line
+
+
+def _pair(name: str, value: Any) -> str:
+    """`name: value` on one line."""
+    listed = yaml.safe_dump([value], default_flow_style=True, width=1e9, allow_unicode=True)
+    return f"{name}: {listed.strip()[1:-1]}"
+
+
+def _meaning(kind: type[Any], name: str) -> str:
+    for base in kind.__mro__:
+        field = vars(base).get("__pydantic_fields__", {}).get(name)
+        if field is not None and field.description:
+            return " ".join(str(field.description).split())
+    return ""
+
+
+def _sentence(kind: type[Any]) -> str:
+    return (kind.__doc__ or "").split("\n")[0]

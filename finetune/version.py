@@ -1,0 +1,10 @@
+"""The name and version of the distribution, and what installs its optional parts."""
+
+__version__ = "0.2.0"
+DISTRIBUTION = "accelerate-finetune"
+"""Name on the package index, where `finetune` is another project."""
+
+
+def install(extra: str) -> str:
+    """The command that installs an optional part: deepspeed, plots or trackers."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -1,0 +1,466 @@
+"""`finetune init` and `finetune import`: files to edit, and recipes of other toolkits."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Finetune
+
+from finetune import catalog, importers
+from finetune.errors import FinetuneError
+from finetune.importers.recipe_file import render
+from finetune.methods import METHODS
+from finetune.recipe import Data, Recipe
+
+# init
+
+
+@pytest.mark.parametrize("name", list(catalog.names()))
+def test_a_recipe_is_the_same_after_it_was_written_as_a_file(name: str, tmp_path: Path) -> None:
+    recipe = catalog.resolve(name)
+    (tmp_path / "r.yaml").write_text(render(recipe, "As it was.", ["a note"]))
+    assert catalog.load(tmp_path / "r.yaml") == recipe
+
+
+def every_field(kind: type, values: dict[str, Any]) -> set[str]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    inner = [value for value in values.values() if isinstance(value, dict)]
+    return names.union(*(set(value) for value in inner))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_field_is_written_and_becomes_valid_without_its_mark(method: str, tmp_path: Path):
+    recipe = METHODS[method]().with_lora().with_data(catalog.resolve("quickstart").data[0])
+    text = render(recipe, "Every field.", [])
+    written = {line.lstrip("# -").split(":")[0] for line in text.splitlines() if ":" in line}
+    assert every_field(type(recipe), catalog.to_fields(recipe)) <= written
+    live = "\n".join(
+        line.removeprefix("#") if _is_field(line) else line for line in text.split("\n")
+    )
+    (tmp_path / "r.yaml").write_text(live)
+    assert catalog.load(tmp_path / "r.yaml") == dataclasses.replace(recipe, eval_data=SHOWN)
+
+
+SHOWN = (Data("FILE_OR_HUB_ID", "messages"),)
+"""What the comment about evaluation data becomes."""
+
+
+def _is_field(line: str) -> bool:
+    return line.startswith(("#  ", "#-")) or (line[:1] == "#" and line[1:2].isalpha())
+
+
+def test_init_writes_a_file_that_is_found_by_its_name(finetune: Finetune, tmp_path: Path) -> None:
+    done = finetune("init", "mine", "--from", "smollm2_135m_lora", cwd=tmp_path)
+    assert (done.status, done.stdout.split(";")[0]) == (0, "wrote recipes/mine.yaml")
+    shown = finetune("show", "mine", "--json", cwd=tmp_path)
+    origin = catalog.resolve("smollm2_135m_lora")
+    assert catalog.from_fields(json.loads(shown.stdout)) == origin
+    again = finetune("init", "mine", cwd=tmp_path)
+    assert again.status == 2
+    assert again.stderr.startswith("error: recipes/mine.yaml: is there already")
+    assert catalog.load(tmp_path / "recipes/mine.yaml") == origin
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a/b"], "'a/b': expected a name of letters, digits and _, or a path that ends in .yaml"),
+        (["mine.py"], "'mine.py': expected a name"),
+        (["mine", "--from", "qwen3_0_6b_lra"], "recipe 'qwen3_0_6b_lra': unknown; did you mean"),
+    ],
+)
+def test_init_refuses_what_cannot_be_a_recipe(
+    finetune: Finetune, tmp_path: Path, words: list[str], told: str
+) -> None:
+    done = finetune("init", *words, cwd=tmp_path)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: {told}")
+    assert list(tmp_path.iterdir()) == []
+
+
+# import
+
+QLORA = """
+base_model: NousResearch/Llama-3.2-1B
+model_type: LlamaForCausalLM
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+  - path: data/chat.jsonl
+    ds_type: json
+    type: chat_template
+    field_messages: talk
+    message_property_mappings: {role: from, content: value}
+    roles_to_train: [assistant]
+    train_on_eos: turn
+    split: train[:1000]
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+output_dir: ./outputs/qlora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+eval_sample_packing: true
+pad_to_sequence_len: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [gate_proj, q_proj]
+lora_fan_in_fan_out:
+wandb_project: mine
+wandb_entity:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+train_on_inputs: false
+group_by_length: false
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+flash_attention: true
+loss_watchdog_threshold: 5.0
+warmup_steps: 10
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.1
+deepspeed: zero.json
+special_tokens: {pad_token: "<|end_of_text|>"}
+"""
+FULL = """
+base_model: Qwen/Qwen3-8B
+datasets:
+  - {path: my/stories, type: completion, field: story, name: long}
+test_datasets:
+  - {path: json, data_files: [held.jsonl], ds_type: json, type: completion, field: story}
+sequence_len: 4096
+micro_batch_size: 1
+gradient_accumulation_steps: 8
+max_steps: 500
+optimizer: adamw_torch_fused
+lr_scheduler: linear
+learning_rate: 1e-5
+warmup_ratio: 0.1
+adam_beta2: 0.95
+max_grad_norm: 0.3
+bf16: true
+fsdp_version: 2
+fsdp_config:
+  offload_params: true
+  reshard_after_forward: true
+  transformer_layer_cls_to_wrap: Qwen3DecoderLayer
+eval_steps: 50
+save_steps: 100
+save_total_limit: 3
+early_stopping_patience: 4
+seed: 7
+chat_template: llama3
+"""
+LLAMA = """
+### model
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+trust_remote_code: true
+quantization_bit: 4
+quantization_method: bnb
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+lora_dropout: 0.1
+deepspeed: examples/deepspeed/ds_z3_offload_config.json
+### dataset
+dataset: identity,talks
+dataset_dir: data
+template: llama3
+cutoff_len: 1024
+max_samples: 1000
+overwrite_cache: true
+preprocessing_num_workers: 16
+### output
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+report_to: none
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+neat_packing: true
+### eval
+val_size: 64
+per_device_eval_batch_size: 4
+eval_strategy: steps
+eval_steps: 500
+neftune_noise_alpha: 5
+"""
+LLAMA_FULL = """
+model_name_or_path: models/mine
+stage: pt
+finetuning_type: full
+dataset: books
+eval_dataset: books_held
+template: default
+learning_rate: 2e-5
+disable_gradient_checkpointing: true
+packing: true
+fp16: true
+optim: lion_8bit
+report_to: [wandb, swanlab]
+"""
+INFO = {
+    "identity": {"file_name": "identity.json"},
+    "talks": {
+        "hf_hub_url": "my/talks",
+        "subset": "long",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns", "system": "preamble"},
+        "tags": {
+            "role_tag": "role", "content_tag": "content", "user_tag": "user",
+            "assistant_tag": "assistant", "system_tag": "system",
+        },
+    },
+    "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
+    "books_held": {"file_name": "held.jsonl", "columns": {"prompt": "body"}},
+    "pairs": {"file_name": "p.json", "ranking": True},
+}  # fmt: skip
+FILES = {"qlora": QLORA, "full": FULL, "llama": LLAMA, "llama_full": LLAMA_FULL}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.yml").write_text(text)
+    return tmp_path
+
+
+def imported(path: Path, processes: int = 1) -> tuple[Recipe, dict[str, tuple[str, str]]]:
+    recipe, job, _ = importers.import_recipe(path, processes)
+    return recipe, dict(job.outcomes)
+
+
+def test_axolotl_qlora_is_the_recipe_that_means_the_same(folder: Path) -> None:
+    recipe, said = imported(folder / "qlora.yml", 4)
+    talk = {"source": "data/chat.jsonl", "format": "sharegpt", "columns": {"talk": "conversations"}}
+    assert recipe == catalog.from_fields(
+        {
+            "method": "sft",
+            "model": {
+                "name": "NousResearch/Llama-3.2-1B", "quantization": "nf4",
+                "attention": "flash_attention_2", "activation_checkpointing": True,
+            },
+            "data": [
+                {"source": "teknium/GPT4-LLM-Cleaned", "format": "alpaca"},
+                {**talk, "first": 1000},
+            ],
+            "adapter": {
+                "r": 32, "alpha": 16, "dropout": 0.05, "targets": ["gate_proj", "q_proj"],
+            },
+            "batch": {
+                "rows": 32, "micro_rows": 2, "max_length": 2048, "overlong": "drop",
+                "packing": True,
+            },
+            "optim": {"name": "adamw_8bit", "lr": 2e-4, "warmup": 10, "weight_decay": 0.1},
+            "epochs": 3, "seed": 42, "trackers": ["wandb"], "backend": "zero2_offload",
+        }
+    )  # fmt: skip
+    named = {key for key, (kind, _) in said.items() if kind == "no counterpart"}
+    assert named == {
+        "val_set_size", "evals_per_epoch", "saves_per_epoch", "special_tokens",
+        "loss_watchdog_threshold",
+    }  # fmt: skip
+    assert {key for key, (kind, _) in said.items() if kind == "differs"} == {"datasets.0.type"}
+
+
+def test_axolotl_with_all_weights_on_text(folder: Path) -> None:
+    recipe, said = imported(folder / "full.yml", 8)
+    columns = {"columns": {"story": "text"}}
+    assert recipe == catalog.from_fields(
+        {
+            "method": "sft", "train_on": "all",
+            "model": {"name": "Qwen/Qwen3-8B"},
+            "data": [{"source": "my/stories", "format": "text", "subset": "long", **columns}],
+            "eval_data": [{"source": "held.jsonl", "format": "text", **columns}],
+            "batch": {"rows": 64, "micro_rows": 1, "max_length": 4096, "overlong": "drop"},
+            "optim": {
+                "lr": 1e-5, "schedule": "linear", "warmup": 0.1, "betas": [0.9, 0.95],
+                "max_grad_norm": 0.3,
+            },
+            "evaluation": {"every": 50, "patience": 4}, "saving": {"every": 100, "keep": 3},
+            "max_steps": 500, "seed": 7, "backend": "fsdp_full_shard_offload",
+        }
+    )  # fmt: skip
+    assert {key for key, (kind, _) in said.items() if kind == "differs"} == {"chat_template"}
+
+
+def test_llamafactory_is_the_recipe_that_means_the_same(folder: Path) -> None:
+    recipe, said = imported(folder / "llama.yml", 2)
+    assert recipe == catalog.from_fields(
+        {
+            "method": "sft",
+            "model": {
+                "name": "meta-llama/Meta-Llama-3-8B-Instruct", "quantization": "nf4",
+                "trust_remote_code": True, "activation_checkpointing": True,
+            },
+            "data": [
+                {
+                    "source": str(folder / "data/identity.json"), "format": "alpaca",
+                    "first": 1000,
+                },
+                {
+                    "source": "my/talks", "format": "messages", "subset": "long", "first": 1000,
+                    "columns": {"turns": "messages", "preamble": "system"},
+                },
+            ],
+            "eval_rows": 64,
+            "adapter": {"r": 16, "dropout": 0.1, "targets": ["q_proj", "v_proj"]},
+            "batch": {
+                "rows": 16, "micro_rows": 1, "max_length": 1024, "overlong": "truncate",
+                "packing": True,
+            },
+            "optim": {"lr": 1e-4, "warmup": 0.1},
+            "evaluation": {"every": 500, "micro_rows": 4}, "saving": {"every": 500},
+            "epochs": 2, "seed": 42, "backend": "zero3_offload",
+        }
+    )  # fmt: skip
+    assert {key for key, (kind, _) in said.items() if kind == "no counterpart"} == {
+        "neftune_noise_alpha"
+    }
+    assert {key for key, (kind, _) in said.items() if kind == "differs"} == {
+        "max_samples", "template"
+    }  # fmt: skip
+
+
+def test_llamafactory_pretraining_of_all_weights(folder: Path) -> None:
+    recipe, said = imported(folder / "llama_full.yml")
+    columns = {"columns": {"body": "text"}, "format": "text"}
+    assert recipe == catalog.from_fields(
+        {
+            "method": "pretrain",
+            "model": {"name": "models/mine"},
+            "data": [{"source": str(folder / "data/books.jsonl"), **columns}],
+            "eval_data": [{"source": str(folder / "data/held.jsonl"), **columns}],
+            "batch": {
+                "rows": 8, "micro_rows": 8, "max_length": 2048, "overlong": "truncate",
+                "packing": True,
+            },
+            "optim": {"lr": 2e-5, "schedule": "linear", "warmup": 0},
+            "epochs": 3, "seed": 42, "trackers": ["wandb"],
+        }
+    )  # fmt: skip
+    kinds = {key: kind for key, (kind, _) in said.items()}
+    assert kinds["optim"] == kinds["report_to"] == "no counterpart"
+    assert kinds["packing"] == kinds["fp16"] == "differs"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_key_is_dropped_in_silence(folder: Path, name: str) -> None:
+    given = yaml.safe_load(FILES[name])
+    given["a_key_of_tomorrow"] = 3
+    (folder / "more.yml").write_text(yaml.safe_dump(given))
+    _, said = imported(folder / "more.yml")
+    roots = {key.split(".")[0] for key in said}
+    assert roots == {key for key, value in given.items() if value is not None}
+    assert said["a_key_of_tomorrow"][0] == "no counterpart"
+    entries = [(f"datasets.{i}", e) for i, e in enumerate(given.get("datasets", []))]
+    for at, entry in entries:
+        assert {f"{at}.{key}" for key in entry} <= said.keys()
+
+
+ODD: list[Any] = ["word", -1, 0.5, True, False, [], [1], {"a": 1}, [{}]]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_value_is_imported_or_refused_with_a_sentence(folder: Path, name: str) -> None:
+    given = yaml.safe_load(FILES[name])
+    refused = accepted = tried = 0
+    for key in given:
+        for value in ODD:
+            (folder / "odd.yml").write_text(yaml.safe_dump({**given, key: value}))
+            try:
+                _, said = imported(folder / "odd.yml", 2)
+            except FinetuneError as error:
+                refused += str(error).startswith(f"{folder / 'odd.yml'}: ")
+            else:
+                accepted += key in {root.split(".")[0] for root in said} or value is None
+            tried += 1
+    assert refused + accepted == tried
+    assert min(refused, accepted) > 10
+
+
+def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
+    finetune: Finetune, folder: Path
+) -> None:
+    done = finetune("import", "llama.yml", "--processes", "2", cwd=folder)
+    assert done.status == 0, done.output
+    assert "no counterpart  neftune_noise_alpha  nothing is added to embeddings" in done.stdout
+    assert "assumed         batch.rows=16: rows of a step over all processes, assumed 2" in (
+        done.stdout
+    )
+    text = (folder / "recipes/llama.yaml").read_text()
+    assert "# no counterpart neftune_noise_alpha nothing is added to embeddings" in text
+    expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
+    loaded = catalog.load(folder / "recipes/llama.yaml")
+    assert loaded.batch == expected.batch
+    again = finetune("import", "llama.yml", cwd=folder)
+    assert again.status == 2
+    assert "is there already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", "f.yml: cannot be read as YAML: "),
+        ("- 1", "f.yml: expected keys and values, got list"),
+        ("lr: 3", "f.yml: expected one of two kinds of file: it has neither base_model (of axolo"),
+        ("base_model: m\nrl: dpo", "f.yml: rl: dpo: only supervised fine-tuning and pretraining"),
+        ("base_model: m\nadapter: oft", "f.yml: adapter: oft: adapters here are lora and qlora"),
+        ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
+        ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
+        ("model_name_or_path: m\nstage: dpo", "f.yml: stage: dpo: only sft and pt are imported"),
+        ("model_name_or_path: m\nfinetuning_type: freeze", "f.yml: finetuning_type: freeze: here"),
+        ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: its dataset_info.json"),
+    ],
+)
+def test_what_cannot_be_imported_is_said_with_its_file_and_key(
+    finetune: Finetune, tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "f.yml").write_text(text)
+    done = finetune("import", "f.yml", cwd=tmp_path)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: {told}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.yml"]
+
+
+def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder: Path) -> None:
+    for name, told in (("identit", "did you mean 'identity'?"), ("pairs", "a preference data set")):
+        (folder / "f.yml").write_text(f"model_name_or_path: m\ndataset: {name}")
+        with pytest.raises(FinetuneError, match=f"dataset: {name}: .*") as caught:
+            imported(folder / "f.yml")
+        assert told in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_said(finetune: Finetune, tmp_path: Path) -> None:
+    done = finetune("import", "gone.yml", cwd=tmp_path)
+    assert (done.status, done.stderr) == (2, "error: gone.yml: No such file or directory\n")

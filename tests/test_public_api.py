@@ -1,0 +1,224 @@
+"""The public API: its types as a type checker sees them, and its errors as a user gets them."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import api_page
+import pytest
+from conftest import ROOT, Finetune
+
+import finetune as ft
+from finetune import catalog
+from finetune.changes import UNCHANGED, Changes
+from finetune.errors import FinetuneError
+from finetune.methods import METHODS
+
+USE = ROOT / "tests/typing"
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, set[int]]:
+    """Lines that pyright in strict mode rejects, of each file of user code."""
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(
+        [*command, "-p", str(USE / "pyrightconfig.json")],
+        capture_output=True, text=True, cwd=USE, timeout=300,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    lines: dict[str, set[int]] = {"right_use.py": set(), "wrong_use.py": set()}
+    assert report["summary"]["filesAnalyzed"] == len(lines)
+    for problem in report["generalDiagnostics"]:
+        lines[Path(problem["file"]).name].add(problem["range"]["start"]["line"] + 1)
+    return lines
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_right_use_of_every_public_name(
+    checked: dict[str, set[int]],
+) -> None:
+    assert checked["right_use.py"] == set()
+    used = set(re.findall(r"\bft\.(\w+)", (USE / "right_use.py").read_text()))
+    sections = {"LoRA", "Batch", "Optim", "Kernels", "Evaluation", "Saving", "Score"}
+    assert used | sections >= {*ft.__all__}
+
+
+@pytest.mark.slow
+def test_a_type_checker_rejects_wrong_use_where_it_is(checked: dict[str, set[int]]) -> None:
+    lines = (USE / "wrong_use.py").read_text().splitlines()
+    marked = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
+    assert len(marked) > 30
+    assert checked["wrong_use.py"] == marked
+
+
+def test_the_names_for_a_type_checker_are_those_that_load_on_use() -> None:
+    tree = ast.parse((ROOT / "finetune/__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and len(node.body) > 3]
+    declared: dict[str, Any] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        module = importlib.import_module(node.module or "")
+        declared |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
+    assert {name: getattr(ft, name) for name in ft.HOMES} == declared
+    assert {*ft.HOMES, "__version__"} == {*ft.__all__}
+    assert set(dir(ft)) == set(ft.__all__)
+
+
+def plain(hint: Any) -> Any:
+    """A type without its constraints, which a type checker does not know."""
+    if typing.get_origin(hint) is Annotated:
+        return plain(typing.get_args(hint)[0])
+    arguments = typing.get_args(hint)
+    if not arguments or typing.get_origin(hint) is typing.Literal:
+        return hint
+    arguments = tuple(plain(argument) for argument in arguments)
+    if typing.get_origin(hint) in (tuple, dict):
+        return typing.get_origin(hint)[arguments]
+    return typing.Union[arguments]  # noqa: UP007 - of types that are in a tuple
+
+
+@pytest.mark.parametrize(
+    ("method", "section"),
+    [
+        (Changes.with_lora, ft.LoRA),
+        (Changes.with_qlora, ft.LoRA),
+        (Changes.with_batch, ft.Batch),
+        (Changes.with_optim, ft.Optim),
+        (Changes.with_kernels, ft.Kernels),
+        (Changes.with_evaluation, ft.Evaluation),
+        (Changes.with_saving, ft.Saving),
+    ],
+)
+def test_a_signature_has_the_fields_of_its_section(method: Callable[..., Any], section: type):
+    parameters = dict(list(inspect.signature(method).parameters.items())[1:])
+    fields: dict[str, Any] = vars(section)["__pydantic_fields__"]
+    assert list(parameters) == list(fields)
+    hints = typing.get_type_hints(section, include_extras=True)
+    assert {n: p.annotation for n, p in parameters.items()} == {n: plain(hints[n]) for n in fields}
+    starts_anew = section is ft.LoRA
+    for name, parameter in parameters.items():
+        default = fields[name].get_default(call_default_factory=True, validated_data={})
+        assert parameter.default == (default if starts_anew else UNCHANGED), name
+
+
+def test_fields_that_are_not_given_stay_and_an_adapter_starts_anew() -> None:
+    recipe = ft.SFT().with_optim(lr=1e-3, warmup=5).with_optim(warmup=0.1).with_lora(4, alpha=1)
+    assert recipe.optim == ft.Optim(lr=1e-3, warmup=0.1)
+    assert recipe.with_lora(dropout=0.1).adapter == ft.LoRA(r=16, dropout=0.1)
+    quantised = recipe.with_qlora(8)
+    assert (quantised.adapter, quantised.model.quantization) == (ft.LoRA(r=8), "nf4")
+    assert recipe.model.quantization == "none"
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: ft.SFT().with_optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup'?"),
+    (lambda: ft.Optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup'?"),
+    (
+        lambda: ft.SFT().with_batch(overlong="truncat"),
+        "Batch: overlong: got 'truncat', expected error or drop or truncate or split; did you "
+        "mean 'truncate'?",
+    ),
+    (lambda: ft.SFT().with_qlora(8, dropuot=1), "LoRA: dropuot: unknown key; did you mean 'drop"),
+    (lambda: ft.SFT().with_steps(0), "SFT: max_steps: Input should be greater than 0, got 0"),
+    (lambda: ft.SFT(epoch=3), "SFT: epoch: unknown key; did you mean 'epochs'?"),
+    (lambda: ft.SFT("m"), "SFT: model: Input should be a dictionary or an instance of Model, g"),
+    (lambda: ft.Data("d.jsonl"), "Data: format: Field required"),
+    (
+        lambda: ft.Model("m", config={}),
+        "Model: give `name` (pretrained) or `config` (from scratch), not both",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "told"), WRONG)
+def test_a_wrong_field_in_python_is_the_error_of_the_command_line(
+    use: Callable[[], object], told: str
+) -> None:
+    with pytest.raises(FinetuneError) as caught:
+        use()
+    assert str(caught.value).startswith(told)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_every_problem_of_a_value_is_told_at_once() -> None:
+    with pytest.raises(FinetuneError) as caught:
+        ft.SFT().with_optim(lr=-1, warmpu=3)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "use"),
+    [("optim.lr=fast", lambda: ft.Optim(lr="fast")), ("optim.wd=1", lambda: ft.Optim(wd=1))],
+)
+def test_python_and_the_command_line_say_the_same(key: str, use: Callable[[], object]) -> None:
+    with pytest.raises(FinetuneError) as typed:
+        catalog.override(ft.SFT(), [key])
+    with pytest.raises(FinetuneError) as called:
+        use()
+    assert str(typed.value).removeprefix("override: optim.") == str(called.value).removeprefix(
+        "Optim: "
+    )
+
+
+def public_functions() -> list[Any]:
+    """Every public function, class, method and property, each once."""
+    found: list[Any] = []
+    for name in ft.HOMES:
+        value = getattr(ft, name)
+        found.append(pytest.param(value, id=name))
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            for inner, member in vars(value).items() if value is not ft.Recipe else []:
+                if not inner.startswith("_") and (
+                    inspect.isfunction(member) or isinstance(member, property)
+                ):
+                    found.append(pytest.param(member, id=f"{name}.{inner}"))
+    own = [m for m in vars(Changes).items() if m[0].startswith("with_")]
+    return [*found, *(pytest.param(member, id=f"Recipe.{name}") for name, member in own)]
+
+
+@pytest.mark.parametrize("value", public_functions())
+def test_everything_public_has_a_docstring(value: Any) -> None:
+    text = inspect.getdoc(value) or ""
+    assert re.match(r"[`\w][^\n]{8,}", text)
+    assert not (dataclasses.is_dataclass(value) and text.startswith(f"{value.__name__}("))
+
+
+def test_methods_have_typed_constructors_of_their_own() -> None:
+    for kind in METHODS.values():
+        assert dataclasses.is_dataclass(kind)
+        with pytest.raises(FinetuneError, match="unknown key"):
+            kind(no_such_field=1)
+
+
+def test_the_version_is_printed_and_the_package_is_typed(finetune: Finetune) -> None:
+    done = finetune("--version")
+    assert (done.status, done.stdout) == (0, f"finetune {ft.__version__}\n")
+    assert (ROOT / "finetune/py.typed").is_file()
+
+
+def test_the_page_of_the_api_is_written_from_the_public_names() -> None:
+    written = (ROOT / "docs/api.md").read_text()
+    assert written == api_page.page(), "write it anew: python -m tests.api_page"
+    headings = re.findall(r"^### `(\w+)`$", written, re.MULTILINE)
+    assert sorted(headings) == sorted(ft.HOMES)
+
+
+def test_the_index_of_the_documents_names_every_one() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    named = set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_version_is_one_everywhere() -> None:
+    assert f"version: {ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {ft.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
