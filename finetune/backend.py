@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
-
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.yaml_text import read_yaml
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
 Shard = Literal["none", "optimizer", "grads", "params"]
@@ -125,8 +124,8 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        read = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise FinetuneError(f"{path}: not YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")

@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import METHODS
 from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
+from finetune.yaml_text import read_yaml
 
 SECTIONS: dict[str, type] = {
     kind.__name__: kind
@@ -121,8 +122,8 @@ def load(path: Path) -> Recipe:
         return _from_python(path)
     try:
         text = path.read_text(encoding="utf-8")
-        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, ExactNumbers)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        fields = json.loads(text) if path.suffix == ".json" else read_yaml(text, ExactNumbers)
+    except (OSError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     return from_fields(fields, str(path))
 
@@ -133,7 +134,7 @@ def _from_python(path: Path) -> Recipe:
     except ValidationError as error:
         kind = SECTIONS.get(error.title)
         raise FinetuneError(*_problems(error, kind, f"{path}: {error.title}")) from None
-    except Exception as error:  # a person's program: whatever it raises is about this file
+    except (Exception, SystemExit) as error:  # whatever a person's program raises is about it
         lines = [line for name, line in _places(error) if name == str(path)]
         where = f"{path}:{lines[-1]}" if lines else str(path)
         raise FinetuneError(f"{where}: {type(error).__name__}: {error}") from None
@@ -312,8 +313,8 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
     with contextlib.suppress(ValueError):
         yield float(text)
     for loader in (ExactNumbers, yaml.BaseLoader) if text[:1] in ("[", "{") else ():
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-            yield yaml.load(text, loader)
+        with contextlib.suppress(ValueError):
+            yield read_yaml(text, loader)
     if text.startswith("("):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             yield list(ast.literal_eval(text))

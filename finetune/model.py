@@ -33,7 +33,7 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.loading import first_line, other_shapes, unfilled, unread
+from finetune.loading import first_line, is_of_library, other_shapes, unfilled, unread
 from finetune.planner import Plan, limits, prequantised
 from finetune.planner.kernels import PARTS, choices
 from finetune.pretrained import forget_stored_form, save_as_published
@@ -80,7 +80,11 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=model.trust_remote_code,
         )
         vocabulary.check_words(tokenizer)
-    except (OSError, ValueError, KeyError) as error:
+    except FinetuneError:
+        raise
+    except BaseException as error:  # tokenizers has no type for a file that it cannot read
+        if not is_of_library(error):
+            raise
         raise FinetuneError(
             f"{field}: no tokenizer can be loaded from '{name}' ({first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"

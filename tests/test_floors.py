@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "finetune"
 FLOORS: list[set[str]] = [
-    {"errors", "quiet", "cache", "interpreter", "streams"},
+    {"errors", "quiet", "cache", "interpreter", "streams", "yaml_text"},
     {"recipe", "backend", "run", "planner"},
     {
         "methods", "catalog", "data", "attention", "model", "quantization", "losses", "optim",
