@@ -70,7 +70,9 @@ def run_case(name: str, subject: Subject, seed: int, number: int) -> Fault | str
         return "refused"
     except SystemExit as error:
         return "refused" if error.code == 2 else _fault(name, number, path, error)
-    except (Exception, Hung) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a library in Rust panics with one that is no Exception
         return _fault(name, number, path, error)
     finally:
         _put_back(before)

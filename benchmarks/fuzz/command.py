@@ -5,6 +5,7 @@ of a library ends that process alone, counts as a fault, and the next case goes 
 """
 
 import argparse
+import atexit
 import json
 import os
 import shlex
@@ -89,6 +90,7 @@ def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outco
     if child == 0:
         os.close(reader)
         quiet_process()
+        atexit.register(os._exit, 1)  # torch's threads are not there, and are waited for at an end
         with os.fdopen(writer, "w") as told:
             for number in block:
                 outcome = run_cases(name, subject, seed, range(number, number + 1))
