@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from finetune.record import units
 from finetune.record.curves import MANY, Curve, Point, draw, finite, smooth
-from finetune.record.environment import command_line
+from finetune.record.environment import command_line, public
 from finetune.record.metrics import History, read_history
 from finetune.record.sections import sections
 from finetune.record.summary import (
@@ -44,7 +44,7 @@ def report(run: Run) -> Path:
     history = read_history(run)
     recipe, samples = read_object(run.recipe), read_samples(run)
     with of_record(run.recipe):
-        heading, lines = title(recipe), _recipe_lines(recipe)
+        heading, lines = title(recipe), _recipe_lines(public(recipe))
     with of_record(run.metrics):
         told = verdict(history, time.time())
         state, tiles, charts = _state(history), _tiles(history), _charts(history)
