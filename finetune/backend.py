@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, one_line
 from finetune.yaml_text import read_yaml
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
@@ -112,8 +112,12 @@ def find(name: str) -> Path:
 
 
 def describe(name: str) -> str:
-    """The comment that a backend's file begins with."""
-    return find(name).read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
+    """The comment that a backend's file begins with; of one that cannot be read, the reason."""
+    try:
+        first = find(name).read_text(encoding="utf-8").split("\n")[0]
+    except (OSError, ValueError) as error:
+        return one_line(f"(cannot be read: {error})")
+    return first.removeprefix("#").strip()
 
 
 def load(name: str) -> Backend:

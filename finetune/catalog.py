@@ -18,7 +18,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, one_line
 from finetune.methods import METHODS
 from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
 from finetune.yaml_text import read_yaml
@@ -76,10 +76,16 @@ def names() -> dict[str, Path]:
 
 
 def describe(path: Path) -> str:
-    """The first line of a recipe's docstring or leading comment, without running it."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    """The first line of a recipe's docstring or leading comment, without running it.
+
+    Of a file that cannot be read, which must not hide the others from a list: the reason.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return one_line(f"(cannot be read: {error})")
     first = text.lstrip().split("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 

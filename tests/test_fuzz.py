@@ -17,6 +17,7 @@ from benchmarks.fuzz import cases, changes
 from benchmarks.fuzz.command import shares
 from benchmarks.fuzz.subjects import Subject, build, subjects
 from finetune import backend, catalog
+from finetune.cli import main
 from finetune.data.files import read_file
 from finetune.errors import LONGEST, FinetuneError, one_line
 from finetune.yaml_text import MOST_VALUES, NotYAML, read_yaml
@@ -208,3 +209,20 @@ def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path:
     path.write_text("x = 1\nraise SystemExit(0)\n")
     with pytest.raises(FinetuneError, match=r"r\.py:2: SystemExit: 0"):
         catalog.load(path)
+
+
+def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in (
+        ("recipes/broken.py", b"x = (\n"), ("recipes/bytes.yaml", b"# \xff\n"),
+        ("accelerate_configs/bytes2.yaml", b"# \xff\n"),
+    ):  # fmt: skip
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out
+    assert "(cannot be read: '(' was never closed" in told
+    assert told.count("(cannot be read: 'utf-8' codec") == 2
+    assert "quickstart" in told

@@ -163,29 +163,29 @@ def subjects(home: Path) -> dict[str, Subject]:
                      "generation_config.json")]  # fmt: skip
     template = home / "model/chat_template.jinja"
     return {
-        "recipes": Subject(_recipes(home), lambda path: command("show", path), 22),
+        "recipes": Subject(_recipes(home), _read_recipe, 20),
         "overrides": Subject([home / "overrides.txt"], _overrides(home), 10, change=_pairs(recipe)),
         "plans": Subject(
             [home / "recipes/recipe.json"],
             lambda path: command("plan", path, "--json", "--backend", "single"), 3,
         ),
         "backends": Subject(_backends(home), _read_backend, 20),
-        "reports": Subject(records, lambda _: command("report", run.root), 5),
-        "cards": Subject(records, lambda _: describe(run, plot=False), 4),
-        "resumed": Subject([*records[:6], run.best, manifest], _resumed(run, recipe), 10, _reseal),
-        "manifests": Subject([manifest], _manifests(run), 10, _reseal),
-        "proofs": Subject([home / "proof/proof.json"], _proofs(home), 4),
+        "reports": Subject(records, lambda _: command("report", run.root), 3),
+        "cards": Subject(records, lambda _: describe(run, plot=False), 3),
+        "resumed": Subject([*records[:6], run.best, manifest], _resumed(run, recipe), 14, _reseal),
+        "manifests": Subject([manifest], _manifests(run), 12, _reseal),
+        "proofs": Subject([home / "proof/proof.json"], _proofs(home), 2),
         "data": Subject(_data_files(home), _read_data(home), 16),
         "asked": Subject(
             [path for path in _data_files(home) if not path.name.startswith("text")], _asked, 3
         ),
-        "templates": Subject([template], _templates(home), 4),
+        "templates": Subject([template], _templates(home), 2),
         "prepared": Subject(_prepared(home), _read_prepared(home), 4, _reseal),
-        "models": Subject(model_files, _models(home), 1.5),
-        "adapters": Subject(adapter_files, _adapters(home), 2),
+        "models": Subject(model_files, _models(home), 0.8),
+        "adapters": Subject(adapter_files, _adapters(home), 1.5),
         "exports": Subject([exported / "export.json"], lambda _: _exports(home), 0.5),
         "starts": Subject(
-            [*model_files, home / "data.jsonl"], _starts(home), 0.15,
+            [*model_files, home / "data.jsonl"], _starts(home), 0.08,
         ),
     }  # fmt: skip
 
@@ -205,6 +205,11 @@ def _recipes(home: Path) -> list[Path]:
         "recipe = recipe.with_lora(r=2).with_optim(lr=1e-3)\n"
     )
     return sorted(folder.iterdir())
+
+
+def _read_recipe(path: Path) -> None:
+    catalog.describe(path)
+    catalog.override(catalog.load(path), ["seed=1"])
 
 
 def _overrides(home: Path) -> Callable[[Path], object]:
