@@ -14,6 +14,9 @@ MOST_DEPTH = 50
 """Levels of lists and maps within one another."""
 
 
+PARSER = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader
+
+
 class NotYAML(ValueError):
     """A text that is not YAML, or more of it than is read; the message is one line."""
 
@@ -29,7 +32,7 @@ def read_yaml(
     if len(text) > MOST_CHARACTERS:
         raise NotYAML(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
     try:
-        _measure(text, loader)
+        _measure(text)
         return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -54,11 +57,14 @@ class _Open:
         self.at_key = is_map
 
 
-def _measure(text: str, loader: type[yaml.BaseLoader | yaml.SafeLoader]) -> None:
-    """Count what a text stands for, without making it."""
+def _measure(text: str) -> None:
+    """Count what a text stands for, without making it; by libyaml, where PyYAML was built with it.
+
+    PyYAML's own parser takes time that grows with the square of the depth.
+    """
     sizes: dict[str, int] = {}
     within: list[_Open] = []
-    for event in yaml.parse(text, loader):
+    for event in yaml.parse(text, PARSER):
         line = event.start_mark.line + 1
         anchor = getattr(event, "anchor", None)
         match event:

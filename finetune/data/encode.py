@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
+from finetune.data.columns import is_given
 from finetune.data.formats import (
     Completion,
     Conversation,
@@ -155,12 +156,14 @@ class Encoder:
 
     def _unread_keys(self, sample: Conversation) -> set[str]:
         """Keys of a row's messages that neither its format nor the template reads."""
-        keys = {key for message in sample.messages for key in message.keys() - KNOWN}
         templates = (self.chat.template, self.chat.tool_template)
         return {
             f"messages[].{key}"
-            for key in keys
+            for number, message in enumerate(sample.messages)
+            for key in message.keys() - KNOWN
+            if is_given(message[key])
             if not any(_mentions(template, key) for template in templates)
+            or not self.chat.reads_key(sample, number, key)
         }
 
     @cached_property
