@@ -75,10 +75,11 @@ def run_case(name: str, subject: Subject, seed: int, number: int) -> Fault | str
     except BaseException as error:  # a library in Rust panics with one that is no Exception
         return _fault(name, number, path, error)
     finally:
-        _put_back(before)
+        put_back(before)
 
 
-def _put_back(before: dict[Path, bytes]) -> None:
+def put_back(before: dict[Path, bytes]) -> None:
+    """Give files the content that they had."""
     for file, content in before.items():
         if not file.exists():  # a damaged checkpoint was set aside
             aside = file.parent.with_name(f"damaged-{file.parent.name}")

@@ -192,7 +192,10 @@ def of_yaml(rng: random.Random, content: bytes) -> bytes:
         more, text = _explosion(rng), content.decode()
         return (more + text if rng.random() < 0.5 else text + more).encode()
     value = of_value(rng, yaml.load(content, yaml.CSafeLoader))
-    text = yaml.dump(value, Dumper=yaml.CSafeDumper, allow_unicode=True)
+    try:
+        text = yaml.dump(value, Dumper=yaml.CSafeDumper, allow_unicode=True)
+    except UnicodeEncodeError:  # half a character, which libyaml does not write
+        text = yaml.safe_dump(value, allow_unicode=True)
     if kind < 0.7:
         lines = text.splitlines()
         place = rng.randrange(len(lines))

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fuzz.cases import Fault, Outcome, quiet_process, run_case, run_cases
+from benchmarks.fuzz.cases import Fault, Outcome, put_back, quiet_process, run_case, run_cases
 from benchmarks.fuzz.subjects import Subject, build, subjects
 from benchmarks.record import Circumstances, Result, write
 
@@ -84,6 +84,7 @@ def in_processes(name: str, subject: Subject, seed: int, count: int) -> Outcome:
 
 
 def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outcome, int]:
+    before = {file: file.read_bytes() for file in subject.files}
     reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -114,6 +115,7 @@ def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outco
                 found.faults.append(Fault(**each["fault"]))
     _, status = os.waitpid(child, 0)
     if done < len(block):
+        put_back(before)
         found.ends["wrong"] += 1
         found.faults.append(Fault(name, block[done], "?", f"the process ended by {status}", ""))
         done += 1
