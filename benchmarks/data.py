@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, Result
-from finetune.record import units
+from finetune.runs import units
 
 ROWS = 1_000_000
 TALKS = 20_000
@@ -29,7 +29,7 @@ import json, resource, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
 from finetune.data.prepare import prepare
-from finetune.data.render import load_chat
+from finetune.data.chat.render import load_chat
 from finetune.methods import SFT
 from finetune.recipe import Data
 folder = Path(sys.argv[1])
@@ -53,7 +53,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from pathlib import Path
 from transformers import AutoTokenizer
 from finetune.data.encode import Chunk, Encoder
-from finetune.data.render import load_chat
+from finetune.data.chat.render import load_chat
 from finetune.methods import SFT
 folder = Path(sys.argv[1])
 pairs = [json.loads(line) for line in (folder / "rows.jsonl").open(encoding="utf-8")]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune import Batch, Data, Model, Optim, Pretrain, Recipe, catalog
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
-from finetune.run import write_json
+from finetune.runs.run import write_json
 
 VOCABULARY = 1_536
 ROWS = 256

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks import liger
 from benchmarks.record import Result
-from finetune.attention import attend
-from finetune.data.batch import MicroBatch
+from finetune.data.collate import MicroBatch
 from finetune.kernels import activation, chains, head, lora, rotary
-from finetune.losses import labelled, token_loss_sum
-from finetune.model import FUSED
+from finetune.methods.losses import labelled, token_loss_sum
+from finetune.models.model import FUSED
+from finetune.models.packed_attention import attend
 
 Gradients = dict[str, torch.Tensor]
 

@@ -31,11 +31,11 @@ from benchmarks.record import ROOT, Circumstances, Result, write
 from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.integrity import sha256
-from finetune.quiet import quiet
+from finetune.process.quiet import quiet
 from finetune.recipe import Recipe
-from finetune.run import Run, write_json
-from finetune.worker import train
+from finetune.runs.manifest import sha256
+from finetune.runs.run import Run, write_json
+from finetune.training.worker import train
 
 BACKENDS = tuple(name for name in backends.names() if backends.load(name).device != "nvme")
 STEPS = 40

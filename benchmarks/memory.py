@@ -19,9 +19,9 @@ from finetune.planner import plan
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Recipe
-from finetune.record import units
-from finetune.record.environment import environment
-from finetune.run import Run, write_json
+from finetune.runs import units
+from finetune.runs.environment import environment
+from finetune.runs.run import Run, write_json
 
 BACKENDS = (*training.BACKENDS, "zero3_nvme")
 BOUND = 0.10

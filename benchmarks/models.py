@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.diagnosis.examination import Examination
-from finetune.diagnosis.finding import Finding
 from finetune.methods import SFT
-from finetune.prover.delivery import Delivery, check_deliveries
-from finetune.prover.pairs import FP32
-from finetune.prover.shrink import shrink
-from finetune.prover.standin import write_data, write_tokenizer
-from finetune.prover.subject import Kind, of_kind
 from finetune.recipe import Data, Model
+from finetune.verification.doctor.examination import Examination
+from finetune.verification.doctor.finding import Finding
+from finetune.verification.proofs.exports import Delivery, check_deliveries
+from finetune.verification.proofs.fixtures import write_data, write_tokenizer
+from finetune.verification.proofs.matrix import FP32
+from finetune.verification.proofs.shrink import shrink
+from finetune.verification.proofs.small_recipe import Kind, of_kind
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- table: python -m benchmarks models -->", "<!-- end of the table -->"

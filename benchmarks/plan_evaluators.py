@@ -8,23 +8,23 @@ from typing import Any
 from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, update_of
 
 from finetune.errors import FinetuneError
-from finetune.planner import (
-    advice,
-    changes,
-    claims,
-    communication,
-    memory,
-    parallelism,
-    states,
-    timing,
-    totals,
-)  # fmt: skip
-from finetune.planner.adapters import adapter_size
-from finetune.planner.architecture import Architecture, Matrix
-from finetune.planner.families import read
-from finetune.planner.hardware import NETWORKS, Machine, machine
-from finetune.planner.layout import Layout
-from finetune.planner.workload import LOSSES, Loss, Workload, lora
+from finetune.planner import claims  # fmt: skip
+from finetune.planner.estimate import (
+    advice,  # fmt: skip
+    changes,  # fmt: skip
+    communication,  # fmt: skip
+    memory,  # fmt: skip
+    parallelism,  # fmt: skip
+    states,  # fmt: skip
+    timing,  # fmt: skip
+    totals,  # fmt: skip
+)
+from finetune.planner.estimate.adapters import adapter_size
+from finetune.planner.estimate.hardware import NETWORKS, Machine, machine
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.workload import LOSSES, Loss, Workload, lora
+from finetune.planner.shapes.architecture import Architecture, Matrix
+from finetune.planner.shapes.read_config import read
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "GB 1e9": 1e9, "bytes": 1.0}
 

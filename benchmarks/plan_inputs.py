@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.planner import published
-from finetune.planner.architecture import Architecture
-from finetune.planner.families import read
-from finetune.planner.layout import Layout
-from finetune.planner.workload import Update
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.workload import Update
+from finetune.planner.shapes import published
+from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.shapes.read_config import read
 
 Inputs = Mapping[str, Any]
 

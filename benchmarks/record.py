@@ -8,9 +8,9 @@ from typing import Any, Self
 import psutil
 import torch
 
-from finetune.record import units
-from finetune.record.environment import environment
-from finetune.run import write_json
+from finetune.runs import units
+from finetune.runs.environment import environment
+from finetune.runs.run import write_json
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ from benchmarks.commands import finetune
 from benchmarks.job import LARGE, SMALL, write_job
 from benchmarks.record import Result
 from finetune import catalog
-from finetune.integrity import damage
-from finetune.record import units
-from finetune.run import Run, write_json
+from finetune.runs import units
+from finetune.runs.manifest import damage
+from finetune.runs.run import Run, write_json
 
 EVERY = 5
 """Steps between checkpoints."""

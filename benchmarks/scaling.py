@@ -21,8 +21,8 @@ import torch
 from benchmarks.commands import SECONDS, start
 from benchmarks.job import DEEP, Shape, write_adapter_job
 from benchmarks.record import Result
-from finetune.record import units
-from finetune.run import Run
+from finetune.runs import units
+from finetune.runs.run import Run
 
 BACKENDS = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3")
 WARMUP = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.commands import finetune
 from benchmarks.job import SMALL, write_job
 from benchmarks.record import Result
-from finetune.run import Run
+from finetune.runs.run import Run
 
 COMMANDS = {
     "list": ["list"],

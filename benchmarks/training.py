@@ -14,8 +14,8 @@ from benchmarks.record import Result
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner import plan
-from finetune.record import units
-from finetune.run import Run
+from finetune.runs import units
+from finetune.runs.run import Run
 
 BACKENDS = (
     "single", "ddp",

@@ -1,5 +1,5 @@
 """`python -m finetune`, which is what `accelerate launch` runs."""
 
-from finetune.cli import run
+from finetune.cli.main import run
 
 run()

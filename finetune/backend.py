@@ -427,7 +427,7 @@ def launch_words(command: list[str]) -> list[str] | None:
     for place, word in enumerate(command[:4]):
         name, before = Path(word).name, Path(command[place - 1]).name if place else ""
         if (
-            name in ("accelerate-launch", "accelerate.commands.launch", "finetune.loopback")
+            name in ("accelerate-launch", "accelerate.commands.launch", "finetune.process.loopback")
             or (name == "launch" and "accelerate" in before)
             or word.endswith("accelerate/commands/launch.py")
         ):

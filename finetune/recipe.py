@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.batch import MicroBatch
+    from finetune.data.chat.render import Chat, Row
+    from finetune.data.collate import MicroBatch
     from finetune.data.formats import Sample
-    from finetune.data.render import Chat, Row
-    from finetune.data.rows import Rows
+    from finetune.data.store import Rows
 
 STRICT = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False

@@ -121,7 +121,7 @@ def build_tokenizer(texts: list[str]) -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>"
     )
-    fast.chat_template = (ROOT / "finetune/data/templates/chatml.jinja").read_text()
+    fast.chat_template = (ROOT / "finetune/data/chat/templates/chatml.jinja").read_text()
     return fast
 
 

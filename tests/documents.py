@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from finetune.data.rows import Columns, Documents
+from finetune.data.store import Columns, Documents
 
 
 def documents_of(columns: Iterable[Columns]) -> Documents:

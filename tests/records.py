@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from finetune.record.metrics import (
+from finetune.runs.metrics import (
     Ended,
     Evaluated,
     Listener,
@@ -14,7 +14,7 @@ from finetune.record.metrics import (
     Start,
     Trained,
 )
-from finetune.run import Run, write_json
+from finetune.runs.run import Run, write_json
 
 BEGUN = 1_760_000_000.0
 """Unix time of the first record."""

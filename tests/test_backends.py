@@ -23,11 +23,13 @@ from conftest import (
 from safetensors import safe_open
 
 from finetune import catalog
+from finetune.distributed.nvme import require_room
 from finetune.errors import FinetuneError
-from finetune.launcher import free_port
-from finetune.nvme import require_room
-from finetune.planner import nvme, plan, predict
-from finetune.run import Run
+from finetune.launchers.accelerate import free_port
+from finetune.planner import plan
+from finetune.planner.estimate import predict
+from finetune.planner.estimate.sharding import nvme
+from finetune.runs.run import Run
 
 BACKENDS = [
     "single", "ddp",
@@ -276,8 +278,8 @@ def test_a_checkpoint_continues_on_another_backend(
 
 
 CHANGED = """
-from finetune.cli import run
-from finetune.engine import Engine
+from finetune.cli.main import run
+from finetune.distributed.engine import Engine
 
 prepare = Engine.prepare
 

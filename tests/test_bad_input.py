@@ -12,8 +12,8 @@ from small_tokenizer import small_tokenizer
 from test_prepare import CHAT, answers, problems_of, recipe_of, write_jsonl
 
 from finetune.data.audit import describe, mistakes
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import prepare
-from finetune.data.render import Chat, load_chat
 from finetune.methods import SFT
 from finetune.recipe import Data
 

@@ -14,11 +14,11 @@ import yaml
 from conftest import ROOT, Finetune, Finished, Tiny, environment, write_recipe
 
 from finetune import backend, catalog
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.data.formats import FORMATS
-from finetune.launcher import EPHEMERAL, build_command, free_port, machines
+from finetune.launchers.accelerate import EPHEMERAL, build_command, free_port, machines
 from finetune.planner import plan
-from finetune.run import Run, write_json
+from finetune.runs.run import Run, write_json
 
 BACKENDS = ", ".join(backend.names())
 KNOWN_FORMATS = ", ".join(sorted(FORMATS))
@@ -719,7 +719,7 @@ pool = ThreadPoolExecutor()
 pool.submit(print, "in a pool").result()
 atexit.register(print, "at the end")
 sys.argv = ["finetune", "list"]
-from finetune.cli import run
+from finetune.cli.main import run
 run()
 """
 
@@ -738,7 +738,7 @@ def test_a_thread_in_a_library_does_not_abort_a_process_that_is_done() -> None:
 
 def test_launches_at_the_same_time_meet_on_ports_of_their_own() -> None:
     """Nor on one that the system may give to a connection before the job has begun."""
-    code = "from finetune.launcher import free_port; print(free_port())"
+    code = "from finetune.launchers.accelerate import free_port; print(free_port())"
     command = [sys.executable, "-c", code]
     at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     ports = {int(process.communicate()[0]) for process in at_once} | {free_port(), free_port()}
@@ -796,7 +796,7 @@ QUICK = (*LISTING, ["plan", "quickstart", "--backend", "ddp"])
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
 def test_quick_verbs_import_no_torch(words: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys; from finetune.cli import main; status = main(sys.argv[1:]);"
+        "import sys; from finetune.cli.main import main; status = main(sys.argv[1:]);"
         "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'};"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
     )

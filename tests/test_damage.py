@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from test_backends import losses
 from test_interruption import steps_made
 
-from finetune import base
+from finetune.checkpoints import base_weights as base
 from finetune.errors import FinetuneError
-from finetune.integrity import FORMAT, OtherFormat, damage, newest_intact, read_manifest, sealed
+from finetune.exporters.publish import publish
 from finetune.recipe import Model
-from finetune.result.publish import publish
-from finetune.run import Run
+from finetune.runs.manifest import FORMAT, OtherFormat, damage, newest_intact, read_manifest, sealed
+from finetune.runs.run import Run
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,9 @@ from records import (
 )
 from rich.console import Console
 
-from finetune.record.display import Display, Pace, next_commands, open_console
-from finetune.record.metrics import Record, Saved
-from finetune.run import Run
+from finetune.reports.display import Display, Pace, next_commands, open_console
+from finetune.runs.metrics import Record, Saved
+from finetune.runs.run import Run
 
 HERE = Path(__file__).parent
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
 
 PROGRAM = (
     "import sys; from pathlib import Path; from records import whole_run, write_run\n"
-    "from finetune.record.display import Display; from finetune.run import Run\n"
+    "from finetune.reports.display import Display; from finetune.runs.run import Run\n"
     "display = Display(Run(Path(sys.argv[1])), speaks=sys.argv[2] == 'speaks')\n"
     "display.note('loading')\n"
     "write_run(Path(sys.argv[1]), whole_run(), listeners=(display.show,))"

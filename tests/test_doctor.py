@@ -9,7 +9,7 @@ import torch
 from conftest import Finetune, Tiny, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.prover.shrink import shrink
+from finetune.verification.proofs.shrink import shrink
 
 QUESTIONS = [
     "plan", "two layers of it", "loss", "gradients", "causal", "adapted", "quantised", "experts",

@@ -17,11 +17,11 @@ from conftest import ROOT, Finetune, Tiny, write_recipe
 
 import finetune as ft
 from finetune import backend, catalog
-from finetune.cli import build_parser
+from finetune.cli.main import build_parser
 from finetune.errors import FinetuneError
 from finetune.planner import plan
 from finetune.recipe import Recipe
-from finetune.run import Run
+from finetune.runs.run import Run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = {"sh", "bash", "console"}

@@ -14,12 +14,12 @@ from conftest import ROOT, Finetune, build_tiny, end_tree, environment, start, w
 from small_tokenizer import small_tokenizer
 
 from finetune.cache import cache
-from finetune.data import limits
+from finetune.data.chat import template_limits as limits
+from finetune.data.chat.turns import Turns
 from finetune.data.formats import Conversation
-from finetune.data.turns import Turns
 from finetune.errors import FinetuneError, of_a_file
-from finetune.record.metrics import read_history
-from finetune.run import Run
+from finetune.runs.metrics import read_history
+from finetune.runs.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,7 @@ def test_a_module_of_the_working_folder_is_never_picked_up(
     tmp_path: Path, made: tuple[Path, Path], name: str
 ):
     (tmp_path / f"{name}.py").write_text("print('A STRANGER RUNS'); raise SystemExit(0)\n")
-    code = (
-        "import sys; from finetune.cli import run; sys.argv[0] = 'finetune'; run()"  # as the script
-    )
+    code = "import sys; from finetune.cli.main import run; sys.argv[0] = 'finetune'; run()"  # as the script
     words = ["launch", str(made[0]), "--precision", "fp32", "--no-plot", "--output", "run"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *words, "max_steps=1"],
@@ -164,7 +162,7 @@ SHAPES = ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"
 
 
 def test_a_damaged_record_is_named_by_the_report(made: tuple[Path, Path]):
-    from finetune.record.reporter import report
+    from finetune.reports.page import report
 
     run = Run(made[1])
     records = [run.recipe, run.plan, run.data, run.environment, run.realised]
@@ -190,7 +188,7 @@ def test_a_damaged_record_is_named_by_the_report(made: tuple[Path, Path]):
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, Path]):
-    from finetune.record.reporter import report
+    from finetune.reports.page import report
 
     run = Run(made[1])
     before = {path.name for path in run.root.iterdir()} - {"report.html"}
@@ -205,7 +203,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, P
 def test_an_export_tells_what_is_wrong_with_its_place(
     tmp_path: Path, made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    from finetune.result.exporter import export
+    from finetune.exporters.huggingface import export
 
     run = Run(made[1])
     (tmp_path / "x").mkdir()

@@ -8,11 +8,12 @@ import pytest
 from tiny_run import save_base, start_run, tiny_llama
 
 import finetune as ft
-from finetune import catalog, cli
+from finetune import catalog
+from finetune.cli import main as cli
 from finetune.errors import FinetuneError
-from finetune.result.exporter import export
-from finetune.result.questions import of_run, spread
-from finetune.run import Run, write_json
+from finetune.evaluation.questions import of_run, spread
+from finetune.exporters.huggingface import export
+from finetune.runs.run import Run, write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]
 

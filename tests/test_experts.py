@@ -15,15 +15,15 @@ from test_plan import ROWS, refused
 from tiny_run import VOCABULARY, byte_tokenizer, save_base
 from transformers import AutoConfig
 
-from finetune.attention import DOCUMENTS
-from finetune.data.batch import MicroBatch, collate
-from finetune.data.rows import Rows, single_rows
+from finetune.data.collate import MicroBatch, collate
+from finetune.data.store import Rows, single_rows
 from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
-from finetune.losses import token_loss_sum
 from finetune.methods import SFT
-from finetune.model import recompute
+from finetune.methods.losses import token_loss_sum
+from finetune.models.model import recompute
+from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.experts import coefficient
 from finetune.recipe import Model
 

@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import finetune as ft
 from finetune import catalog
+from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
-from finetune.data.render import load_chat
 from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters.huggingface import export
+from finetune.inference.generate import load
 from finetune.recipe import LoRA
-from finetune.result.exporter import export
-from finetune.result.inference import load
-from finetune.run import Run
+from finetune.runs.run import Run
 
 # Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
 ROUNDING = 1e-5

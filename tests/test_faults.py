@@ -20,10 +20,10 @@ from conftest import ROOT, Finetune, Tiny, conversations, start, wait_for, write
 from test_backends import FP32, largest, losses
 from test_interruption import steps_made, words_of
 
-from finetune import last_words
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
-from finetune.launcher import lost_worker
-from finetune.run import Run
+from finetune.launchers.accelerate import lost_worker
+from finetune.process import error_report as last_words
+from finetune.runs.run import Run
 
 BF16 = 2e-2
 """Each engine rounds to 8 bits at other places."""
@@ -222,7 +222,7 @@ def test_the_only_process_is_named_by_its_signal(tiny: Tiny, tmp_path: Path) -> 
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # a process that ends meanwhile
                 words = child.cmdline()
-                if "train" in words and "finetune.loopback" not in words:
+                if "train" in words and "finetune.process.loopback" not in words:
                     found.append(child)
         return bool(found)
 
@@ -335,7 +335,7 @@ def test_a_rank_that_hangs_in_python_ends_with_the_others_and_its_line_is_named(
 WAITING = """
 import datetime, sys, time, torch
 from torch import distributed
-from finetune.heartbeat import is_transport
+from finetune.distributed.heartbeat import is_transport
 
 rank, meeting = int(sys.argv[1]), "file://" + sys.argv[2]
 limit = datetime.timedelta(seconds=3)

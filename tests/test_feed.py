@@ -13,12 +13,12 @@ import torch
 from conftest import Tiny, run_command, write_recipe
 from test_backends import losses
 
-from finetune.data.batch import collate
-from finetune.data.rows import Documents, Rows
-from finetune.feed import feed
+from finetune.data.collate import collate
+from finetune.data.store import Documents, Rows
 from finetune.methods import SFT
 from finetune.recipe import Model
-from finetune.run import Run
+from finetune.runs.run import Run
+from finetune.training.feed import feed
 
 CPU = torch.device("cpu")
 GENEROUS = 60
@@ -26,9 +26,9 @@ GENEROUS = 60
 COUNTING = """
 import json, os, sys
 import torch
-from finetune import worker
-from finetune.engine import group_on_host
-from finetune.heartbeat import collectives_begun
+from finetune.training import worker
+from finetune.distributed.engine import group_on_host
+from finetune.distributed.heartbeat import collectives_begun
 
 seen, step_of = [], worker.train_step
 def counted(engine, *given):
@@ -40,7 +40,7 @@ def counted(engine, *given):
         print("collectives", json.dumps(seen), flush=True)
     return result
 worker.train_step = counted
-from finetune.cli import main
+from finetune.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 """Runs the command line and prints how many collectives were begun when each step was over."""

@@ -17,7 +17,7 @@ from benchmarks.fuzz import cases, changes
 from benchmarks.fuzz.command import shares
 from benchmarks.fuzz.subjects import Subject, build, subjects
 from finetune import backend, catalog
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.data.files import read_file
 from finetune.errors import LONGEST, FinetuneError, one_line
 from finetune.yaml_text import MOST_VALUES, NotYAML, read_yaml

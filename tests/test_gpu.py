@@ -21,13 +21,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
-from finetune import optim
-from finetune.attention import attend
-from finetune.launcher import free_port
-from finetune.model import recompute
+from finetune.inference.load import load_weights
+from finetune.launchers.accelerate import free_port
+from finetune.models.model import recompute
+from finetune.models.packed_attention import attend
 from finetune.recipe import Optim
-from finetune.result.trained import load_weights
-from finetune.run import Run
+from finetune.runs.run import Run
+from finetune.training import optim
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,10 +49,10 @@ import datetime, json, sys
 from pathlib import Path
 from torch.distributed.tensor import DTensor
 from finetune import catalog
-from finetune.engine import Engine
+from finetune.distributed.engine import Engine
 from finetune.planner import plan
-from finetune.run import Run
-from finetune.worker import Options, Training
+from finetune.runs.run import Run
+from finetune.training.worker import Options, Training
 
 recipe, backend, precision, place = sys.argv[1:]
 settled = plan(catalog.load(Path(recipe)), backend, 1, precision)

@@ -32,12 +32,13 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import finetune as ft
-from finetune import catalog, pretrained
+from finetune import catalog
+from finetune.checkpoints import pretrained
+from finetune.checkpoints.handover import base_reference, saved_tokenizer, without_generation_tags
+from finetune.exporters.huggingface import export
+from finetune.inference.generate import load, load_folder
 from finetune.recipe import LoRA, Model
-from finetune.result.exporter import export
-from finetune.result.inference import load, load_folder
-from finetune.run import Run
-from finetune.serving import base_reference, saved_tokenizer, without_generation_tags
+from finetune.runs.run import Run
 
 ROUNDING = 1e-5
 ANSWER = "ok."

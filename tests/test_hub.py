@@ -13,7 +13,7 @@ import pytest
 from conftest import Finished, Tiny, environment, write_recipe
 from hub import COMMIT, serve
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 Verb = Callable[..., Finished]
 

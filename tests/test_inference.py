@@ -37,13 +37,13 @@ from transformers import (
 from finetune import catalog
 from finetune.data.formats import Completion, Conversation
 from finetune.errors import FinetuneError
+from finetune.evaluation.exact_match import answers, exact_match, samples
+from finetune.exporters.huggingface import export
+from finetune.inference.chat import chat, stream
+from finetune.inference.generate import Loaded, generate, load, load_base, load_folder, turn
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model
-from finetune.result.chat import chat, stream
-from finetune.result.evaluate import answers, exact_match, samples
-from finetune.result.exporter import export
-from finetune.result.inference import Loaded, generate, load, load_base, load_folder, turn
-from finetune.run import write_json
+from finetune.runs.run import write_json
 
 ROUNDING = 1e-5
 
@@ -262,7 +262,7 @@ def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
 
 
 def test_bitsandbytes_still_loses_gradients_after_an_evaluation_on_some_cpus():
-    """When this fails, `finetune.result.trained.keep_unpacked` is no longer needed."""
+    """When this fails, `finetune.inference.load.keep_unpacked` is no longer needed."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     torch.manual_seed(0)

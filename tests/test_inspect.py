@@ -12,9 +12,9 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
 from finetune import catalog
+from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
-from finetune.data.render import load_chat
-from finetune.record.inspection import inspect_rows, pieces, show, to_json, visible, write_page
+from finetune.reports.inspection import inspect_rows, pieces, show, to_json, visible, write_page
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, Finetune, Tiny, environment, start, wait_for, write_recipe
 from test_backends import losses
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 LONG = {"max_steps": 400, "saving": {"every": 100}, "evaluation": {"every": 400}}
 SHORT = {"max_steps": 20, "saving": {"every": 10}, "evaluation": {"every": 20}}

@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
-from finetune.attention import DOCUMENTS, attend, attention_notes
-from finetune.kernels import chains, tiled_attention
-from finetune.kernels.attention import DocumentAttention, attention_of_documents
-from finetune.kernels.compiler import compiled
-from finetune.kernels.tiled_attention import TiledAttention, serves
-from finetune.model import recompute
-from finetune.run import Run
+from finetune.kernels import chains
+from finetune.kernels.cpu import tiled_attention
+from finetune.kernels.cpu.attention import DocumentAttention, attention_of_documents
+from finetune.kernels.cpu.compiler import compiled
+from finetune.kernels.cpu.tiled_attention import TiledAttention, serves
+from finetune.models.model import recompute
+from finetune.models.packed_attention import DOCUMENTS, attend, attention_notes
+from finetune.runs.run import Run
 
 needs_tiles = pytest.mark.skipif(
     tiled_attention.reason_against() is not None, reason=str(tiled_attention.reason_against())

@@ -8,7 +8,7 @@ import pytest
 from conftest import Finetune, Tiny, write_recipe
 from test_backends import FP32, largest, launch, losses
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 PLAIN = {
     "kernels": {

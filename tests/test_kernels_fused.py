@@ -14,8 +14,9 @@ from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_
 from torch import nn
 
 from finetune import SFT, Data, Model, backend
-from finetune.kernels import activation, attention, chains, head, native, norm, rotary
-from finetune.model import FUSED, kernel_notes
+from finetune.kernels import activation, chains, head, norm, rotary
+from finetune.kernels.cpu import attention, native
+from finetune.models.model import FUSED, kernel_notes
 from finetune.planner import plan
 from finetune.planner.kernels import LOGITS, choices
 

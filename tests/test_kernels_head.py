@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from families import FAMILIES, VOCABULARY, adapt, build, distance, gradients, inputs
 from torch import nn
 
-from finetune.data.batch import MicroBatch
+from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
-from finetune.losses import token_loss_sum
+from finetune.methods.losses import token_loss_sum
 from finetune.planner.kernels import LOGITS
 
 FP32 = 2e-6

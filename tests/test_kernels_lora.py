@@ -13,9 +13,10 @@ from torch import nn
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
-from finetune.kernels import chains, lora, tiled_adapters
-from finetune.kernels.compiler import compiled
-from finetune.quantization import keep_unpacked, quantization_config
+from finetune.kernels import chains, lora
+from finetune.kernels.cpu import tiled_adapters
+from finetune.kernels.cpu.compiler import compiled
+from finetune.models.quantization import keep_unpacked, quantization_config
 
 FP32 = 2e-6
 """Relative, of a loss and of the whole gradient: sums in another order move the seventh digit."""

@@ -15,9 +15,9 @@ import torch
 from conftest import Finetune, Tiny, write_recipe
 from torch.profiler import ProfilerActivity, profile
 
-from finetune import memory
-from finetune.kernels import pool
-from finetune.run import Run
+from finetune.kernels.cpu import pool
+from finetune.runs.run import Run
+from finetune.training import memory_meter as memory
 
 CPU = torch.device("cpu")
 needs_pool = pytest.mark.skipif(
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_had_is_told_as_pytorch_tells_it(pooled: None) -> 
 
 STEPS = """
 import sys, torch
-from finetune.kernels import pool
+from finetune.kernels.cpu import pool
 pool.use_pool(sys.argv[1] == "pooled")
 small = []
 for step in range(40):

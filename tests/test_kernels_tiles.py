@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_kernels_attention import NEAR, apart, heads, of_each, with_gradients
 
-from finetune.kernels import tiled_adapters, tiled_attention
-from finetune.kernels.tiled_attention import TiledAttention
+from finetune.kernels.cpu import tiled_adapters, tiled_attention
+from finetune.kernels.cpu.tiled_attention import TiledAttention
 
 EMULATED = ("-include", str(Path(__file__).with_name("emulated_amx.h")))
 IN_REGISTERS = ("-mno-amx-bf16", "-mno-amx-tile")

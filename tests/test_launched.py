@@ -10,8 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT, environment
 
-from finetune import backend, last_words
+from finetune import backend
 from finetune.errors import FinetuneError
+from finetune.process import error_report as last_words
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import Finetune, write_recipe
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 PLAIN = {
     "head": "whole", "lora": "separate", "norm": "plain", "activation": "plain", "rotary": "plain",

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.record import units
-from finetune.record.environment import environment, without_secrets
-from finetune.record.metrics import (
+from finetune.runs import units
+from finetune.runs.environment import environment, without_secrets
+from finetune.runs.metrics import (
     Ended,
     Evaluated,
     Metrics,
@@ -25,8 +25,8 @@ from finetune.record.metrics import (
     Trained,
     read_history,
 )
-from finetune.record.trackers import open_trackers, track
-from finetune.run import Run
+from finetune.runs.run import Run
+from finetune.runs.trackers import open_trackers, track
 
 START = Start(
     step=0,
@@ -165,8 +165,8 @@ def test_a_file_in_the_way_of_the_run_is_a_training_failure(tmp_path: Path) -> N
 
 def test_records_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from finetune.run import Run\n"
-        "from finetune.record.metrics import Metrics, Saved\n"
+        "import sys, time; from pathlib import Path; from finetune.runs.run import Run\n"
+        "from finetune.runs.metrics import Metrics, Saved\n"
         "metrics = Metrics(Run(Path(sys.argv[1])), speaks=True)\n"
         "for step in range(3): metrics.write(Saved(step=step, seconds=0.5, bytes=7))\n"
         "print('written', flush=True); time.sleep(60)"
@@ -274,8 +274,8 @@ def test_secrets_on_the_command_line_are_hidden(typed: list[str], recorded: list
 
 def test_gathering_the_environment_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from finetune.record.environment import environment; environment()\n"
-        "import finetune.record.metrics, finetune.record.units\n"
+        "import sys; from finetune.runs.environment import environment; environment()\n"
+        "import finetune.runs.metrics, finetune.runs.units\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'rich'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from finetune import catalog
-from finetune.run import Run, open_run
+from finetune.runs.run import Run, open_run
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,12 @@ import pytest
 from conftest import Finetune, Tiny, run_command, write_recipe
 from test_backends import FP32, largest, losses
 
-from finetune import backend, catalog, preflight
+from finetune import backend, catalog
 from finetune.errors import FinetuneError
-from finetune.launcher import free_port
-from finetune.quiet import OF_A_LAUNCH
-from finetune.run import Run
+from finetune.launchers.accelerate import free_port
+from finetune.process.quiet import OF_A_LAUNCH
+from finetune.runs.run import Run
+from finetune.training import preflight
 
 COMPLETE = {
     "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.255.255.1",

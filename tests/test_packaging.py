@@ -56,7 +56,7 @@ def test_the_wheel_carries_the_package_the_recipes_and_the_backends(tmp_path: Pa
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert "finetune/data/templates/chatml.jinja" in carried
+    assert "finetune/data/chat/templates/chatml.jinja" in carried
 
 
 def test_every_dependency_is_pinned_within_its_range():

@@ -12,13 +12,13 @@ from test_backends import FP32, equal_state, largest, launch, losses
 import finetune as ft
 from finetune import catalog
 from finetune.cache import cache
-from finetune.data.batch import collate
+from finetune.data.chat.render import load_chat
+from finetune.data.collate import collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import prepare
-from finetune.data.render import load_chat
 from finetune.errors import FinetuneError
-from finetune.model import load_tokenizer
-from finetune.run import Run
+from finetune.models.model import load_tokenizer
+from finetune.runs.run import Run
 
 PACKED: dict[str, Any] = {
     "batch": {"rows": 4, "micro_rows": 1, "packing": True},

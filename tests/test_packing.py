@@ -16,22 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.attention import DOCUMENTS, attend, check_layout, implementation, layout
-from finetune.data.batch import MicroBatch, collate
+from finetune.data.collate import MicroBatch, collate
 from finetune.data.packing import pack
-from finetune.data.rows import Rows, single_rows
+from finetune.data.store import Rows, single_rows
 from finetune.errors import FinetuneError
 from finetune.kernels import chains
-from finetune.kernels.attention import DocumentAttention, serves
+from finetune.kernels.cpu.attention import DocumentAttention, serves
 from finetune.kernels.head import give_loss
-from finetune.losses import token_loss_sum
 from finetune.methods import SFT
-from finetune.model import causal, recompute
+from finetune.methods.losses import token_loss_sum
+from finetune.models.model import causal, recompute
+from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
+from finetune.models.recurrence import keep_apart
 from finetune.planner.kernels import LOGITS, SCORE_BLOCK
 from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
 from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Model
-from finetune.recurrence import keep_apart
 
 # Which documents share a slot.
 

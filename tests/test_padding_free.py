@@ -16,11 +16,11 @@ from transformers import AutoConfig
 import finetune as ft
 from finetune import catalog
 from finetune.data.filling import filling_notes, real_share
-from finetune.data.rows import single_rows
+from finetune.data.store import single_rows
 from finetune.methods import SFT
 from finetune.planner.padding import padding as layout_of
 from finetune.recipe import Model
-from finetune.run import Run
+from finetune.runs.run import Run
 
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3}}
 SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"

@@ -17,7 +17,7 @@ from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.planner import plan
-from finetune.planner.families import READERS
+from finetune.planner.shapes.read_config import READERS
 from finetune.recipe import Data, LoRA, Model, Recipe
 
 BACKENDS = {name: backend.load(name) for name in backend.names()}

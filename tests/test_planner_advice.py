@@ -13,28 +13,28 @@ import pytest
 
 import finetune as ft
 from finetune import catalog
+from finetune.cli import plan as command
+from finetune.cli import plan_arguments as arguments
 from finetune.errors import FinetuneError
-from finetune.planner import (
+from finetune.planner.estimate import (
     advice,
-    arguments,
     changes,
-    command,
     filled,
     hardware,
     memory,
     page,
     parallelism,
-    published,
     states,
     timing,
     totals,
 )
-from finetune.planner.architecture import Architecture
-from finetune.planner.families import read
-from finetune.planner.layout import Layout
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.predict import model_source, predict
+from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.plan import plan
-from finetune.planner.predict import model_source, predict
-from finetune.planner.workload import Workload, lora
+from finetune.planner.shapes import published
+from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.shapes.read_config import read
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,10 +7,10 @@ import pytest
 
 import finetune as ft
 from finetune.errors import FinetuneError
-from finetune.planner import published
-from finetune.planner.families import READERS, read
-from finetune.planner.predict import model_source
-from finetune.planner.workload import lora
+from finetune.planner.estimate.predict import model_source
+from finetune.planner.estimate.workload import lora
+from finetune.planner.shapes import published
+from finetune.planner.shapes.read_config import READERS, read
 
 
 def small(kind: str, **fields: object) -> dict[str, object]:
@@ -89,7 +89,7 @@ def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.model import as_trained
+    from finetune.models.model import as_trained
 
     config = small(kind, **fields)
     named = {key: value for key, value in config.items() if key != "model_type"}

@@ -7,10 +7,10 @@ from conftest import Finetune
 from test_planner_memory import BASE
 
 import finetune as ft
-from finetune.planner import hardware
-from finetune.planner.families import read
-from finetune.planner.grids import plan_grid
-from finetune.planner.parallelism import Grid
+from finetune.planner.estimate import hardware
+from finetune.planner.estimate.grids import plan_grid
+from finetune.planner.estimate.parallelism import Grid
+from finetune.planner.shapes.read_config import read
 
 SHAPE = read(BASE)
 RECIPE = ft.SFT(

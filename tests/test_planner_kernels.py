@@ -13,14 +13,16 @@ from finetune.kernels.activation import fuse_activations
 from finetune.kernels.lora import group_adapters
 from finetune.kernels.norm import fuse_norms
 from finetune.kernels.rotary import fuse_rotations
-from finetune.planner import deepspeed, memory, plan
-from finetune.planner.block import Layer
-from finetune.planner.families import read
-from finetune.planner.layout import Layout
-from finetune.planner.predict import workload_of
-from finetune.planner.tape import Tape, Value, trace
-from finetune.planner.traces import traces
-from finetune.planner.workload import CHUNKED, OURS, Workload, lora
+from finetune.planner import plan
+from finetune.planner.estimate import memory
+from finetune.planner.estimate.autograd.layer import Layer
+from finetune.planner.estimate.autograd.tape import Tape, Value, trace
+from finetune.planner.estimate.autograd.traces import traces
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.predict import workload_of
+from finetune.planner.estimate.sharding import deepspeed
+from finetune.planner.estimate.workload import CHUNKED, OURS, Workload, lora
+from finetune.planner.shapes.read_config import read
 
 SMALL = BASE | {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import finetune as ft
+from finetune.cli import plan as command
+from finetune.cli import plan_arguments as arguments
 from finetune.errors import FinetuneError
-from finetune.planner import advice, arguments, command, hardware, timing
-from finetune.planner.families import read
-from finetune.planner.workload import Workload, lora
+from finetune.planner.estimate import advice, hardware, timing
+from finetune.planner.estimate.workload import Workload, lora
+from finetune.planner.shapes.read_config import read
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,

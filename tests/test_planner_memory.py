@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 import finetune as ft
-from finetune.planner import communication, memory, resident, states, totals
-from finetune.planner.families import read
-from finetune.planner.layout import Layout
-from finetune.planner.predict import workload_of
-from finetune.planner.tape import Tape, Value, trace
-from finetune.planner.workload import HF, LINEAR, Workload, lora
+from finetune.planner.estimate import communication, memory, states, totals
+from finetune.planner.estimate.autograd.tape import Tape, Value, trace
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.predict import workload_of
+from finetune.planner.estimate.sharding import resident
+from finetune.planner.estimate.workload import HF, LINEAR, Workload, lora
+from finetune.planner.shapes.read_config import read
 
 BASE = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16,

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.job import DEEP, write_adapter_job
 from benchmarks.memory import recipe_of, write_base
 from finetune import SFT, Batch, Data, Model, catalog
-from finetune.memory import Meter
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
-from finetune.run import Run
-from finetune.worker import Options, train
+from finetune.runs.run import Run
+from finetune.training.memory_meter import Meter
+from finetune.training.worker import Options, train
 
 
 def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(
@@ -182,7 +182,7 @@ def test_a_meter_counts_nothing_of_an_earlier_training() -> None:
 def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path: Path) -> None:
     body = """
 import sys, torch
-from finetune.memory import Meter
+from finetune.training.memory_meter import Meter
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
 meters = [Meter(torch.device("cpu")) for _ in range(3)]
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2_000, 2_000, bias=False))

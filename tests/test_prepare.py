@@ -21,12 +21,12 @@ from pydantic.dataclasses import dataclass
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
-from finetune.data.crew import ALONE
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.encode import split
+from finetune.data.encode_pool import ALONE
 from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
-from finetune.data.render import Chat, load_chat
-from finetune.data.rows import DocumentWriter, Rows, digest, single_rows
+from finetune.data.store import DocumentWriter, Rows, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods import SFT, Pretrain
 from finetune.recipe import STRICT, Data, Recipe

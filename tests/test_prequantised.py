@@ -32,13 +32,13 @@ from transformers import (
 import finetune as ft
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.loading import unread
+from finetune.exporters.huggingface import export
+from finetune.inference.generate import load
+from finetune.inference.load import base_model
+from finetune.models.load_checks import unread
+from finetune.models.quantization import keep_unpacked
 from finetune.planner import plan
-from finetune.quantization import keep_unpacked
 from finetune.recipe import LoRA, Recipe
-from finetune.result.exporter import export
-from finetune.result.inference import load
-from finetune.result.trained import base_model
 
 BITSANDBYTES = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),

@@ -9,11 +9,13 @@ import torch
 from conftest import Finetune, Tiny, write_recipe
 
 from finetune.kernels import activation
-from finetune.kernels.attention import DocumentAttention
 from finetune.kernels.chains import compile_chains
-from finetune.planner.families import read
-from finetune.planner.timing import step_flops
-from finetune.profile import (
+from finetune.kernels.cpu.attention import DocumentAttention
+from finetune.kernels.matmul_rate import matmul_flops
+from finetune.planner.estimate.timing import step_flops
+from finetune.planner.shapes.read_config import read
+from finetune.runs.run import Run
+from finetune.training.profiler import (
     ADAPTERS,
     ATTENTION,
     COMMUNICATION,
@@ -24,8 +26,6 @@ from finetune.profile import (
     ROWS,
     Profile,
 )
-from finetune.rate import matmul_flops
-from finetune.run import Run
 
 SMOLLM2_135M = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -128,7 +128,7 @@ def test_a_run_tells_its_rates_and_traces_one_step(
 def test_a_record_of_an_earlier_release_is_read(tmp_path: Path, missing: str) -> None:
     from records import START, trained, write_run
 
-    from finetune.record.metrics import read_history
+    from finetune.runs.metrics import read_history
 
     run = Run(tmp_path)
     write_run(tmp_path, [START, trained(1)])

@@ -18,15 +18,15 @@ import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner import plan
-from finetune.prover import checks, packing
-from finetune.prover.delivery import Delivery, check_deliveries
-from finetune.prover.pairs import FP32, Request, settle
-from finetune.prover.proof import Check, Proof, Refused
-from finetune.prover.runs import Trial
-from finetune.prover.shrink import shrink
-from finetune.prover.subject import Shape, Subject, make_subject, of_kind
 from finetune.recipe import Recipe
-from finetune.run import Run, write_json
+from finetune.runs.run import Run, write_json
+from finetune.verification.proofs import checks, packing
+from finetune.verification.proofs.exports import Delivery, check_deliveries
+from finetune.verification.proofs.matrix import FP32, Request, settle
+from finetune.verification.proofs.proof import Check, Proof, Refused
+from finetune.verification.proofs.runs import Trial
+from finetune.verification.proofs.shrink import shrink
+from finetune.verification.proofs.small_recipe import Shape, Subject, make_subject, of_kind
 
 SHAPE = Shape(processes=2, steps=10)
 LORA: dict[str, Any] = {"adapter": {"r": 8, "dropout": 0.1}, "optim": {"lr": 4e-3}}

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.readiness import Identity, agree, libraries
-from finetune.record.environment import versions
+from finetune.runs.environment import versions
+from finetune.training.startup_checks import Identity, agree, libraries
 
 
 def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source() -> None:

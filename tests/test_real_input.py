@@ -7,7 +7,7 @@ import pytest
 from conftest import Finetune, write_recipe
 from test_backends import BACKENDS, SEVERAL, largest, launch, losses
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 FALL = 2e-5
 """Evaluation losses after ten steps of lr 5e-3 in fp32: rounding that AdamW amplifies."""

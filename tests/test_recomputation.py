@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune import Model, backend
 from finetune.kernels.lora import group_adapters
 from finetune.methods import SFT
-from finetune.model import recompute
+from finetune.models.model import recompute
 from finetune.planner.rules import incompatibilities
 
 

@@ -14,9 +14,9 @@ from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.files import READERS
 from finetune.data.formats import Completion, Conversation, Text, read_row
-from finetune.data.render import Chat, Row, load_chat
 from finetune.errors import FinetuneError
 
 

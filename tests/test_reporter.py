@@ -28,14 +28,14 @@ from records import (
     write_run,
 )
 
-from finetune.record.card import code, write_card
-from finetune.record.curves import Curve, draw, smooth, thin, ticks
-from finetune.record.metrics import read_history
-from finetune.record.plot import plot_loss
-from finetune.record.reporter import report
-from finetune.record.summary import base_model, hub_name, technique, title, verdict
-from finetune.record.tables import Table, tables
-from finetune.run import Run, write_json
+from finetune.reports.card import code, write_card
+from finetune.reports.curves import Curve, draw, smooth, thin, ticks
+from finetune.reports.page import report
+from finetune.reports.plot import plot_loss
+from finetune.reports.tables import Table, tables
+from finetune.runs.metrics import read_history
+from finetune.runs.run import Run, write_json
+from finetune.runs.summary import base_model, hub_name, technique, title, verdict
 
 VOID = {"meta", "br", "line", "circle", "polyline"}
 

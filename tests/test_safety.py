@@ -12,7 +12,7 @@ from conftest import Finetune, Tiny, write_recipe
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.record.environment import hide, without_secrets
+from finetune.runs.environment import hide, without_secrets
 
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz012345",

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from conftest import Finetune, Finished, Tiny, run_command, write_recipe
 
-from finetune.run import Run
-from finetune.shared_memory import SLOT, SLOTS
+from finetune.distributed.shared_memory import SLOT, SLOTS
+from finetune.runs.run import Run
 
 MEETING = """
 import random, resource, sys, time
 import torch, torch.distributed as dist
 from torch.distributed import ReduceOp
-from finetune.shared_memory import SLOT, AllGather, Boxes, ReduceScatter
+from finetune.distributed.shared_memory import SLOT, AllGather, Boxes, ReduceScatter
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 """

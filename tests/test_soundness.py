@@ -17,16 +17,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.gradients import excluded, grouped
-from finetune.meta import unreached
-from finetune.run import Run
-from finetune.soundness import (
+from finetune.models.gradients import excluded, grouped
+from finetune.models.meta import unreached
+from finetune.models.soundness import (
     causality,
     cross_attention,
     hold_in_fp32,
     noncausal,
     not_finite,
 )
+from finetune.runs.run import Run
 
 SIGHT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

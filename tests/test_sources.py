@@ -14,8 +14,8 @@ from small_tokenizer import small_tokenizer
 from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 
 from finetune.data.audit import describe, mistakes
+from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
-from finetune.data.render import load_chat
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods import SFT

@@ -11,11 +11,11 @@ import torch
 from conftest import ROOT
 from torch.utils import cpp_extension
 
-from finetune.accelerator import without_values
 from finetune.cache import COMPILED, keep_compiled
+from finetune.distributed.accelerator import without_values
+from finetune.distributed.nvme import require_async_io
 from finetune.kernels.chains import usual_folder
-from finetune.nvme import require_async_io
-from finetune.start import collecting_later, compiling_later
+from finetune.process.start import collecting_later, compiling_later
 
 
 def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> None:
@@ -37,9 +37,9 @@ def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> Non
 def test_libraries_are_imported_without_a_compiler() -> None:
     """bitsandbytes and DeepSpeed's Muon would load it; should that change, the context may go."""
     script = (
-        "import sys; from finetune.start import compiling_later\n"
+        "import sys; from finetune.process.start import compiling_later\n"
         "with compiling_later():\n"
-        "    import finetune.worker, deepspeed.runtime.zero.muon.muon_optimizer\n"
+        "    import finetune.training.worker, deepspeed.runtime.zero.muon.muon_optimizer\n"
         "print('bitsandbytes' in sys.modules, 'torch._inductor.compile_fx' in sys.modules)"
     )
     assert last_line(script) == "True False"
@@ -55,7 +55,7 @@ def last_line(script: str, **env: str) -> str:
 
 def test_models_are_listed_once() -> None:
     script = (
-        "import sys; from finetune.start import read_models_once; read_models_once()\n"
+        "import sys; from finetune.process.start import read_models_once; read_models_once()\n"
         "opened = 0\n"
         "def hook(event, given):\n"
         "    global opened\n"

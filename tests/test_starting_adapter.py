@@ -16,11 +16,12 @@ from tiny_run import disturb
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune as ft
-from finetune import catalog, preflight
+from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.exporters.huggingface import export
 from finetune.recipe import LoRA, Recipe
-from finetune.result.exporter import export
-from finetune.run import Run
+from finetune.runs.run import Run
+from finetune.training import preflight
 
 CLOSE = 1e-5  # sums in fp32 in another order
 WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
@@ -152,7 +153,7 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> No
     run = train(tiny, tmp_path / "run", model={"adapter": str(adapter), **quantised})
     new = train(tiny, tmp_path / "new", model=quantised, adapter={"r": 4})
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    from finetune.result.trained import load_weights
+    from finetune.inference.load import load_weights
 
     base = load_weights(tiny.model, torch.float32, quantization="nf4")
     with_adapter = PeftModel.from_pretrained(base, str(adapter)).eval()
@@ -285,7 +286,7 @@ def test_every_place_that_has_no_adapter_says_what_to_name(tiny: Tiny, tmp_path:
         assert words in error.value.problems[0], pair
     lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
     other = recipe_of(tiny, adapter={"r": 4}, data=[{"source": "x.jsonl", "format": "messages"}])
-    from finetune.claim import claim
+    from finetune.checkpoints.resume import claim
     from finetune.planner import plan
 
     with pytest.raises(FinetuneError, match=f"set model.adapter={lora.root} and choose another"):

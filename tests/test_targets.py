@@ -14,15 +14,15 @@ from test_plan import ROWS
 from transformers import AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
-from finetune import targets
-from finetune.adapters import draw_adapter
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
-from finetune.model import as_trained
+from finetune.models import targets
+from finetune.models.adapters import draw_adapter
+from finetune.models.model import as_trained
+from finetune.models.quantization import quantised_notes, quantization_config
 from finetune.planner import plan
-from finetune.planner.families import read
-from finetune.planner.predict import workload_of
-from finetune.quantization import quantised_notes, quantization_config
+from finetune.planner.estimate.predict import workload_of
+from finetune.planner.shapes.read_config import read
 from finetune.recipe import LoRA, Model
 
 LATENT = {

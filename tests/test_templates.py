@@ -10,10 +10,10 @@ import pytest
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
-from finetune.data.chat_templates import template_variables, with_defaults
+from finetune.data.chat.chat_templates import template_variables, with_defaults
+from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.encode import Chunk, Encoder
 from finetune.data.formats import Conversation, Text, read_row
-from finetune.data.render import Chat, Row, load_chat
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 

@@ -17,10 +17,10 @@ from test_backends import FP32, equal_state, largest, losses
 
 import finetune as ft
 from finetune import catalog
-from finetune.integrity import damage
-from finetune.optim import learning_rate
 from finetune.recipe import Optim
-from finetune.run import Run
+from finetune.runs.manifest import damage
+from finetune.runs.run import Run
+from finetune.training.optim import learning_rate
 
 
 def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
@@ -61,11 +61,11 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny: Tiny, tmp_path: 
     from transformers import AutoModelForCausalLM
 
     from finetune.cache import cache
-    from finetune.data.batch import collate
+    from finetune.data.chat.render import load_chat
+    from finetune.data.collate import collate
     from finetune.data.order import rows_of_step
     from finetune.data.prepare import prepare
-    from finetune.data.render import load_chat
-    from finetune.model import load_tokenizer
+    from finetune.models.model import load_tokenizer
 
     sections = {"batch": {"micro_rows": 2}, "max_steps": 1}
     run = train(tiny, tmp_path / "run", **sections)

@@ -12,7 +12,7 @@ import pytest
 from conftest import Finetune, Tiny, end_tree, environment, wait_for, write_recipe
 from test_backends import FP32, largest, losses
 
-from finetune.run import Run
+from finetune.runs.run import Run
 
 HOSTS = ("finetune-a", "finetune-b")
 ADDRESSES = ("10.77.31.1", "10.77.31.2")

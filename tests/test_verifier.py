@@ -11,7 +11,7 @@ from conftest import Finetune, environment, write_recipe
 
 from finetune import catalog
 from finetune.planner import plan
-from finetune.verifier.comparison import LAYERS, Row, alone, extrapolate, line, notes
+from finetune.verification.memory.comparison import LAYERS, Row, alone, extrapolate, line, notes
 
 H, F, LAYER_COUNT, VOCAB, ROWS, LENGTH = 64, 192, 16, 512, 2, 128
 LLAMA = {
@@ -55,7 +55,7 @@ def traced(found: dict[str, Any]) -> dict[str, int]:
 
 def run_traced(body: str, cache: Path) -> str:
     """Run code with a tracker in a process of its own."""
-    head = "import torch\nfrom finetune.verifier.tracker import Tracker\n"
+    head = "import torch\nfrom finetune.verification.memory.tracker import Tracker\n"
     done = subprocess.run(
         [sys.executable, "-c", head + body],
         env=environment(cache),

@@ -14,15 +14,16 @@ from test_backends import losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune as ft
-from finetune import catalog, vocabulary
+from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.model import load_tokenizer
+from finetune.exporters.huggingface import export
+from finetune.inference.generate import generate, open_model
+from finetune.models import vocabulary
+from finetune.models.model import load_tokenizer
 from finetune.planner import plan
-from finetune.planner.architecture import Architecture
-from finetune.planner.predict import model_source, workload_of
-from finetune.result.exporter import export
-from finetune.result.inference import generate, open_model
-from finetune.run import Run
+from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.shapes.architecture import Architecture
+from finetune.runs.run import Run
 
 ADDED = ["<think>", "</think>", " a b"]
 CLOSE = 1e-5  # sums in fp32 in another order

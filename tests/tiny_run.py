@@ -18,10 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.integrity import FORMAT, sealed
 from finetune.methods import SFT
 from finetune.recipe import LoRA, Model, Recipe
-from finetune.run import Run, write_json
+from finetune.runs.manifest import FORMAT, sealed
+from finetune.runs.run import Run, write_json
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

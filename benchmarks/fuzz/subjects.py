@@ -18,28 +18,32 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.fuzz import changes
-from finetune import backend, catalog, checkpoint, claim, cli, preflight
-from finetune.base import fingerprint
+from finetune import backend, catalog
+from finetune.checkpoints import checkpoint
+from finetune.checkpoints import resume as claim
+from finetune.checkpoints.base_weights import fingerprint
+from finetune.cli import main as cli
+from finetune.data.chat.render import load_chat
 from finetune.data.prepare import COUNTS, prepare
 from finetune.data.prepare import fingerprint as key_of
-from finetune.data.render import load_chat
 from finetune.data.sources import find_sources
 from finetune.errors import FinetuneError
-from finetune.integrity import damage, newest_intact, sealed
+from finetune.evaluation.questions import of_source
+from finetune.exporters.huggingface import export
+from finetune.exporters.publish import describe
+from finetune.inference.generate import open_model
+from finetune.inference.load import find_checkpoint, open_checkpoint
 from finetune.methods import SFT
-from finetune.model import load_tokenizer
+from finetune.models.model import load_tokenizer
+from finetune.models.starting_adapter import settle
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data, Model, Recipe
-from finetune.record.metrics import Metrics, read_history
-from finetune.record.proofs import read_proof, write_page
-from finetune.result.exporter import export
-from finetune.result.inference import open_model
-from finetune.result.publish import describe
-from finetune.result.questions import of_source
-from finetune.result.trained import find_checkpoint, open_checkpoint
-from finetune.run import Run, open_run
-from finetune.starting_adapter import settle
-from finetune.worker import train
+from finetune.reports.proof_page import read_proof, write_page
+from finetune.runs.manifest import damage, newest_intact, sealed
+from finetune.runs.metrics import Metrics, read_history
+from finetune.runs.run import Run, open_run
+from finetune.training import preflight
+from finetune.training.worker import train
 
 BACKENDS = Path(__file__).parents[2] / "accelerate_configs"
 SAID = [

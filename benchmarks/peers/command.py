@@ -14,7 +14,7 @@ from benchmarks.peers import environments, report, workload
 from benchmarks.peers.race import race
 from benchmarks.peers.workload import Job
 from benchmarks.record import ROOT, Circumstances, write
-from finetune.run import write_json
+from finetune.runs.run import write_json
 
 PEERS = {
     "ours_shipped": None, "trainer_grouped": None,

@@ -18,14 +18,17 @@ import torch
 
 from benchmarks.peers.turns import Turns
 from benchmarks.peers.workload import CONFIG, UNTRAINED, Job, Row, of_step, read_job, read_rows
-from finetune import SFT, Data, Model, model, optim
-from finetune.attention import layout
+from finetune import SFT, Data, Model
 from finetune.data.order import permutation
-from finetune.data.rows import Documents, Rows
-from finetune.engine import Engine
-from finetune.kernels import chains, pool
-from finetune.loop import feeding, train_step
+from finetune.data.store import Documents, Rows
+from finetune.distributed.engine import Engine
+from finetune.kernels import chains
+from finetune.kernels.cpu import pool
+from finetune.models import model
+from finetune.models.packed_attention import layout
 from finetune.planner import plan
+from finetune.training import optim
+from finetune.training.loop import feeding, train_step
 
 PADDING = 0
 """An id that occurs in no row."""

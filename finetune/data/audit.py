@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.data.columns import guess, told
 from finetune.data.encode import Encoded
-from finetune.data.rows import Rows, digest
+from finetune.data.store import Rows, digest
 from finetune.data.tally import COUNTED, Tally
 from finetune.recipe import Batch, Data
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from finetune.data.messages import NOT_TEXT
+from finetune.data.chat.messages import NOT_TEXT
 from finetune.data.values import Raw
 
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")

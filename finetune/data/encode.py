@@ -9,6 +9,8 @@ from typing import TypeGuard
 
 import numpy as np
 
+from finetune.data.chat.messages import KNOWN, Message
+from finetune.data.chat.render import Chat, Row
 from finetune.data.columns import is_given
 from finetune.data.formats import (
     Completion,
@@ -18,9 +20,7 @@ from finetune.data.formats import (
     read_row,
     unread_columns,
 )
-from finetune.data.messages import KNOWN, Message
-from finetune.data.render import Chat, Row
-from finetune.data.rows import Columns
+from finetune.data.store import Columns
 from finetune.data.tally import Tally
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe

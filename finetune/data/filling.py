@@ -3,7 +3,7 @@
 import numpy as np
 
 from finetune.data.order import cut, rows_of_step
-from finetune.data.rows import Rows
+from finetune.data.store import Rows
 from finetune.planner.padding import Padding
 from finetune.recipe import Recipe
 

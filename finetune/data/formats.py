@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
-from finetune.data.messages import (
+from finetune.data.chat.messages import (
     Message,
     Turns,
     exchanges_of,
@@ -14,7 +13,8 @@ from finetune.data.messages import (
     sharegpt_turns,
     with_call_ids,
 )
-from finetune.data.tools import template_kwargs_of, tools_of
+from finetune.data.chat.tools import template_kwargs_of, tools_of
+from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
 from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, text_of
 from finetune.errors import FinetuneError, did_you_mean
 

@@ -5,7 +5,7 @@ holds it (Johnson 1973: at most 11/9 of the fewest possible slots and a constant
 
     lengths 6 5 4 3 2   slots of 8   ->   6 2 | 5 3 | 4
 
-Documents are only laid side by side: none is cut, and none sees another (`finetune.attention`).
+Documents are only laid side by side: none is cut, and none sees another (`finetune.models.packed_attention`).
 """
 
 from bisect import bisect_left, insort

@@ -6,7 +6,7 @@ or not at all:
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source;
                   size and SHA-256 of every other file and of itself
     bad_rows.jsonl   rows that `on_bad_row=drop` left out, each with its problem
-    documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.rows`)
+    documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.store`)
 
 Tokens go to the disk as they are made: memory holds a few numbers per document.
 """
@@ -23,20 +23,22 @@ from typing import Any
 import numpy as np
 
 from finetune.data.audit import Facts, count_rows
-from finetune.data.crew import encode
+from finetune.data.chat.render import Chat
 from finetune.data.encode import (
     BadRow,
     Chunk,
     Encoded,
     Encoder,
 )
+from finetune.data.encode_pool import encode
 from finetune.data.hub import hub_version
 from finetune.data.mixture import mix
 from finetune.data.order import permutation
 from finetune.data.packing import pack
 from finetune.data.problems import Problems, check_source
-from finetune.data.render import Chat
-from finetune.data.rows import (
+from finetune.data.scratch import scratch_beside
+from finetune.data.sources import Source, find_sources
+from finetune.data.store import (
     Documents,
     DocumentWriter,
     Rows,
@@ -45,13 +47,11 @@ from finetune.data.rows import (
     save_rows,
     single_rows,
 )
-from finetune.data.scratch import scratch_beside
-from finetune.data.sources import Source, find_sources
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
-from finetune.integrity import differing, sealed, sha256
 from finetune.recipe import Batch, Data, Recipe
+from finetune.runs.manifest import differing, sealed, sha256
 
 HELD_OUT = 2**64 - 1
 """The epoch whose shuffle chooses the rows that are held out; no training reaches it."""

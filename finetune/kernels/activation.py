@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from finetune.kernels import native
 from finetune.kernels.chains import chain
+from finetune.kernels.cpu import native
 
 FEED_FORWARDS = (
     "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",

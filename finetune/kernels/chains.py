@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.kernels import native
+from finetune.kernels.cpu import native
 from finetune.planner.kernels import COMPILE_FROM
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.kernels import native
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chains import chain
+from finetune.kernels.cpu import native
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 

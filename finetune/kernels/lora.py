@@ -22,8 +22,8 @@ from peft.tuners import lora
 from peft.tuners.lora.bnb import Linear4bit as AdaptedLinear4bit
 from torch import nn
 
-from finetune.kernels import tiled_adapters
 from finetune.kernels.chains import Chain
+from finetune.kernels.cpu import tiled_adapters
 from finetune.kernels.precision import compute_dtype
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels import native
 from finetune.kernels.chains import chain
+from finetune.kernels.cpu import native
 
 NORMS: dict[str, str] = {
     "LlamaRMSNorm": "variance_epsilon",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels import native
 from finetune.kernels.chains import chain
+from finetune.kernels.cpu import native
 
 ATTENTIONS = (
     "LlamaAttention", "MistralAttention", "MixtralAttention", "Qwen2Attention", "Qwen3Attention",

@@ -8,8 +8,8 @@ from finetune.methods.sft import SFT
 from finetune.recipe import STRICT
 
 if TYPE_CHECKING:
+    from finetune.data.chat.render import Chat, Row
     from finetune.data.formats import Sample
-    from finetune.data.render import Chat, Row
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.batch import MicroBatch
+    from finetune.data.chat.render import Chat, Row
+    from finetune.data.collate import MicroBatch
     from finetune.data.formats import Sample
-    from finetune.data.render import Chat, Row
-    from finetune.data.rows import Rows
+    from finetune.data.store import Rows
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -36,6 +36,8 @@ class SFT(Recipe):
         return int(rows.labelled[chosen].sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "torch.Tensor":
-        from finetune.losses import token_loss_sum  # torch, which a recipe must load without
+        from finetune.methods.losses import (
+            token_loss_sum,  # torch, which a recipe must load without
+        )
 
         return token_loss_sum(model, batch)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.planner.families import read
+from finetune.planner.shapes.read_config import read
 from finetune.recipe import Model
 
 BALANCED = (

@@ -6,8 +6,8 @@ import re
 from typing import Any, Literal, cast
 
 from finetune.backend import Backend
-from finetune.planner.configs import config_paths
-from finetune.planner.families import caps_scores
+from finetune.planner.shapes.config_files import config_paths
+from finetune.planner.shapes.read_config import caps_scores
 from finetune.recipe import Recipe
 
 Logits = Literal["plain", "softcapped", "divided", "multiplied"]

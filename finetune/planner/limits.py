@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.planner import published
 from finetune.planner.experts import coefficient, expert_count
 from finetune.planner.kernels import model_fields
+from finetune.planner.shapes import published
 from finetune.recipe import LoRA, Recipe
 
 SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")

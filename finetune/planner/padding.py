@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.planner import published
 from finetune.planner.kernels import model_fields
+from finetune.planner.shapes import published
 from finetune.recipe import Recipe
 
 RECURRENT = {
@@ -30,7 +30,7 @@ RECURRENT = {
     "falcon_mamba": ("FalconMambaMixer",),
 }
 """Layers that carry a state from token to token, by `model_type` in transformers 5.23: each is run
-once for each document (`finetune.recurrence`)."""
+once for each document (`finetune.models.recurrence`)."""
 FORGETFUL = {"stablelm": ("StableLmAttention",), "nemotron": ("NemotronAttention",)}
 """Attention layers that transformers 5.23 does not tell where documents end."""
 SHOWN_EXACT = (

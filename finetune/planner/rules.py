@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from finetune.backend import Backend
 from finetune.planner import limits
 from finetune.planner.padding import against, known_fields, padding
-from finetune.planner.prequantised import prequantised
+from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")

@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune import catalog
+from finetune.evaluation.exact_match import Score, exact_match, references, samples
+from finetune.inference.generate import load, load_base
+from finetune.inference.load import trained_dtype
 from finetune.quickstart.records import corpus, instructions
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
-from finetune.record import units
-from finetune.record.reporter import report
-from finetune.result.evaluate import Score, exact_match, references, samples
-from finetune.result.inference import load, load_base
-from finetune.result.trained import trained_dtype
-from finetune.run import Run, write_json
-from finetune.worker import train
+from finetune.reports.page import report
+from finetune.runs import units
+from finetune.runs.run import Run, write_json
+from finetune.training.worker import train
 
 FOLDER = Path("quickstart")
 """Where the recipes `quickstart_base` and `quickstart` look for their data and their base."""

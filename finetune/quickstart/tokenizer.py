@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.chat_templates import TEMPLATES
+from finetune.data.chat.chat_templates import TEMPLATES
 
 JOINER = "\u2040"
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"

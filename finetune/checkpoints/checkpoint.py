@@ -1,0 +1,305 @@
+"""Checkpoints: one layout for every engine, whole or invisible, and usable by themselves.
+
+    step-00000010/
+      adapter/     PEFT format                                       (recipes with an adapter)
+      model/       transformers format, in the precision of the run  (recipes without)
+      tokenizer/   with the chat template of the training
+      state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
+                   as the fragments that each rank held (`finetune.distributed.fragments`), and what the model
+                   saves besides: persistent buffers and, without an adapter, frozen weights
+
+`adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
+      manifest.json   step, recipe, progress, the size and SHA-256 of every file and of itself;
+                      written last
+
+Files are written into a scratch folder that is renamed when it is complete. What is drawn at random
+or shuffled depends on the seed and the step alone, so no generator has a state to save.
+"""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune import catalog
+from finetune.checkpoints.handover import follow_umask
+from finetune.checkpoints.pretrained import (
+    kept_tensors,
+    persistent_buffers,
+    to_host,
+    write_adapter,
+    write_model,
+)
+from finetune.distributed.engine import Engine
+from finetune.distributed.fragments import KEPT, Fragment, Reader, local, restore
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
+from finetune.runs.run import Run, write_json
+
+Group = torch.distributed.ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What training is due after a checkpoint; the step is the state of the data."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    best_loss: float | None = None
+    """Lowest evaluation loss so far."""
+    best_step: int | None = None
+    stale: int = 0
+    """Evaluations in a row that were not better."""
+    skipped: int = 0
+    """Steps that were not taken, because their gradient was not finite."""
+    data: dict[str, Any] | None = None
+    """The rows that the steps count in: see `finetune.data.audit.identity`."""
+    base: str | None = None
+    """The weights that an adapter lies over: see `finetune.checkpoints.base_weights.fingerprint`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a rank writes of a checkpoint, copied out of the training."""
+
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, dict[str, float]]
+    """Of its parameters by name."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of every trained parameter, whole."""
+
+
+def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Write the checkpoint of a step, on every rank together; returns its size in bytes.
+
+    Raises:
+        TrainingFailure: see `write`.
+    """
+    return write(engine, run, progress, tokenizer, take(engine))
+
+
+def take(engine: Engine) -> State:
+    """A copy of this rank's state in host memory, on every rank together."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, float]] = {}
+    for fragment in local(engine):
+        for key, values in fragment.values.items():
+            if values.numel():
+                tensors[f"{fragment.name}|{key}|{fragment.start}"] = to_host(values)
+        for key, values in fragment.whole.items():
+            tensors[f"{fragment.name}|{key}|whole"] = to_host(values)
+        scalars[fragment.name] = fragment.scalars
+    for name, values in kept_tensors(engine):
+        tensors[f"{name}|{KEPT}|whole"] = values
+    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
+    return State(tensors, scalars, shapes)
+
+
+def write(
+    engine: Engine,
+    run: Run,
+    progress: Progress,
+    tokenizer: PreTrainedTokenizerBase,
+    state: State,
+    group: Group | None = None,
+) -> int:
+    """Write a checkpoint from what each rank has taken; returns its size in bytes.
+
+    `group` is the one through which the ranks agree, for a thread beside the training.
+
+    Raises:
+        TrainingFailure: on every rank, when any of them could not write (a full disk, say). The
+            checkpoints before it are untouched.
+    """
+    folder = run.checkpoint(progress.step)
+    scratch = folder.with_name(f".{folder.name}.partial")
+    if engine.speaks:
+        shutil.rmtree(scratch, ignore_errors=True)
+    gather(engine, None, group)  # nobody writes before that is done
+    mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
+    _agree(engine, mine, folder, group)
+    scalars = gather(engine, state.scalars, group)
+    outcome: Any = None
+    if engine.speaks:
+        outcome = attempt(
+            lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, state.shapes)
+        )
+    sizes = _agree(engine, outcome, folder, group)
+    return sizes[0]
+
+
+def attempt(work: Any) -> Any:
+    """The result of some writing, or the error as a string: a rank must not leave the others.
+
+    Any error: of a full disk, tokenizers 0.23 raises a bare Exception.
+    """
+    try:
+        return work()
+    except (OSError, SafetensorError, FinetuneError) as error:
+        return f"error: {error}"
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
+
+
+def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list[Any]:
+    """Everybody's outcome on every rank; raises on all of them when one failed."""
+    outcomes = gather(engine, mine, group)
+    causes = causes_of(outcomes)
+    if not causes:
+        return outcomes
+    if engine.speaks:
+        shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
+    kept = Run(folder.parent.parent).newest()
+    standing = f"step {kept} is the newest complete one" if kept else "there is none before it"
+    raise TrainingFailure(f"{folder}: the checkpoint could not be written ({causes}); {standing}")
+
+
+def causes_of(outcomes: list[Any]) -> str:
+    """The errors among what every rank's `attempt` gave; empty where there is none."""
+    errors = {o for o in outcomes if isinstance(o, str) and o.startswith("error: ")}
+    return "; ".join(error.removeprefix("error: ") for error in sorted(errors))
+
+
+def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
+    """What every rank has, on every rank."""
+    return engine.gather(mine, group)
+
+
+def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{engine.rank:05d}-of-{engine.world:05d}.safetensors"
+    save_file(tensors, path)
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _complete(
+    engine: Engine,
+    scratch: Path,
+    folder: Path,
+    progress: Progress,
+    tokenizer: PreTrainedTokenizerBase,
+    scalars: list[dict[str, dict[str, float]]],
+    shapes: dict[str, tuple[int, ...]],
+) -> int:
+    """On one rank: what is usable by itself, the manifest, and the rename. Returns bytes."""
+    merged: dict[str, dict[str, float]] = {}
+    for of_rank in scalars:
+        for name, values in of_rank.items():
+            merged[name] = merged.get(name, {}) | values
+    tokenizer.save_pretrained(scratch / "tokenizer")
+    with Reader(scratch) as reader:
+        if engine.plan.recipe.adapter is not None:
+            write_adapter(engine, scratch / "adapter", reader, shapes)
+        else:
+            write_model(engine, scratch / "model", reader, shapes)
+    follow_umask(scratch)
+    files = {
+        str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(scratch.rglob("*"))
+        if path.is_file()
+    }
+    manifest = {
+        "format": FORMAT,
+        "step": progress.step,
+        "recipe": catalog.to_fields(engine.plan.recipe),
+        "progress": dataclasses.asdict(progress),
+        "backend": engine.plan.backend.name,
+        "processes": engine.world,
+        "shapes": shapes,
+        "scalars": merged,
+        "files": files,
+    }
+    write_json(scratch / "manifest.json", sealed(manifest))
+    _flush(scratch / "manifest.json")
+    if folder.exists():
+        shutil.rmtree(folder)
+    scratch.rename(folder)
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
+
+
+def progress_of(folder: Path) -> Progress:
+    try:
+        return Progress(**read_manifest(folder)["progress"])
+    except TypeError as error:
+        raise FinetuneError(f"{folder}/manifest.json: progress: {error}") from None
+
+
+def load_weights(module: nn.Module, folder: Path) -> None:
+    """Put a checkpoint's weights into a model before an engine shards it.
+
+    Raises:
+        FinetuneError: its parameters are not those of the checkpoint.
+    """
+    shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
+    here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
+    differing = sorted(
+        name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
+    )
+    if differing:
+        name = differing[0]
+        raise FinetuneError(
+            f"{folder}: {len(differing)} trained parameters differ from the recipe's, the first is "
+            f"{name}: {shapes.get(name)} in the checkpoint, {here.get(name)} in the recipe"
+        )
+    with Reader(folder) as reader, torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                assign(parameter, reader.whole(name, "weight").reshape(shapes[name]))
+        kept = reader.kept()
+        for name, buffer in persistent_buffers(module):
+            if name in kept:
+                buffer.copy_(kept[name])
+
+
+def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if getattr(parameter, "ds_id", None) is None:  # set by deepspeed.zero.Init only
+        parameter.copy_(value)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            parameter.copy_(value)
+
+
+def load_state(engine: Engine, folder: Path) -> None:
+    """Give a prepared engine the fp32 weights and optimizer state of a checkpoint."""
+    scalars = read_manifest(folder)["scalars"]
+    with Reader(folder) as reader, torch.no_grad():
+
+        def extras(name: str) -> Fragment:
+            keys = {key: torch.empty(0) for key in reader.keys(name) if key != "weight"}
+            return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
+
+        restore(engine, reader.range, extras)
+
+
+def compare(engine: Engine, folder: Path) -> list[str]:
+    """Trained parameters whose checkpoint differs from what this rank holds of them."""
+    differing: list[str] = []
+    with Reader(folder) as reader:
+        for fragment in local(engine):
+            same = (
+                torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
+                            to_host(values))
+                for key, values in fragment.values.items()
+            )  # fmt: skip
+            if not all(same):
+                differing.append(fragment.name)
+    return differing

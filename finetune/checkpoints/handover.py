@@ -1,0 +1,259 @@
+"""Prepare a result for other libraries and servers: stop tokens, configs, templates, file modes.
+
+What each of them reads, by its source:
+
+    transformers 5.23, vLLM, SGLang   `eos_token_id` of generation_config.json, a number or a list
+    vLLM, TGI, most scripts           the tokenizer's `eos_token` as well
+    llama.cpp's converter             `eos_token` of tokenizer_config.json before the `eos_token_id`
+                                      of config.json, of which it reads no list
+    PEFT 0.21                         the files of the base alone, whatever is beside an adapter
+
+A result therefore names every trained end in both JSON files, and the end of a turn as the
+tokenizer's `eos_token`.
+"""
+
+import contextlib
+import copy
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from finetune.data.chat.render import Chat
+from finetune.data.store import Rows
+from finetune.errors import FinetuneError
+from finetune.recipe import Model
+
+SAMPLED = 4096
+"""Documents whose last trained token is looked at, evenly spaced."""
+
+GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+
+PROBES: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ],
+)
+"""Conversations that must be rendered alike before and after the tokenizer is changed."""
+
+
+# --- stop tokens -------------------------------------------------------------------------------
+
+
+def turn_end(chat: Chat) -> int | None:
+    """Token that ends an assistant turn of a chat template; None without a usable template."""
+    if chat.template is None:
+        return None
+    eos = chat.tokenizer.eos_token_id
+    try:
+        ends = chat.stop_ids
+    except FinetuneError:  # a template that the data does not use may be unusable
+        return None
+    others = [token for token in ends if token != eos]
+    return others[0] if others else eos
+
+
+def trained_ends(rows: Rows, chat: Chat) -> tuple[int, ...]:
+    """End tokens that close the trained part of documents, most frequent first."""
+    members = np.unique(rows.members)
+    step = max(1, len(members) // SAMPLED)
+    counts: dict[int, int] = {}
+    for number in members[::step]:
+        ids, trained = rows.documents.document(int(number))
+        said = np.flatnonzero(trained)
+        if len(said):
+            last = int(ids[said[-1]])
+            counts[last] = counts.get(last, 0) + 1
+    rows.documents.release()
+    closing = [token for token in counts if token in chat.end_tokens]
+    return tuple(sorted(closing, key=lambda token: (-counts[token], token)))
+
+
+def all_ends(*ends: int | Iterable[int] | None) -> list[int]:
+    """The ids of several places in ascending order, each once.
+
+    Raises:
+        FinetuneError: one of them, which a file of the model may hold, is not a number.
+    """
+    found: set[int] = set()
+    for each in ends:
+        given = [] if each is None else [each] if not isinstance(each, Iterable) else list(each)
+        if not all(type(token) is int for token in given):
+            raise FinetuneError(f"generation_config.json: eos_token_id: got {each!r}, expected ids")
+        found.update(given)
+    return sorted(found)
+
+
+def generation_config(
+    own: GenerationConfig | None, ends: Iterable[int], pad: int | None
+) -> GenerationConfig:
+    """A model's own generation settings with every end of an answer, and valid to save.
+
+    Args:
+        own: The settings of the base model.
+        ends: Tokens that end an answer, besides those that `own` names.
+        pad: The tokenizer's pad token; without one that of `own` stays.
+    """
+    config = copy.deepcopy(own) if own is not None else GenerationConfig()
+    config.eos_token_id = all_ends(config.eos_token_id, ends) or None
+    if pad is not None:
+        config.pad_token_id = pad
+    if config.use_cache is False:
+        config.use_cache = True
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        # Some models ship a temperature without `do_sample`, which transformers refuses to save.
+        config.do_sample = True
+    return config
+
+
+def network_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT model, or the model itself."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+
+
+def settle(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
+    """Let a model that is to be saved stop where its training data does.
+
+    Args:
+        model: Its generation settings become those of the result.
+        chat: What the rows were rendered with.
+        rows: The training data.
+
+    Returns:
+        The tokenizer of the result.
+    """
+    trained, end = trained_ends(rows, chat), turn_end(chat)
+    ends = all_ends(trained, end, chat.tokenizer.eos_token_id)
+    network: Any = network_of(model)
+    network.generation_config = generation_config(
+        network.generation_config, ends, chat.tokenizer.pad_token_id
+    )
+    return saved_tokenizer(chat.tokenizer, end if end in trained else None)
+
+
+# --- config.json -------------------------------------------------------------------------------
+
+
+def saved_config(network: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedConfig:
+    """The config of a trained model as servers need it: stops, cache, class and dtype."""
+    config = copy.deepcopy(network.config)
+    generation = network.generation_config
+    ends = generation.eos_token_id if generation is not None else None
+    if isinstance(ends, list) and len(ends) == 1:
+        ends = ends[0]
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        part.use_cache = True
+        if ends is not None:
+            part.eos_token_id = ends
+    config.architectures = [type(network).__name__.removeprefix("FSDP")]
+    if dtype is not None:
+        config.dtype = dtype
+    return config
+
+
+def base_reference(model: Model) -> tuple[str, str | None]:
+    """Name and revision by which another machine finds the base of an adapter.
+
+    A folder of the hub's cache is named by its repository and commit; any other folder by its path.
+    """
+    name, revision = str(model.name), model.revision
+    if not Path(name).is_dir():
+        return name, revision
+    path = Path(name).resolve()
+    cached = re.search(r"/models--([^/]+?)(?:--([^/]+))?/snapshots/([0-9a-f]{7,40})$", str(path))
+    if cached is None:
+        return str(path), revision
+    owner, repository, commit = cached.groups()
+    return (f"{owner}/{repository}" if repository else owner), commit
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+def saved_tokenizer(tokenizer: PreTrainedTokenizerBase, end: int | None) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer for the result: no training tags, and `end` as its `eos_token`.
+
+    The end stays as it is where another one would change what the template writes, or the ids of
+    a text.
+    """
+    saved = copy.deepcopy(tokenizer)
+    if isinstance(saved.chat_template, dict):
+        saved.chat_template = {
+            name: without_generation_tags(each) for name, each in saved.chat_template.items()
+        }
+    elif saved.chat_template is not None:
+        saved.chat_template = without_generation_tags(saved.chat_template)
+    if end is None or end == saved.eos_token_id:
+        return saved
+    changed = copy.deepcopy(saved)
+    changed.eos_token = str(saved.convert_ids_to_tokens(end))
+    alike = _renderings(saved) == _renderings(changed)
+    return changed if alike and saved("a")["input_ids"] == changed("a")["input_ids"] else saved
+
+
+def without_generation_tags(template: str) -> str:
+    """A template without `{% generation %}`, which only training reads and some servers refuse.
+
+    A tag becomes an empty comment with its whitespace control, so every text stays the same.
+    """
+    return GENERATION_TAG.sub(r"{#\1 \2#}", template)
+
+
+def _renderings(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    texts: list[Any] = []
+    if tokenizer.chat_template is None:
+        return texts
+    for messages in PROBES:
+        for header in (False, True):
+            try:
+                text = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=header
+                )
+            except Exception as error:  # whatever the template raises
+                text = type(error).__name__
+            texts.append(text)
+    return texts
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files of a folder the mode that the process gives to new files.
+
+    safetensors (0.8) writes files that only their owner can read.
+    """
+    probe = Path(tempfile.mkdtemp(dir=folder)) / "probe"
+    try:
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+    finally:
+        probe.unlink(missing_ok=True)
+        probe.parent.rmdir()
+    for path in _files(folder):
+        if path.stat().st_mode & 0o777 != mode:
+            with contextlib.suppress(OSError):  # a file system without modes
+                path.chmod(mode)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,0 +1,147 @@
+"""When a checkpoint is due: write it while training waits, or in a thread while it goes on.
+
+In the background, training waits only for a copy of the state in host memory. At most one
+checkpoint is being written: the next one waits for it. The thread meets the other ranks' threads in
+a process group of its own, so that its collectives never mix with those of the training.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from finetune.checkpoints import checkpoint
+from finetune.checkpoints.checkpoint import Group, Progress
+from finetune.distributed.engine import Engine
+from finetune.errors import TrainingFailure
+from finetune.recipe import Saving
+from finetune.runs.metrics import Saved
+from finetune.runs.run import Run, write_json
+
+
+class Saver:
+    """Writes the checkpoints of a run, on every rank together."""
+
+    def __init__(
+        self, engine: Engine, run: Run, tokenizer: PreTrainedTokenizerBase, saving: Saving
+    ) -> None:
+        self._engine, self._run, self._tokenizer = engine, run, tokenizer
+        self._saving = saving
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._written: list[Saved] = []
+        self._group: Group | None = None
+        if saving.background and engine.world > 1:
+            self._group = torch.distributed.new_group(backend="gloo")
+
+    def save(self, progress: Progress, best: bool) -> None:
+        """Write a checkpoint, and say in `best.json` where it is the best so far.
+
+        Raises:
+            TrainingFailure: this or the one before it could not be written.
+        """
+        self.finish()
+        begun = time.perf_counter()
+        taken = checkpoint.take(self._engine)
+        if not self._saving.background:
+            self._write(taken, progress, best, begun, None)
+            return
+        waited = time.perf_counter() - begun
+        arguments = (taken, progress, best, begun, waited)
+        self._thread = threading.Thread(target=self._write_apart, args=arguments, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; raises what stopped it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def written(self) -> list[Saved]:
+        """Records of the checkpoints that were completed since this was last asked."""
+        done, self._written = self._written, []
+        return done
+
+    def _write_apart(
+        self, taken: checkpoint.State, progress: Progress, best: bool, begun: float, waited: float
+    ) -> None:
+        try:
+            self._write(taken, progress, best, begun, waited)
+        except Exception as error:  # whatever it is, `finish` raises it: no thread fails unsaid
+            self._error = error
+
+    def _write(
+        self,
+        taken: checkpoint.State,
+        progress: Progress,
+        best: bool,
+        begun: float,
+        waited: float | None,
+    ) -> None:
+        size = checkpoint.write(
+            self._engine, self._run, progress, self._tokenizer, taken, self._group
+        )
+        tidy(self._engine, self._run, progress, best, self._saving.keep, self._group)
+        seconds = time.perf_counter() - begun if waited is None else waited
+        self._written.append(Saved(step=progress.step, seconds=seconds, bytes=size))
+
+
+def tidy(
+    engine: Engine, run: Run, progress: Progress, best: bool, keep: int, group: Group | None = None
+) -> None:
+    """After a checkpoint, on every rank together: name it in `best.json` where it is the best so
+    far, and remove those beyond the newest `keep`.
+
+    Raises:
+        TrainingFailure: on every rank, when that could not be done.
+    """
+
+    def work() -> None:
+        if best:
+            write_best(run, progress)
+        prune(run, keep, progress.best_step)
+
+    mine = checkpoint.attempt(work) if engine.speaks else None
+    causes = checkpoint.causes_of(checkpoint.gather(engine, mine, group))
+    if causes:
+        raise TrainingFailure(
+            f"{run.root}: the checkpoint of step {progress.step} is complete, but best.json could "
+            f"not be written or older ones not removed ({causes}); make room or allow writing, "
+            "and resume"
+        )
+
+
+def write_best(run: Run, progress: Progress) -> None:
+    write_json(run.best, {"step": progress.best_step, "loss": progress.best_loss})
+
+
+def restore_best(run: Run, progress: Progress) -> None:
+    """Let `best.json` say what a checkpoint knows: a kill may have come between the two."""
+    if progress.best_step is None:
+        run.best.unlink(missing_ok=True)
+    else:
+        write_best(run, progress)
+
+
+def prune(run: Run, keep: int, best: int | None) -> None:
+    """Remove complete checkpoints beyond the newest `keep` and the best, and unfinished ones."""
+    for step in run.steps()[:-keep]:
+        if step != best:
+            doomed = run.checkpoint(step)
+            (doomed / "manifest.json").unlink()  # from here on it is incomplete for everybody
+            shutil.rmtree(doomed, ignore_errors=True)
+    for partial in _unfinished(run):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unfinished(run: Run) -> Iterator[Path]:
+    yield from run.checkpoints.glob(".step-*.partial")
+    for folder in run.checkpoints.glob("step-????????"):
+        if not (folder / "manifest.json").exists():
+            yield folder

@@ -1,0 +1,386 @@
+"""`finetune plan`: what is asked of the planner about a machine, and what is printed of it."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import psutil
+
+from finetune import backend as backends
+from finetune.errors import FinetuneError
+from finetune.planner.estimate import advice, changes, hardware, page
+from finetune.planner.estimate.answers import described, whole_numbers, without_machine
+from finetune.planner.estimate.callbacks import Measure, Verify
+from finetune.planner.estimate.grids import GridPlan, plan_grid
+from finetune.planner.estimate.here import plain, status
+from finetune.planner.estimate.hybrid import SHARDS, plan_hybrid
+from finetune.planner.estimate.predict import (
+    Prediction,
+    config_of,
+    local_rows,
+    model_source,
+    predict,
+    workload_of,
+)
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.plan import Plan, plan
+from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.read_config import READERS
+from finetune.recipe import Recipe
+
+SHOWN = 8
+"""Rows of the ranking that are printed."""
+
+
+def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
+    """The machine that the words describe, or None when they name none.
+
+    Raises:
+        FinetuneError: a word is not known, or a number is missing or not positive.
+    """
+    return described(
+        arguments.gpu, count, arguments.nodes, arguments.link, arguments.network,
+        arguments.host_ram, arguments.gpu_memory, arguments.tflops, arguments.bandwidth,
+        arguments.price,
+    )  # fmt: skip
+
+
+def run(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    verify: Verify | None = None,
+    trace: Verify | None = None,
+    measure: Measure | None = None,
+) -> int:
+    """Print the plan of a recipe, and where a machine is named, what it takes there.
+
+    Args:
+        verify: given where the formulas are to be held against a trace.
+        trace: what traces a model that the formulas do not know.
+        measure: how fast this machine's CPU multiplies matrices.
+
+    Returns the exit status: 1 where `verify` finds the plan's numbers wrong.
+    """
+    whole_numbers(
+        gpus=arguments.gpus, nodes=arguments.nodes, rows=arguments.rows,
+        row_tokens=arguments.row_tokens,
+    )  # fmt: skip
+    machine = machine_of(arguments, arguments.gpus or arguments.processes or 1)
+    if machine is None and (present := hardware.installed()):
+        count = arguments.gpus or arguments.processes or len(present)
+        given: float | None = arguments.host_ram
+        host = float(psutil.virtual_memory().total) if given is None else given * 1e9
+        machine = hardware.machine(
+            present[0], count, arguments.nodes, arguments.link, arguments.network, host,
+            arguments.price,
+        )  # fmt: skip
+    if machine is None:
+        without_machine(
+            nodes=None if verify else arguments.nodes,  # ranks that are rehearsed lie anywhere
+            link=arguments.link, network=arguments.network, host_ram=arguments.host_ram,
+            price=arguments.price,
+        )  # fmt: skip
+    if arguments.tensor is not None or arguments.pipeline is not None:
+        return _grid(arguments, recipe, machine)
+    if arguments.backend in SHARDS:
+        return _hybrid(arguments, recipe, machine, verify)
+    tracer = verify or trace
+    if tracer is not None and _is_unknown(recipe):
+        return _traced(arguments, recipe, machine, tracer)
+    if machine is None:
+        return plain(arguments, recipe, verify, measure)
+    # What is traced is one backend: the recipe's own where none is named.
+    named = arguments.backend or (recipe.backend if verify else None)
+    if named is None:
+        return _advise(arguments, recipe, machine)
+    settled = plan(recipe, named, machine.count, arguments.precision)
+    prediction = _predicted(arguments, settled, machine)
+    return _show(arguments, settled, prediction, verify)
+
+
+def _is_unknown(recipe: Recipe) -> bool:
+    """Whether a model's config can be read, and is of a kind that the formulas do not know."""
+    try:
+        return str(config_of(recipe)[0].get("model_type")) not in READERS
+    except FinetuneError:
+        return False  # told where the shapes are needed
+
+
+def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None) -> int:
+    """Tensor, pipeline and data parallel."""
+    if machine is None:
+        raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
+    ways, stages = arguments.tensor or 1, arguments.pipeline or 1
+    found = plan_grid(recipe, machine, ways, stages, arguments.precision or "bf16")
+    print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
+    return 0
+
+
+def _hybrid(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    machine: hardware.Machine | None,
+    verify: Verify | None,
+) -> int:
+    """Shards within a node, copies over nodes."""
+    if verify is not None:
+        raise FinetuneError(f"--backend {arguments.backend}: arithmetic only; leave --verify away")
+    settled = plan_hybrid(recipe, arguments.backend, machine, arguments.precision)
+    assert machine is not None
+    return _show(arguments, settled, _predicted(arguments, settled, machine, machine.nodes), None)
+
+
+def _predicted(
+    arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine, replicas: int = 1
+) -> Prediction:
+    """The plan on a machine, over the rows that are named or counted."""
+    rows = arguments.rows or local_rows(settled.recipe)
+    return predict(settled, machine, rows, replicas, arguments.row_tokens)
+
+
+def _traced(
+    arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None, verify: Verify
+) -> int:
+    """A model that the formulas do not know: what was traced, and nothing else."""
+    processes = arguments.gpus or arguments.processes
+    settled = plan(recipe, arguments.backend, processes, arguments.precision)
+    found = verify(settled, None)
+    if arguments.json:
+        print(json.dumps({**settled.summary(), "verification": found.summary()}, indent=2))
+        return 0
+    print(settled.explain())
+    print()
+    print(found.page())
+    if machine is not None:
+        fits = "fits" if found.traced_peak <= machine.usable else "DOES NOT FIT"
+        print(
+            f"{page.machine_words(machine)}: {page.size(found.traced_peak)} of "
+            f"{page.size(machine.usable)} usable per GPU: {fits}"
+        )
+    return 0
+
+
+def _show(
+    arguments: argparse.Namespace,
+    settled: Plan,
+    prediction: Prediction,
+    verify: Verify | None,
+) -> int:
+    workload, machine = prediction.workload, prediction.machine
+    precision = settled.backend.precision
+    wanted = prediction.status != "safe" or arguments.fit
+    found = changes.changes(workload, machine, precision) if wanted else []
+    record = {**settled.summary(), "prediction": prediction.summary()}
+    record["changes"] = [_change(change) for change in found]
+    fit = _fit(prediction, precision) if arguments.fit else None
+    traced = verify(settled, workload) if verify else None
+    if arguments.json:
+        record |= {} if fit is None else {"fit": fit}
+        record |= {} if traced is None else {"verification": traced.summary()}
+        print(json.dumps(record, indent=2))
+        return status(traced)
+    print(page.page(prediction, found))
+    print()
+    print(settled.explain())
+    if fit is not None:
+        print()
+        print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
+        print(_shortest_words(fit["shortest"]))
+    if traced is not None:
+        print(f"\n{traced.page()}")
+    return status(traced)
+
+
+def _change(change: changes.Change) -> dict[str, Any]:
+    return {
+        "what": change.what, "setting": change.setting, "bytes": change.gain, "fits": change.fits
+    }  # fmt: skip
+
+
+def _fit(prediction: Prediction, precision: str) -> dict[str, Any]:
+    workload, machine = prediction.workload, prediction.machine
+    path = changes.shortest(workload, machine, precision)
+    listed = None if path is None else [_change(change) for change in path]
+    return {"largest_micro_rows": advice.largest_rows(workload, machine), "shortest": listed}
+
+
+def _shortest_words(path: list[dict[str, Any]] | None) -> str:
+    if path is None:
+        return "no three changes make it fit: it needs more or larger GPUs"
+    if not path:
+        return "it fits as it is"
+    return "fewest changes that make it fit: " + ", then ".join(step["setting"] for step in path)
+
+
+def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
+    """Without a backend: all of them, ranked."""
+    precision: backends.Precision = arguments.precision or "bf16"
+    source = model_source(recipe)
+    base = plan(_one_process(recipe), "single", 1, precision)
+    workload = workload_of(base, source.shape)
+    found = advice.options(
+        workload,
+        machine,
+        precision,
+        rows_per_step=recipe.batch.rows,
+        micro_rows=_sizes(recipe, machine),
+    )
+    whole = advice.rank(found)
+    best = whole[0] if whole else None
+    ranked = _possible(recipe, whole, precision)
+    grid = _fitting_grid(recipe, workload, machine, precision)
+    first = changes.before_disk(found, machine, precision)
+    if arguments.json:
+        listed = {"source": source.where, "changes": [_change(change) for change in first]}
+        print(json.dumps(_ranking(ranked, found, machine, grid) | listed, indent=2))
+        return 0
+    if not ranked:
+        least = min(found, key=_missing)
+        host = ""
+        if machine.host_memory is not None and not least.host_fits:
+            host = (
+                f", and {page.size(least.host)} of host memory in a node of "
+                f"{page.size(machine.host_memory)}, of which nine tenths are taken as free"
+            )
+        print(
+            f"nothing fits on {page.machine_words(machine)}: the least is {least.name} with "
+            f"{page.size(least.peak.total)} of {page.size(least.usable)}{host}"
+        )
+        print()
+        print(page.what_to_change(changes.changes(least.workload, machine, precision)))
+        print(_shortest_words(_listed(changes.shortest(least.workload, machine, precision))))
+        print(f"\nshapes from {source.where}")
+        return 0
+    print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
+    if told := advice.faster(ranked[0], ranked):
+        print(f"\n{told}")
+    if first:
+        print(f"\n{page.before_disk(first)}")
+    for note in page.machine_notes(machine, precision == "bf16"):
+        print(f"\nnote: {note}")
+    if machine.nodes > 1:
+        print(f"\nnetwork: {page.network_words(machine)}")
+    if best and best.name not in backends.names():
+        print(
+            f"\n{best.name} would be the fastest, with {page.size(best.peak.total)} and "
+            f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.rows} rows: this "
+            f"toolkit has no backend of it; its table: --backend {best.name}"
+        )
+    if grid is not None:
+        print(
+            f"\nat this size consider {grid.grid.name} as well, with "
+            f"{page.size(grid.memory.total)} per GPU (--tensor {grid.grid.tensor} --pipeline "
+            f"{grid.grid.pipeline}): this toolkit does not run it"
+        )
+    chosen, words = _chosen(recipe, ranked[0])
+    settled = plan(chosen, ranked[0].name, machine.count, precision)
+    prediction = _predicted(arguments, settled, machine)
+    print(f"\nshapes from {source.where}")
+    print(page.whole_run(prediction))
+    print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
+    return 0
+
+
+def _fitting_grid(
+    recipe: Recipe,
+    workload: Workload,
+    machine: hardware.Machine,
+    precision: backends.Precision,
+) -> GridPlan | None:
+    """The first layout of tensor and pipeline parallelism whose own table says that it fits."""
+    for grid in advice.grids(workload, machine, recipe.method == "pretrain"):
+        with contextlib.suppress(FinetuneError):  # the rows of a step do not divide over it
+            found = plan_grid(recipe, machine, grid.tensor, grid.pipeline, precision)
+            if found.fits:
+                return found
+    return None
+
+
+def _missing(option: advice.Option) -> tuple[float, float]:
+    """How much an option lacks: bytes of a GPU before bytes of the host."""
+    return max(0.0, option.peak.total - option.usable), option.host
+
+
+def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
+    """The recipe as an option of the ranking has it, and the words that make it so."""
+    rows, recompute = option.workload.rows, option.workload.checkpointing
+    words = [f"batch.micro_rows={rows}"]
+    if recipe.batch.micro_tokens is not None:
+        words.append("batch.micro_tokens=null")
+    model = recipe.model
+    if recompute != model.checkpointing:
+        kept: bool | Literal["attention"] = (
+            "attention" if recompute == "attention" else recompute == "full"
+        )
+        model = dataclasses.replace(model, activation_checkpointing=kept)
+        words.append(f"model.activation_checkpointing={str(kept).lower()}")
+    batched = recipe.with_batch(micro_rows=rows, micro_tokens=None)
+    return dataclasses.replace(batched, model=model), words
+
+
+def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | None:
+    return None if path is None else [_change(change) for change in path]
+
+
+def _one_process(recipe: Recipe) -> Recipe:
+    """The recipe with one row at a time, which divides any batch."""
+    return recipe.with_batch(micro_rows=1, micro_tokens=None)
+
+
+def _sizes(recipe: Recipe, machine: hardware.Machine) -> list[int]:
+    """Micro-batches to try: powers of two that divide a process's rows of a step."""
+    each = recipe.batch.rows // machine.count
+    if recipe.batch.rows % machine.count:
+        raise FinetuneError(
+            f"batch.rows: {recipe.batch.rows} rows do not divide over {machine.count} GPUs; use "
+            f"batch.rows={max(1, each) * machine.count}"
+        )
+    return [rows for rows in (1, 2, 4, 8, 16, 32) if each % rows == 0]
+
+
+def _possible(
+    recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
+) -> list[advice.Option]:
+    """Without what the rules of recipes and backends forbid, and layouts that have no backend."""
+    known, kept = backends.names(), list[advice.Option]()
+    for option in ranked:
+        layout = option.workload.layout
+        backend = backends.Backend(
+            layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision
+        )
+        changed = recipe.with_batch(micro_rows=option.workload.rows)
+        if layout.name in known and not incompatibilities(changed, backend, layout.processes):
+            kept.append(option)
+    return kept
+
+
+def _ranking(
+    ranked: list[advice.Option],
+    found: list[advice.Option],
+    machine: hardware.Machine,
+    grid: GridPlan | None,
+) -> dict[str, Any]:
+    rows = [
+        {
+            "backend": each.name,
+            "micro_rows": each.workload.rows,
+            "accumulation": each.workload.accumulation,
+            "checkpointing": each.workload.checkpointing,
+            "status": each.status,
+            "bytes": each.peak.total,
+            "usable": each.usable,
+            "host_per_node": each.host,
+            "bytes_sent": each.moved.total,
+            **dataclasses.asdict(each.times),
+        }
+        for each in ranked
+    ]
+    reason = advice.reason(ranked[0], found) if ranked else "nothing fits"
+    layout = None if grid is None else dataclasses.asdict(grid.grid)
+    return {
+        "gpu": machine.gpu.name, "gpus": machine.count, "reason": reason, "options": rows,
+        "grid": layout,
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""Choose a chat template: the tokenizer's own, one of its named ones, a built-in one, or a file.
+
+A tokenizer with named templates renders rows with tools by `tool_use`, where it has one, and all
+others by the chosen one, as transformers does.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import meta, nodes
+
+from finetune.data.chat.template_limits import limited
+from finetune.errors import FinetuneError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(__file__).parent / "templates"
+BUILT_IN = ("chatml", "plain")
+TOOL_USE = "tool_use"
+"""The name that transformers takes for conversations with tools."""
+FROM_THE_ROW = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
+"""Variables of a template that no recipe sets."""
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RuntimeError, AssertionError, NameError, SyntaxError, StopIteration,
+)  # fmt: skip
+"""What a template raises: Jinja's own errors, and those of the Python that it becomes."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The templates that a tokenizer renders conversations with."""
+
+    template: str | None
+    """Jinja source; None for a tokenizer without one."""
+    tool_template: str | None
+    """The template of conversations with tools, where the tokenizer has one of its own."""
+    saved: str | dict[str, str] | None
+    """What the saved tokenizer gets: with it transformers renders as training did."""
+
+
+def choose(
+    tokenizer: "PreTrainedTokenizerFast", name: str | None, variables: Mapping[str, Any]
+) -> Chosen:
+    """The templates by the recipe's `model.chat_template` and `model.chat_template_kwargs`.
+
+    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that lacks
+    the tokens of a built-in template, and variables that no template reads.
+    """
+    own = tokenizer.chat_template or None
+    named = dict(own) if isinstance(own, dict) else {}
+    if name is None:
+        template = _default(named) if named else own
+    elif name in named:
+        template = named[name]
+    elif name in BUILT_IN:
+        template, named = _built_in(tokenizer, name), {}
+    else:
+        template, named = _template_file(name, list(named)), {}
+    assert template is None or isinstance(template, str)
+    tool_template = named.get(TOOL_USE) if template is not None else None
+    if variables:
+        used = [each for each in (template, tool_template) if each is not None]
+        check_variables(used, variables, "model.chat_template_kwargs")
+    return Chosen(template, tool_template, _saved(template, named, variables))
+
+
+def _default(named: dict[str, str]) -> str:
+    if "default" in named:
+        return named["default"]
+    raise FinetuneError(
+        f"model.chat_template: the tokenizer has the chat templates {_listed(named)} and none "
+        f"called 'default'; choose one of them, such as model.chat_template={sorted(named)[0]}"
+    )
+
+
+def _saved(
+    template: str | None, named: dict[str, str], variables: Mapping[str, Any]
+) -> str | dict[str, str] | None:
+    if template is None:
+        return None
+    if not named:
+        return with_defaults(template, variables)
+    saved = {**named, "default": template}
+    return {name: with_defaults(each, variables) for name, each in saved.items()}
+
+
+def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether the tokenizer begins every text with its BOS."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+
+
+def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
+    vocabulary = tokenizer.get_added_vocab()
+    needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
+    missing = [token for token in needed if token not in vocabulary]
+    if missing:
+        raise FinetuneError(
+            f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "
+            "does not have as tokens; use 'plain'"
+        )
+    if name == "plain" and tokenizer.eos_token is None:
+        raise FinetuneError(
+            "model.chat_template: 'plain' needs an end-of-sequence token, the tokenizer has none"
+        )
+    bos = "{{- bos_token }}" if adds_bos(tokenizer) else ""
+    return bos + (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _template_file(name: str, named: list[str]) -> str:
+    """The text of a file, without the byte order mark that some editors write."""
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError):
+        of_tokenizer = f", nor one of the tokenizer's ({_listed(named)})" if named else ""
+        raise FinetuneError(
+            f"model.chat_template: '{name}' is neither a file nor a built-in template"
+            f"{of_tokenizer}{did_you_mean(name, (*BUILT_IN, *named))} "
+            f"(built in: {', '.join(BUILT_IN)})"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise FinetuneError(
+            f"model.chat_template: {name} is not UTF-8 (byte {error.start})"
+        ) from None
+    except OSError as error:
+        raise FinetuneError(f"model.chat_template: {name}: {error.strerror}") from None
+
+
+def _listed(names: Mapping[str, str] | list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+# Variables.
+
+
+def check_variables(templates: list[str], variables: Mapping[str, Any], where: str) -> None:
+    """Refuse variables that no template reads, and those that rows set.
+
+    Args:
+        templates: Those that are rendered.
+        variables: Of a recipe or of a row.
+        where: The field or column that holds them.
+    """
+    reserved = sorted(FROM_THE_ROW & set(variables))
+    problems = [f"{where}: '{name}' is set by the data, not by a variable" for name in reserved]
+    if not templates:
+        problems.append(f"{where}: the tokenizer has no chat template to read them")
+    else:
+        read = set[str]().union(*(template_variables(each) for each in templates))
+        listed = ", ".join(sorted(read)) or "none"
+        problems += [
+            f"{where}: the chat template does not read '{name}'{did_you_mean(name, read)}; the "
+            f"variables that it reads: {listed}"
+            for name in sorted(set(variables) - read - FROM_THE_ROW)
+        ]
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def template_variables(template: str) -> set[str]:
+    """Names that a template reads and does not set itself, less what each conversation gives."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        with limited():
+            tree = _compile_jinja_template(template).environment.parse(template)
+        read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
+    except TEMPLATE_ERRORS as error:
+        raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
+    # What a template sets without having asked whether it is there is its own.
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    asked = {
+        test.node.name
+        for test in tree.find_all((nodes.Test, nodes.Filter))
+        if test.name in ("defined", "undefined", "none", "default", "d")
+        and isinstance(test.node, nodes.Name)
+    }
+    return read - (stored - asked)
+
+
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """The template with values for the variables that a caller leaves undefined.
+
+    transformers, vLLM and llama.cpp then render as training did, and can still be given others.
+    The newline behind the comment is one that Jinja removes as transformers configures it, so that
+    the template begins at the beginning of a line as it did before.
+    """
+    read = template_variables(template) if variables else set[str]()
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in variables.items()
+        if name in read and IDENTIFIER.fullmatch(name)
+    ]
+    return "".join(lines) + "{#- values of the training #}\n" + template if lines else template
+
+
+def _literal(value: Any) -> str:
+    """A value of JSON as an expression of Jinja."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case None:
+            return "none"
+        case list() | tuple():
+            return f"[{', '.join(map(_literal, value))}]"
+        case Mapping():
+            return f"{{{', '.join(f'{_literal(k)}: {_literal(v)}' for k, v in value.items())}}}"
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case _:
+            return repr(value)

@@ -1,0 +1,239 @@
+"""Chat messages, brought into the one form that chat templates read.
+
+Content is text, arguments are objects, every tool call has an id, nothing is null.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from finetune.data.chat.tools import calls_of, spoken_calls
+from finetune.data.values import RowProblem, kind_of, list_of, text_of
+from finetune.errors import did_you_mean
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+REASONING = ("reasoning_content", "reasoning", "thinking")
+FLAGS = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_weight")
+"""Keys of a message that say whether it is trained: 0 or false makes it context only."""
+NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
+"""Keys of a message, or of a part of its content, that hold what is not text."""
+REFUSED = {
+    **dict.fromkeys(NOT_TEXT, "only text is trained"),
+    "refusal": "write what the assistant says into content",
+    "train_detail": "a turn is trained as a whole or not at all; use weight: 0 or 1",
+    "training_detail": "a turn is trained as a whole or not at all; use weight: 0 or 1",
+    "loss_mask": "use weight: 0 (context only) or 1 (trained)",
+    "mask": "use weight: 0 (context only) or 1 (trained)",
+}
+"""Keys of a message that would be lost, with what to do instead."""
+KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
+"""Keys that a message may have after it was read; a template gets all others as they are."""
+
+
+class Turns(NamedTuple):
+    """Messages, and what the data says of the training of some."""
+
+    messages: tuple[Message, ...]
+    untrained: frozenset[int] = frozenset()
+    """Numbers of the assistant's messages that are context only."""
+    wanted: frozenset[int] = frozenset()
+    """Numbers of those that are to be trained, where the data says so."""
+
+
+def messages_of(value: Any, where: str) -> Turns:
+    return _turns(list_of(value, where), where, _message)
+
+
+def sharegpt_turns(value: Any, where: str) -> Turns:
+    return _turns(list_of(value, where), where, _sharegpt_message)
+
+
+def _turns(values: list[Any], where: str, read: Any) -> Turns:
+    if not values:
+        raise RowProblem(f"{where} is empty")
+    messages, flags = list[Message](), dict[int, bool]()
+    for index, raw in enumerate(values):
+        place = f"{where}[{index}]"
+        message = read(raw, place)
+        trained = _is_trained(message, place)
+        if trained is not None:
+            flags[index] = trained
+        messages.append(message)
+    wanted = frozenset(index for index, trained in flags.items() if trained)
+    return Turns(with_call_ids(messages), frozenset(flags) - wanted, wanted)
+
+
+def _message(raw: Any, where: str) -> Message:
+    """A message without its empty keys; its content is text, its arguments are objects."""
+    if _is_plain(raw):
+        return dict(raw)
+    if not isinstance(raw, Mapping):
+        raise RowProblem(f"{where} is {kind_of(raw)}, expected an object with role and content")
+    if "role" not in raw:
+        hint = "; format 'sharegpt' reads 'from' and 'value'" if "from" in raw else ""
+        raise RowProblem(f"{where} has no 'role' (it has {', '.join(raw)}){hint}")
+    message = {key: value for key, value in raw.items() if value is not None}
+    role = raw["role"]
+    if role == "function":  # the older name of a tool's result
+        role = message["role"] = "tool"
+    if role not in ROLES:
+        close = did_you_mean(str(role), ROLES)
+        raise RowProblem(f"{where} has role '{role}'{close} (known: {', '.join(ROLES)})")
+    calling = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
+    calls = calls_of(message, where)
+    if calls and role != "assistant":
+        raise RowProblem(f"{where} has {calling}, which only an assistant makes")
+    message["content"] = _content(message.get("content", "" if calls else None), where)
+    if calls:
+        message["tool_calls"] = calls
+    _check_keys(message, where)
+    return _with_reasoning(message, where)
+
+
+def _is_plain(raw: Any) -> bool:
+    """Whether a message is a role and a text and nothing else, as most are."""
+    return (
+        type(raw) is dict
+        and len(raw) == 2
+        and type(raw.get("content")) is str
+        and raw.get("role") in ROLES
+    )
+
+
+def _check_keys(message: Message, where: str) -> None:
+    """Refuse keys whose meaning would be lost; take them out where they are empty."""
+    for key in message.keys() & REFUSED.keys():
+        if message.pop(key) not in ("", [], {}, False):
+            raise RowProblem(f"{where} has '{key}', which is not read: {REFUSED[key]}")
+
+
+def _with_reasoning(message: Message, where: str) -> Message:
+    """With a thought under both names that templates read."""
+    given = {key: message[key] for key in REASONING if message.get(key)}
+    if not given:
+        return message
+    key, thought = next(iter(given.items()))
+    if not isinstance(thought, str):
+        raise RowProblem(f"{where}.{key} is {kind_of(thought)}, expected text")
+    if message["role"] != "assistant":
+        raise RowProblem(f"{where} has {key}, which only an assistant has")
+    for other, text in given.items():
+        if text != thought:
+            raise RowProblem(f"{where} has {key} and {other} with different texts; keep one")
+    message["reasoning_content"] = message["thinking"] = thought
+    return message
+
+
+def _is_trained(message: Message, where: str) -> bool | None:
+    """Take the flags out of a message that say whether it is trained; None where none does."""
+    if message.keys().isdisjoint(FLAGS):
+        return None
+    given = {key: message.pop(key) for key in FLAGS if key in message}
+    wanted = {key: _flag(value, f"{where}.{key}") for key, value in given.items()}
+    if len(set(wanted.values())) > 1:
+        shown = " and ".join(f"{key} {given[key]!r}" for key in given)
+        raise RowProblem(f"{where} has {shown}, which contradict each other; keep one of them")
+    key, trained = next(iter(wanted.items()))
+    if message["role"] == "assistant":
+        return trained
+    if trained:
+        raise RowProblem(
+            f"{where} ({message['role']}) has {key} {given[key]!r}, but only turns of the "
+            "assistant are trained; leave the key out"
+        )
+    return None
+
+
+def _flag(value: Any, where: str) -> bool:
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    told = repr(value) if isinstance(value, int | float | str) else kind_of(value)
+    raise RowProblem(
+        f"{where} is {told}, expected 0 or false (context only), or 1 or true (trained)"
+    )
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content:
+        return "".join(_part(part, where) for part in content)
+    raise RowProblem(f"{where}.content is {kind_of(content)}, expected text")
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of a part of a message's content."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else kind_of(part)
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        held = next((key for key in NOT_TEXT if part.get(key)), None)
+        if held is None:
+            return part["text"]
+        kind = held
+    raise RowProblem(f"{where} has a part that is not text: {kind}")
+
+
+def with_call_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Give each tool call an id where it has none, and the results that follow the same ids.
+
+    Nine letters and digits, because Mistral's templates accept nothing else.
+    """
+    count, waiting, result = 0, list[str](), list[Message]()
+    for message in messages:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                calls.append({"id": f"call{count:05d}", **call})
+                count += 1
+            waiting = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            if waiting:
+                message = {"tool_call_id": waiting[0], **message}
+            waiting = [call for call in waiting if call != message.get("tool_call_id")]
+        result.append(message)
+    return tuple(result)
+
+
+def _sharegpt_message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
+        there = ", ".join(turn) if isinstance(turn, Mapping) else kind_of(turn)
+        hint = ""
+        if isinstance(turn, Mapping) and "role" in turn:
+            hint = '; use format \'messages\' with columns={"conversations": "messages"}'
+        raise RowProblem(f"{where} needs 'from' and 'value', it has {there}{hint}")
+    speaker = text_of(turn, "from", where)
+    others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
+    if speaker == "function_call":
+        others["tool_calls"] = spoken_calls(turn, where)
+        others.pop("role", None)
+        return _message({"content": "", **others, "role": "assistant"}, where)
+    if speaker not in SHAREGPT_ROLES:
+        known = (*SHAREGPT_ROLES, "function_call")
+        close = did_you_mean(speaker, known)
+        raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(known)})")
+    message = {"role": SHAREGPT_ROLES[speaker], "content": text_of(turn, "value", where)}
+    for key, theirs in (("role", "from"), ("content", "value")):
+        if others.pop(key, message[key]) not in (message[key], turn[theirs]):
+            raise RowProblem(f"{where} has '{theirs}' and another '{key}'; keep one of them")
+    return _message({**message, **others}, where)
+
+
+def exchanges_of(value: Any, where: str) -> list[Message]:
+    """Earlier turns: pairs of what the user and what the assistant said."""
+    messages = list[Message]()
+    for index, pair in enumerate(list_of(value, where)):
+        if not isinstance(pair, list | tuple) or [type(each) for each in pair] != [str, str]:
+            raise RowProblem(f"{where}[{index}] is not a pair of texts: a question, an answer")
+        for role, content in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": content})
+    return messages

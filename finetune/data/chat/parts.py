@@ -1,0 +1,158 @@
+"""Find what a rendered chat leaves out of a message or a tool: each part is looked for in the text.
+
+White space does not count, since templates trim and indent; neither does escaping for JSON or HTML.
+A place of the text holds one part only, so that a word of a tool call is not taken for the answer
+beside it.
+"""
+
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import markupsafe
+
+from finetune.data.chat.messages import Message
+
+THOUGHT = re.compile(
+    r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:begin|end)_of_thought\|>"
+    r"|◁/?think▷|<\|channel>thought|<channel\|>"
+)
+"""Marks round the thoughts that a message holds within its content."""
+CUT = "\0"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text of a message that belongs into the rendered chat."""
+
+    name: str
+    """What it is, as an error names it; `{}` is the number of the message."""
+    forms: tuple[str, ...]
+    """Texts without white space, any one of which will do."""
+    pieces: tuple["Part", ...] = ()
+    """Parts that will do together, where none of the forms is found."""
+
+
+def lost(message: Message, text: str) -> list[str]:
+    """Names of the parts of a message that a text does not hold."""
+    plain = "tool_calls" not in message and not message.get("reasoning_content")
+    if plain and message["content"].strip() in text:
+        return []
+    remaining = _squeezed(text)
+    missing = list[str]()
+    for part in sorted(_parts(message), key=lambda part: -len(part.forms[0])):
+        found, remaining = _taken(part, remaining)
+        missing += found
+    return list(dict.fromkeys(missing))
+
+
+def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
+    """What of a tool's schema a text does not hold: its name, or its description and parameters."""
+    function = tool["function"]
+    squeezed = _squeezed(text)
+    name = function.get("name", "")
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not any(form in squeezed for form in _forms(name)):
+        return [name]
+    wanted = list[tuple[str, tuple[str, ...]]]()
+    description = function.get("description")
+    if isinstance(description, str):
+        wanted.append((f"the description of {name}", _forms(description)))
+    if isinstance(properties, Mapping):
+        wanted += [(f"the parameter {each} of {name}", _forms(str(each))) for each in properties]
+    return [what for what, forms in wanted if not any(form in squeezed for form in forms)]
+
+
+def has_thought(message: Message) -> bool:
+    """Whether a message holds thoughts beside or within its content."""
+    return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))
+
+
+def _taken(part: Part, text: str) -> tuple[list[str], str]:
+    """The names of what is missing, and the text without what was found."""
+    for form in part.forms:
+        if not form:
+            return [], text
+        place = text.find(form)
+        if place >= 0:
+            return [], text[:place] + CUT + text[place + len(form) :]
+    if not part.pieces:
+        return [part.name], text
+    missing = list[str]()
+    for piece in sorted(part.pieces, key=lambda piece: -len(piece.forms[0])):
+        found, text = _taken(piece, text)
+        missing += found
+    return missing, text
+
+
+def _parts(message: Message) -> Iterator[Part]:
+    calls = message.get("tool_calls", ())
+    content = message["content"]
+    what = "what message {} says beside its tool calls" if calls else "message {}"
+    pieces = tuple(_pieces(content, what)) if THOUGHT.search(content) else ()
+    yield Part(what, _forms(content), pieces)
+    thoughts = message.get("reasoning_content")
+    if isinstance(thoughts, str):
+        yield Part("the thoughts of message {} (reasoning_content)", _forms(thoughts))
+    for call in calls:
+        function = call["function"]
+        yield Part("the tool calls of message {}", _forms(function["name"]))
+        arguments = function["arguments"]
+        if arguments:
+            name = "arguments of the tool calls of message {}"
+            yield Part(name, _json_forms(arguments), tuple(_leaves(arguments, name)))
+
+
+def _pieces(content: str, what: str) -> Iterator[Part]:
+    """Thoughts and the words around them."""
+    last, opened = 0, False
+    for mark in THOUGHT.finditer(content):
+        closes = "/" in mark[0] or "end_" in mark[0] or mark[0] == "<channel|>"
+        # What precedes a closing mark is a thought, whether or not the opening one is there.
+        name = "the thoughts of message {}" if closes else what
+        yield Part(name, _forms(content[last : mark.start()]))
+        last, opened = mark.end(), not closes
+    yield Part("the thoughts of message {}" if opened else what, _forms(content[last:]))
+
+
+def _leaves(value: Any, name: str) -> Iterator[Part]:
+    match value:
+        case Mapping():
+            for key, each in value.items():
+                yield Part(name, _forms(str(key)))
+                yield from _leaves(each, name)
+        case list() | tuple():
+            for each in value:
+                yield from _leaves(each, name)
+        case str():
+            yield Part(name, _forms(value))
+        case _:
+            yield Part(name, (*_json_forms(value), str(value)))
+
+
+def _json_forms(value: Any) -> tuple[str, ...]:
+    written = value if isinstance(value, str) else None
+    texts = [written] if written is not None else []
+    if written is None:
+        texts += [json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True)]
+    return tuple(dict.fromkeys(_squeezed(text) for text in texts))
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """A text as templates write it: as it is, within JSON, within HTML."""
+    plain = _squeezed(text)
+    forms = [plain]
+    if not plain.isascii() or any(each in text for each in "\"\\\n\r\t\b\f&<>'"):
+        text = text.strip()
+        forms += [json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]]
+        forms += [html.escape(text), html.escape(text, quote=False), str(markupsafe.escape(text))]
+        forms.append(repr(text)[1:-1])
+    return tuple(dict.fromkeys(map(_squeezed, forms)))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,427 @@
+"""From a sample to token ids and which of them are trained.
+
+A conversation is rendered by the chat template and tokenised once, as serving does. An assistant
+turn is trained from behind the header that serving would put there (the generation prompt) up to
+and with the token that ends the turn:
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                          ^^^^^^^^^^^^^^^
+"""
+
+import itertools
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from finetune.data.chat.chat_templates import BUILT_IN, adds_bos, choose
+from finetune.data.chat.template_spans import Span
+from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
+from finetune.data.formats import Completion, Conversation, Sample, Text
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerFast
+
+TrainOn = Literal["assistant", "completion", "all"]
+
+HEADER = 6
+"""Characters of a header that no text holds by chance."""
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids of a row, and which of them the model is trained to say."""
+
+    ids: list[int]
+    trained: list[bool]
+    notes: frozenset[str] = frozenset()
+    """What is unusual about it: names of counts in `finetune.data.encode.Tally`."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a text."""
+
+    ids: list[int]
+    encoding: "Encoding"
+
+    @property
+    def offsets(self) -> list[Span]:
+        """The characters of each token."""
+        return self.encoding.offsets
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A tokenizer with the chat template that it renders conversations with."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    template: str | None
+    """Jinja source; None for a tokenizer without one, which renders text and completions only."""
+    tool_template: str | None = None
+    """Jinja source for conversations with tools, where it differs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the template's variables: `model.chat_template_kwargs`."""
+    saved: str | dict[str, str] | None = None
+    """What `tokenizer.chat_template` becomes where the tokenizer is saved."""
+
+    def render(self, sample: Sample, train_on: TrainOn) -> Row:
+        """Token ids of a sample, and the trained ones.
+
+        Of a conversation: every assistant turn, the last one (`completion`), or everything. Of a
+        prompt with its completion: the completion, or both for `all`. Of a text: everything.
+        Raises FinetuneError where the template cannot say which tokens an assistant turn is.
+        """
+        match sample:
+            case Conversation():
+                return self._conversation(sample, train_on)
+            case Completion():
+                return self._completion(sample, train_on)
+            case Text():
+                ids = self._closed(self._opened(self._tokens(sample.text).ids))
+                return Row(ids, [True] * len(ids), self._bos_notes(ids))
+
+    def prompt(self, sample: Conversation | Completion) -> list[int]:
+        """Token ids that a model is given to answer: messages and the header of its turn."""
+        if isinstance(sample, Completion):
+            return self._opened(self._tokens(sample.prompt).ids)
+        return self._tokens(self._turns(sample).mark(sample, add_generation_prompt=True).text).ids
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens at which an answer ends: the EOS, and the one that ends a turn."""
+        ends = {self._eos} if self._eos is not None else set[int]()
+        if self.template is not None:
+            row = self.render(Conversation((QUESTION, ANSWER)), "completion")
+            ends.add([token for token, said in zip(row.ids, row.trained, strict=True) if said][-1])
+        return sorted(ends)
+
+    # Prompt and completion.
+
+    def _completion(self, sample: Completion, train_on: TrainOn) -> Row:
+        prompt, completion = self._split(sample)
+        answer = self._closed(completion)
+        start = self._opened(prompt)
+        given = [train_on == "all"] * len(start)
+        notes = self._bos_notes(start)
+        return Row([*start, *answer], [*given, *[True] * len(answer)], notes)
+
+    def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
+        """Ids of the prompt as serving tokenises it, and of what follows.
+
+        Tokenised at once, a token may lie across the border. Then the completion is tokenised by
+        itself: behind a newline where the tokenizer puts a space before every text, which does not
+        belong here.
+        """
+        prompt = self._tokens(sample.prompt).ids
+        whole = self._tokens(sample.prompt + sample.completion).ids
+        if whole[: len(prompt)] == prompt:
+            return prompt, whole[len(prompt) :]
+        alone = self._tokens(sample.completion).ids
+        newline = self._tokens("\n").ids
+        behind_newline = self._tokens("\n" + sample.completion).ids
+        text = self.tokenizer.decode(whole)
+        for completion in (alone, behind_newline[len(newline) :]):
+            if self.tokenizer.decode([*prompt, *completion]) == text:
+                return prompt, completion
+        raise FinetuneError(
+            f"the prompt ends inside a token ({excerpt(sample.prompt[-20:])} before "
+            f"{excerpt(sample.completion[:20])}); end it at a word"
+        )
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """With the tokenizer's BOS in front, where it adds one and the text has none."""
+        bos = self._bos
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        eos = self._eos
+        if eos is None:
+            raise FinetuneError(
+                "tokenizer: it has no end-of-sequence token, so a model could not learn to stop; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    @cached_property
+    def _bos(self) -> int | None:
+        """The BOS that the tokenizer begins every text with; None where it does not."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        return bos if adds_bos(self.tokenizer) else None
+
+    def _bos_notes(self, ids: list[int]) -> frozenset[str]:
+        """Whether a row lacks the BOS that the tokenizer begins texts with, or has it twice."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        if bos is None:
+            return frozenset()
+        if ids[:2] == [bos, bos]:
+            return frozenset({"two_bos"})
+        return frozenset({"no_bos"} if self._bos is not None and ids[:1] != [bos] else ())
+
+    @cached_property
+    def _eos(self) -> int | None:
+        return cast("int | None", self.tokenizer.eos_token_id)
+
+    # Conversations.
+
+    def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
+        turns = self._turns(sample)
+        rendered = self._rendered(sample)
+        text = rendered.marked.text
+        tokens = self._tokens(text)
+        if train_on == "all":
+            if sample.untrained:
+                raise FinetuneError(
+                    f"message {min(sample.untrained)} is context only by its weight or train, but "
+                    "all tokens are trained; use method sft with train_on=assistant, or leave the "
+                    "key out"
+                )
+            ids = tokens.ids
+            return Row(ids, [True] * len(ids), self._bos_notes(ids) | rendered.notes)
+        answers = [
+            number
+            for number, message in enumerate(sample.messages)
+            if message["role"] == "assistant" and number >= sample.given
+        ]
+        chosen = answers[-1:] if train_on == "completion" else answers
+        chosen = [number for number in chosen if number not in sample.untrained]
+        spans = {number: turns.spans(rendered, number) for number in chosen}
+        ids, places = self._placed(text, tokens, [span for said in spans.values() for span in said])
+        trained = [False] * len(ids)
+        for number, said in spans.items():
+            last = 0
+            for span in said:
+                first, behind = places[span]
+                trained[first:behind] = [True] * (behind - first)
+                last = ids[behind - 1]
+            self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
+        return Row(ids, trained, self._bos_notes(ids) | rendered.notes)
+
+    def _placed(
+        self, text: str, tokens: Tokens, spans: list[Span]
+    ) -> tuple[list[int], dict[Span, Span]]:
+        """Ids of a text, and the first token of each span with the one behind its last token."""
+        places = {span: self._place(tokens, span) for span in spans}
+        found = {span: place for span, place in places.items() if place is not None}
+        if len(found) == len(places):
+            return tokens.ids, found
+        borders = sorted({start for start, _ in spans})
+        ids, offsets = self._cut(text, tokens.ids, tokens.offsets, borders)
+        starts = [start for start, _ in offsets]
+        return ids, {
+            (start, end): (bisect_left(starts, start), bisect_left(starts, end))
+            for start, end in spans
+        }
+
+    def _place(self, tokens: Tokens, span: Span) -> Span | None:
+        """The tokens of a span that begins and ends between two tokens, an end token the last.
+
+        None where this cannot be seen from the tokens at its ends: then all of them are looked at.
+        """
+        start, end = span
+        encoding = tokens.encoding
+        if start >= end or start == 0:
+            return None
+        before, first = encoding.char_to_token(start - 1), encoding.char_to_token(start)
+        last = encoding.char_to_token(end - 1)
+        if before is None or first != before + 1 or last is None:
+            return None
+        if encoding.token_to_chars(first)[0] != start or encoding.token_to_chars(last)[1] != end:
+            return None
+        return (first, last + 1) if tokens.ids[last] in self.end_tokens else None
+
+    def _cut(
+        self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
+    ) -> tuple[list[int], list[Span]]:
+        """Tokens of which none lies across a border: serving puts the header there as it is.
+
+        An answer that begins with a newline may share a token with the newline of its header. Then
+        what lies before and behind the border is tokenised by itself.
+        """
+        starts = [start for start, _ in offsets]
+        before = {border: bisect_left(starts, border) - 1 for border in borders}
+        crossed = [b for b, token in before.items() if token >= 0 and offsets[token][1] > b]
+        if not crossed:
+            return ids, offsets
+        apart, places = list[int](), list[Span]()
+        for start, end in itertools.pairwise([0, *crossed, len(text)]):
+            found = self._tokens(text[start:end])
+            apart += found.ids
+            places += [(start + first, start + behind) for first, behind in found.offsets]
+        whole, joined = self.tokenizer.decode(ids), self.tokenizer.decode(apart)
+        if whole != joined:
+            raise FinetuneError(
+                "chat template: the header of an assistant turn ends inside a token; tokenised at "
+                f"once the chat is {excerpt(whole)}, cut behind the header {excerpt(joined)}; let "
+                "the header end at a word"
+            )
+        return apart, places
+
+    def _check_end(self, token: int, turn: str) -> None:
+        """Refuse a template after whose turns a model could not learn to stop."""
+        if token not in self.end_tokens:
+            raise FinetuneError(
+                f"chat template: the assistant turn {excerpt(turn)} closes with "
+                f"{self.tokenizer.decode([token])!r}, which is no end token of this tokenizer, so "
+                "a model could not learn to stop; end it with {{ eos_token }} (as the built-in "
+                "'plain' does) or add the token to the tokenizer"
+            )
+
+    def _turns(self, sample: Conversation) -> Turns:
+        if sample.tools and self._tool_turns is not None:
+            return self._tool_turns
+        return self._plain_turns
+
+    @cached_property
+    def _tool_turns(self) -> Turns | None:
+        if self.tool_template is None:
+            return None
+        return Turns(self.tokenizer, self.tool_template, self.variables)
+
+    @cached_property
+    def _plain_turns(self) -> Turns:
+        if self.template is None:
+            raise FinetuneError(
+                "model.chat_template: the data has conversations and the tokenizer has no chat "
+                f"template; set model.chat_template to a file or to one of {', '.join(BUILT_IN)}"
+            )
+        return Turns(self.tokenizer, self.template, self.variables)
+
+    def reads_key(self, sample: Conversation, number: int, key: str) -> bool:
+        """Whether the template writes something else for a message with a key than without it."""
+        return self._turns(sample).reads(sample, number, key)
+
+    @property
+    def reads_the_date(self) -> bool:
+        """Whether a template writes the date of the day, which is fixed while training."""
+        return any("strftime_now" in each for each in (self.template, self.tool_template) if each)
+
+    def holds_markup(self, text: str) -> bool:
+        """Whether a text holds special tokens, or the header of an assistant turn, as text."""
+        return bool(self._markup.search(text))
+
+    @cached_property
+    def _markup(self) -> re.Pattern[str]:
+        """Special tokens and end tokens of turns, which belong to the template."""
+        added = self.tokenizer.added_tokens_decoder
+        ends = set[int]()
+        texts = set[str]()
+        if self.template is not None:
+            try:
+                ends = set(self.stop_ids)
+                header = self._turns(Conversation((QUESTION,))).header.strip()
+                texts = {header} if len(header) >= HEADER else texts
+            except FinetuneError:  # the rows say what is wrong with the template
+                pass
+        texts |= {token.content for id, token in added.items() if token.special or id in ends}
+        texts = {text for text in texts if text.strip()}
+        longest_first = sorted(texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @cached_property
+    def end_tokens(self) -> set[int | None]:
+        """Tokens that can end a turn or a text: the EOS, and what the tokenizer never splits."""
+        return {*self.tokenizer.added_tokens_decoder, self._eos}
+
+    # Tokens.
+
+    @contextmanager
+    def ahead(self, samples: Iterable[Sample]) -> Iterator[None]:
+        """Render and tokenise samples at once, which takes less time than one by one.
+
+        Within the context `render` finds what it needs of these very samples.
+        """
+        texts: dict[str, None] = {}
+        for sample in samples:
+            match sample:
+                case Conversation():
+                    try:
+                        rendered = self._turns(sample).render(sample)
+                    except FinetuneError:  # raised again where the row is rendered
+                        continue
+                    self._rendered_ahead[id(sample)] = rendered
+                    texts[rendered.marked.text] = None
+                case Completion():
+                    texts |= {sample.prompt: None, sample.prompt + sample.completion: None}
+                case Text():
+                    texts[sample.text] = None
+        whole = [text for text in texts if not HALF_CHARACTER.search(text)]
+        if whole:
+            for text, tokens in zip(whole, self._tokenised(whole), strict=True):
+                self._tokens_ahead[text] = tokens
+        try:
+            yield
+        finally:
+            self._rendered_ahead.clear()
+            self._tokens_ahead.clear()
+
+    @cached_property
+    def _rendered_ahead(self) -> dict[int, Rendered]:
+        """Conversations by the identity of their samples."""
+        return {}
+
+    @cached_property
+    def _tokens_ahead(self) -> dict[str, Tokens]:
+        return {}
+
+    def _rendered(self, sample: Conversation) -> Rendered:
+        return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)
+
+    def _tokens(self, text: str) -> Tokens:
+        """Tokens of a text without added special tokens.
+
+        Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
+        """
+        ahead = self._tokens_ahead.get(text)
+        if ahead is not None:
+            return ahead
+        half = HALF_CHARACTER.search(text)
+        if half is not None:
+            raise FinetuneError(
+                f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
+                "other half was lost, perhaps where the text was cut"
+            )
+        return self._tokenised([text])[0]
+
+    def _tokenised(self, texts: list[str]) -> list[Tokens]:
+        found = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        assert found.encodings is not None  # it is a fast tokenizer
+        return list(map(Tokens, found["input_ids"], found.encodings))
+
+
+def load_chat(
+    tokenizer: "PreTrainedTokenizerFast",
+    chat_template: str | None,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
+    """A tokenizer with its own template (None), a named or built-in one, or one from a file.
+
+    Args:
+        tokenizer: A fast one.
+        chat_template: The recipe's `model.chat_template`.
+        variables: The recipe's `model.chat_template_kwargs`.
+
+    Raises FinetuneError for a tokenizer that gives no offsets and for what `choose` refuses.
+    """
+    if not tokenizer.is_fast:
+        raise FinetuneError(
+            f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
+            "use a model with a tokenizer.json"
+        )
+    # A date of YAML is a text here, as it is in JSON and in the shown recipe.
+    values = json.loads(json.dumps(dict(variables or {}), default=str))
+    chosen = choose(tokenizer, chat_template, values)
+    return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved)

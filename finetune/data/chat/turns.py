@@ -1,0 +1,446 @@
+"""Find which characters of a rendered conversation the assistant says, for any chat template.
+
+A turn goes from behind its header (the generation prompt, which serving puts there) to the token
+that ends it. A template with `{% generation %}` blocks says so itself. Whatever cannot be
+established exactly is refused with both texts, and so is a template that leaves out what the row
+says.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.chat.call_forms import forms, writes_as_python
+from finetune.data.chat.chat_templates import TEMPLATE_ERRORS, check_variables
+from finetune.data.chat.messages import Message
+from finetune.data.chat.parts import has_thought, lost, lost_of_tool
+from finetune.data.chat.template_limits import limited
+from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
+from finetune.data.formats import Conversation
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PROBE = "\ue000"
+"""A private-use character: the answer of a turn of which only the header is looked for."""
+QUESTION: Message = {"role": "user", "content": "Hello"}
+ANSWER: Message = {"role": "assistant", "content": PROBE}
+COMPARED = 16
+"""Conversations of each shape that are compared with what transformers renders."""
+SHORT = 12
+"""Characters of a text that may be in a chat by chance."""
+EXCEEDED = 2
+"""Conversations beyond their limits of time or memory after which a template is given up."""
+THOUGHTS = "the thoughts of message {}"
+
+
+@dataclass
+class Rendered:
+    """A conversation with its text."""
+
+    sample: Conversation
+    """As the template takes it: arguments as text or ids replaced, where it needs that."""
+    marked: Marked
+    notes: set[str] = field(default_factory=set)
+    """What is unusual about the row: names of counts in `finetune.data.encode.Tally`."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A chat template that says where each assistant turn is."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    template: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def render(self, sample: Conversation) -> Rendered:
+        """The conversation as transformers renders it; refused where that leaves something out."""
+        if sample.template_kwargs:
+            check_variables([self.template], sample.template_kwargs, "chat_template_kwargs")
+        rendered = self._render(sample)
+        self._compare(rendered)
+        for tool in sample.tools:
+            self._check_tool(rendered, tool)
+        for number in range(len(sample.messages)):
+            self._check_written(rendered, number)
+        return rendered
+
+    def mark(
+        self, sample: Conversation, *, add_generation_prompt: bool = False, today: bool = False
+    ) -> Marked:
+        """The conversation with its marks, as it is rendered on a fixed date."""
+        return self._render(sample, add_generation_prompt, today).marked
+
+    def _render(
+        self, sample: Conversation, add_generation_prompt: bool = False, today: bool = False
+    ) -> Rendered:
+        """The conversation in the first form that the template takes."""
+        variables = {
+            "tools": list(sample.tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+            **self.variables,
+            **sample.template_kwargs,
+        }
+        first: Rendered | None = None
+        refusal: Exception | None = None
+        for form, notes in forms(sample):
+            try:
+                with self._within_limits():
+                    marked = self._marks.render(form.messages, today=today, **variables)
+            except TEMPLATE_ERRORS as error:
+                refusal = refusal or error
+                continue
+            if first is None:
+                first = Rendered(form, marked, notes)
+                if not writes_as_python(sample, marked.text):
+                    return first
+            elif not notes:
+                return Rendered(form, marked, notes)
+        if first is not None:
+            return first
+        roles = ", ".join(message["role"] for message in sample.messages)
+        raise FinetuneError(
+            f"chat template: it refuses this conversation ({roles}): {refusal}"
+        ) from None
+
+    @contextlib.contextmanager
+    def _within_limits(self) -> Iterator[None]:
+        """Limit what a conversation takes; a template that exceeds it again is not asked again."""
+        if len(self._exceeded) >= EXCEEDED:
+            raise self._exceeded[-1]
+        try:
+            with limited():
+                yield
+        except FinetuneError as error:
+            self._exceeded.append(error)
+            raise
+
+    @cached_property
+    def _exceeded(self) -> list[FinetuneError]:
+        """Conversations that took more than their limits."""
+        return []
+
+    # What transformers renders.
+
+    def _compare(self, rendered: Rendered) -> None:
+        """Refuse a text that is not the one of transformers.
+
+        Marks write nothing into a text, so a few conversations of each shape are enough.
+        """
+        sample = rendered.sample
+        kinds = {(message["role"], *message) for message in sample.messages}
+        shape = (
+            frozenset(kinds), sample.messages[0]["role"], sample.messages[-1]["role"],
+            bool(sample.tools), frozenset(sample.template_kwargs),
+        )  # fmt: skip
+        seen = self._compared.get(shape, 0)
+        if seen >= COMPARED:
+            return
+        self._compared[shape] = seen + 1
+        ours = rendered.marked.text
+        if self._marks.reads_the_date:
+            ours = self.mark(sample, today=True).text
+        with self._within_limits():
+            theirs = self.tokenizer.apply_chat_template(
+                list(sample.messages),
+                tools=list(sample.tools) or None,
+                chat_template=self.template,
+                tokenize=False,
+                **{**self.variables, **sample.template_kwargs},
+            )
+        if ours != theirs:
+            raise FinetuneError(
+                "chat template: its assistant turns cannot be located; with marks it renders "
+                f"{excerpt(ours)}, without {excerpt(str(theirs))}"
+            )
+
+    # What the template leaves out.
+
+    def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
+        """Refuse a template that leaves out a tool, wherever else its name is."""
+        text = rendered.marked.outside(_said_by(rendered.sample, ("assistant", "tool")))
+        missing = lost_of_tool(tool, text)
+        if missing:
+            raise FinetuneError(
+                f"chat template: it leaves out the tools ({', '.join(missing)}); "
+                "set model.chat_template to a template that writes them"
+            )
+
+    def _check_written(self, rendered: Rendered, number: int) -> None:
+        """Refuse a template that leaves out what a message says.
+
+        Thoughts may be left out of earlier turns, where the template writes those of the last one.
+        """
+        message, marked = rendered.sample.messages[number], rendered.marked
+        written = marked.written(number)
+        if message["role"] == "assistant":
+            written = written.removeprefix(self._usual_header)
+        missing = lost(message, written)
+        if not missing:
+            return
+        text = marked.text
+        if message["role"] != "assistant" or number not in marked.turns:
+            text = marked.outside(_said_by(rendered.sample, ("assistant", "tool"), number))
+            missing = lost(message, text)
+            if not missing and self._writes(rendered.sample, number):
+                return
+            missing = missing or ["message {}"]
+        thoughts = all(part.startswith(THOUGHTS) for part in missing)
+        if thoughts and self._is_history(rendered.sample, number):
+            rendered.notes.add("history_thoughts")
+            return
+        what = " and ".join(part.format(number) for part in missing)
+        if missing == ["message {}"] and _holds_some(message["content"], text):
+            what = f"a part of {what}"
+        raise FinetuneError(
+            f"chat template: it leaves out {what} ({message['role']}: "
+            f"{excerpt(message['content'])}); take it out of the data, or set "
+            "model.chat_template to a template that writes it"
+        )
+
+    def _writes(self, sample: Conversation, number: int) -> bool:
+        """Whether the template writes the content of a message, which may be there by chance."""
+        content = sample.messages[number]["content"].strip()
+        others = (m["content"] for n, m in enumerate(sample.messages) if n != number)
+        if not content or (len(content) > SHORT and not any(content in each for each in others)):
+            return True
+        message = {**sample.messages[number], "content": PROBE}
+        return PROBE in self.mark(_replaced(sample, number, message)).text
+
+    def reads(self, sample: Conversation, number: int, key: str) -> bool:
+        """Whether a key of a message changes what the template writes.
+
+        A word of it says little: templates that read `name` of a called function are many, and
+        those that read the `name` of who speaks are few. Asked once for each shape of message.
+        """
+        message = sample.messages[number]
+        shape = (key, message["role"], *sorted(message))
+        if shape not in self._read_keys:
+            other = {name: value for name, value in message.items() if name != key}
+            other |= {key: PROBE} if isinstance(message[key], str) else {}
+            try:
+                changed = self.mark(_replaced(sample, number, other)).text
+                self._read_keys[shape] = changed != self.mark(sample).text
+            except FinetuneError:  # it asks for the key, or for another value
+                self._read_keys[shape] = True
+        return self._read_keys[shape]
+
+    @cached_property
+    def _read_keys(self) -> dict[tuple[str, ...], bool]:
+        return {}
+
+    def _is_history(self, sample: Conversation, number: int) -> bool:
+        """Whether a message is an earlier turn whose thoughts are written while it is the last."""
+        message = sample.messages[number]
+        if number + 1 == len(sample.messages):
+            return False
+        kind = (
+            bool(message.get("reasoning_content")),
+            has_thought(message),
+            "tool_calls" in message,
+        )
+        if not self._keeps_last.get(kind):
+            try:
+                marked = self.mark(_cut(sample, number + 1))
+            except FinetuneError:
+                return False
+            self._keeps_last[kind] = not lost(message, marked.written(number) or marked.text)
+        return self._keeps_last[kind]
+
+    # Where the assistant's turns are.
+
+    def spans(self, rendered: Rendered, number: int) -> list[Span]:
+        """The characters of an assistant message that are trained, in order."""
+        marked = rendered.marked
+        written = marked.turns.get(number, [])
+        if len(written) != 1:
+            return [self._found_by_prompt(rendered, number)]
+        start, end = written[0]
+        if not self._marks.has_generation:
+            start += self._header_length(rendered, number)
+            return [(start, _without_space(marked.text, start, end))]
+        inside = [span for span in marked.generations if start <= span[0] and span[1] <= end]
+        if not inside:
+            raise FinetuneError(
+                "chat template: it has {% generation %} marks, but none in the assistant turn "
+                f"{excerpt(marked.text[start:end])}"
+            )
+        last_start, last_end = inside[-1]
+        return [*inside[:-1], (last_start, _without_space(marked.text, last_start, last_end))]
+
+    def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
+        """The characters of a turn that no loop over the messages writes.
+
+        They begin where the prompt of the turn ends, and end with the last end token before the
+        text depends on what follows.
+        """
+        sample, text = rendered.sample, rendered.marked.text
+        places = len(rendered.marked.turns.get(number, ()))
+        reason = (
+            f"it writes message {number} in {places} places"
+            if places
+            else (f"no loop over the messages writes message {number}")
+        )
+        try:
+            prompt = self.mark(_cut(sample, number), add_generation_prompt=True).text
+            ended = self.mark(_cut(sample, number + 1)).text
+            last = number + 1 == len(sample.messages)
+            following = self.mark(sample, add_generation_prompt=True).text if last else text
+        except FinetuneError as error:
+            raise FinetuneError(
+                f"chat template: its assistant turns cannot be located in {excerpt(text)}: "
+                f"{reason}, and of the messages before it alone it says: {error}"
+            ) from None
+        common = os.path.commonprefix([text, ended, following])  # noqa: RUF071, of characters
+        ends = [m.end() for m in self._end_tokens.finditer(common, len(prompt))]
+        if not common.startswith(prompt) or not ends:
+            raise FinetuneError(
+                f"chat template: its assistant turns cannot be located in {excerpt(text)}: "
+                f"{reason}, and the text does not begin with the prompt {excerpt(prompt)}; let the "
+                "template loop over `messages` outside of macros and {% set %} blocks"
+            )
+        return len(prompt), ends[-1]
+
+    def _header_length(self, rendered: Rendered, number: int) -> int:
+        """How many characters of an assistant turn its header is.
+
+        The header is the generation prompt. Some templates open a thought in it which they leave
+        out of earlier turns: there it is what the prompt and the turn have in common, whatever
+        the turn says.
+        """
+        sample, turn = rendered.sample, rendered.marked.written(number)
+        header = self.header
+        after_question = number > 0 and sample.messages[number - 1]["role"] == "user"
+        if not (after_question and self._marks.fixed_prompt) or sample.template_kwargs:
+            header = self._served_header(sample, number)
+        if not header:
+            if self._hidden_header and turn.lstrip().startswith(self._hidden_header):
+                raise FinetuneError(
+                    f"chat template: it begins an assistant turn with {self._hidden_header!r} and "
+                    "writes no generation prompt, so the turn cannot be marked: got "
+                    f"{excerpt(turn)}; add {{% if add_generation_prompt %}} with that header"
+                )
+            return 0
+        if turn.startswith(header):
+            return len(header)
+        other = self.mark(_replaced(sample, number, ANSWER)).written(number)
+        common = os.path.commonprefix([header, turn, other])  # noqa: RUF071, of characters
+        for token in self._end_tokens.finditer(header):
+            if token.start() < len(common) < token.end():
+                common = header[: token.start()]
+        if not common.strip():
+            raise FinetuneError(
+                f"chat template: its generation prompt is {excerpt(header)}, but the "
+                f"assistant turn is {excerpt(turn)}, so the turn cannot be marked"
+            )
+        if all(later["role"] != "user" for later in sample.messages[number + 1 :]):
+            rendered.notes.add("unserved")
+        return len(common)
+
+    def _served_header(self, sample: Conversation, number: int) -> str:
+        """What serving puts between the messages before a turn and the turn."""
+        if number == 0:
+            return self.header
+        try:
+            found = self._prompt_header(_cut(sample, number))
+        except FinetuneError:  # some templates render no conversation that ends there
+            return self.header
+        return self.header if found is None else found
+
+    def _prompt_header(self, sample: Conversation) -> str | None:
+        """What the template writes behind messages for the answer to follow."""
+        asked = self.mark(sample, add_generation_prompt=True)
+        if asked.tail.strip() and len(sample.messages) - 1 in asked.turns:
+            return asked.tail
+        # Some templates write it within the turn of the last message.
+        told = self.mark(sample).text
+        if asked.text != told and asked.text.startswith(told):
+            return asked.text[len(told) :]
+        return asked.tail if len(sample.messages) - 1 in asked.turns else None
+
+    @cached_property
+    def _marks(self) -> MarkedTemplate:
+        try:
+            with limited():  # Jinja computes constants while it compiles
+                return MarkedTemplate(self.template)
+        except TEMPLATE_ERRORS as error:
+            raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
+    @cached_property
+    def _compared(self) -> dict[Any, int]:
+        """Shapes of conversations, and how many of each were compared with transformers."""
+        return {}
+
+    @cached_property
+    def _keeps_last(self) -> dict[Any, bool]:
+        """Kinds of thoughts, and whether the template writes them while their turn is the last."""
+        return {}
+
+    @cached_property
+    def _end_tokens(self) -> re.Pattern[str]:
+        """Tokens that the tokenizer never splits."""
+        tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def header(self) -> str:
+        """What the template writes behind a question for the answer to follow."""
+        return self._prompt_header(Conversation((QUESTION,))) or ""
+
+    @cached_property
+    def _usual_header(self) -> str:
+        """The header, or nothing for a template that refuses the question that asks for it."""
+        try:
+            return self.header
+        except FinetuneError:
+            return ""
+
+    @cached_property
+    def _hidden_header(self) -> str:
+        """What stands before an answer of a template whose generation prompt is empty."""
+        written = self.mark(Conversation((QUESTION, ANSWER))).written(1)
+        return written.partition(PROBE)[0].strip()
+
+
+def _said_by(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
+    """Numbers of the messages of some roles."""
+    return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
+
+
+def _cut(sample: Conversation, messages: int) -> Conversation:
+    return dataclasses.replace(sample, messages=sample.messages[:messages])
+
+
+def _replaced(sample: Conversation, number: int, message: Message) -> Conversation:
+    messages = list(sample.messages)
+    messages[number] = message
+    return dataclasses.replace(sample, messages=tuple(messages))
+
+
+def _holds_some(content: str, text: str) -> bool:
+    """Whether the beginning or the end of a content is in a text."""
+    content = content.strip()
+    return len(content) > SHORT and (content[:SHORT] in text or content[-SHORT:] in text)
+
+
+def _without_space(text: str, start: int, end: int) -> int:
+    """The end of a span without the white space that closes it."""
+    return start + len(text[start:end].rstrip())
+
+
+def excerpt(text: str, most: int = 160) -> str:
+    """A text short enough for an error message, its middle left out."""
+    shown = repr(text)
+    return shown if len(shown) <= most else f"{shown[: most // 2]} ... {shown[-most // 2 :]}"

@@ -1,0 +1,152 @@
+"""Rows as the tensors of one forward pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.data.store import Columns, Rows
+
+UNTRAINED = -100
+"""The label that PyTorch's cross entropy leaves out."""
+GRAIN, GRAIN_FROM = 64, 1_024
+"""On a CPU this many tokens side by side, or more, are filled up to a multiple: oneDNN writes code
+for each number of rows that a product has, most of it for the rows that are no whole block."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where documents that lie side by side in one row of tokens begin and end."""
+
+    positions: torch.Tensor  # (1, tokens) int64: counted from 0 in each document
+    ends: torch.Tensor  # (documents + 1,) int32: 0, then the end of each document
+    longest: int
+    """Tokens of the longest document."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one device sees in one forward pass: padded rows, or documents side by side."""
+
+    ids: torch.Tensor  # (micro_rows, longest) or (1, tokens) int64
+    labels: torch.Tensor  # as ids, int64: the ids where trained, else -100; not shifted
+    attention_mask: torch.Tensor | None  # (micro_rows, longest) int64; None when nothing is padded
+    rows: int
+    """Rows of data in it; 0 for a batch that only keeps a rank in step."""
+    trained_tokens: int
+    """Labels that count."""
+    real_tokens: int
+    """Tokens that are no padding."""
+    boundaries: Boundaries | None = None
+    """Of documents side by side; None where each row is one document."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and slots of each: the mean, rounded up, of rows side by side."""
+        rows = max(1, self.rows) if self.boundaries is not None else self.ids.shape[0]
+        return rows, -(-self.ids.numel() // rows)
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model's forward pass takes, by the names of transformers."""
+        if self.boundaries is None:
+            return {"input_ids": self.ids, "attention_mask": self.attention_mask}
+        ends, longest = self.boundaries.ends, self.boundaries.longest
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.boundaries.positions,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
+    """Rows as one micro-batch on a device: padded on the right, or side by side.
+
+    Padding is known by its position, never by its id, so `pad_id` may be any token. Side by side it
+    is a document by itself, of less than `GRAIN` tokens, and only on CPUs. No indices give
+    a row of two tokens with nothing trained, for a rank that must run its collectives all the same.
+    """
+    lay = _side_by_side if rows.side_by_side else _padded
+    if not len(indices):
+        return lay([_nothing(2, pad_id)], 0, pad_id, device)
+    picked = [
+        rows.documents.document(int(number))
+        for index in indices
+        for number in rows.numbers(int(index))
+    ]
+    return lay(picked, len(indices), pad_id, device)
+
+
+def _nothing(tokens: int, pad_id: int) -> Columns:
+    """A document of padding."""
+    return np.full(tokens, pad_id, dtype=np.int32), np.zeros(tokens, dtype=bool)
+
+
+def _padded(
+    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+) -> MicroBatch:
+    """Documents below one another."""
+    lengths = [len(ids) for ids, _ in picked]
+    shape = (len(picked), max(lengths))
+    ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, UNTRAINED, dtype=np.int64)
+    mask = np.zeros(shape, dtype=np.int64)
+    for place, (row_ids, trained) in enumerate(picked):
+        length = lengths[place]
+        ids[place, :length] = row_ids
+        labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
+        mask[place, :length] = 1
+    labels[:, 0] = UNTRAINED  # the first token follows nothing
+    return MicroBatch(
+        ids=_on_device(ids, device),
+        labels=_on_device(labels, device),
+        attention_mask=_on_device(mask, device) if min(lengths) < max(lengths) else None,
+        rows=rows,
+        trained_tokens=int((labels != UNTRAINED).sum()),
+        real_tokens=sum(lengths) if rows else 0,
+    )
+
+
+def _side_by_side(
+    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+) -> MicroBatch:
+    """Documents end to end in one row; the first token of each is never a label:
+
+    ids        a b c d | e f | g h i
+    positions  0 1 2 3 | 0 1 | 0 1 2
+    labels     - b c d | - f | - h i
+    ends       0 4 6 9
+    """
+    tokens = sum(len(ids) for ids, _ in picked)
+    if torch.device(device).type == "cpu" and tokens >= GRAIN_FROM and tokens % GRAIN:
+        picked = [*picked, _nothing(-tokens % GRAIN, pad_id)]
+    lengths = np.array([len(ids) for ids, _ in picked], dtype=np.int64)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate([ids for ids, _ in picked]).astype(np.int64)
+    labels = np.where(np.concatenate([trained for _, trained in picked]), ids, UNTRAINED)
+    labels[ends[:-1]] = UNTRAINED
+    positions = np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
+    return MicroBatch(
+        ids=_on_device(ids[None], device),
+        labels=_on_device(labels[None], device),
+        attention_mask=None,
+        rows=rows,
+        trained_tokens=int((labels != UNTRAINED).sum()),
+        real_tokens=tokens if rows else 0,
+        boundaries=Boundaries(
+            positions=_on_device(positions[None], device),
+            ends=_on_device(ends.astype(np.int32), device),
+            longest=int(lengths.max()),
+        ),
+    )
+
+
+def _on_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """An array as a tensor; a GPU copies it from pinned memory when its turn comes."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Engines: how processes share a model, and detect that one is lost."""

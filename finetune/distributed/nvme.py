@@ -1,0 +1,167 @@
+"""What offload to NVMe asks of DeepSpeed: its compiled operator, and buffers that are large enough.
+
+The operator is there, or built once, with a word while it takes minutes.
+"""
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import FinetuneError
+from finetune.planner import Plan
+from finetune.planner.estimate.page import size
+from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.sharding.nvme import (
+    HELD,
+    STATE_BUFFERS,
+    SUB_GROUP,
+    SWAPPABLE,
+    WEIGHT_BUFFERS,
+    disk,
+)
+
+EXTENSION = """#pragma once
+#include <torch/types.h>
+#include <torch/csrc/utils/pybind.h>
+"""
+"""What DeepSpeed's operators use of `torch/extension.h`, which brings all of torch.nn besides."""
+
+
+def require_room(plan: Plan, folder: Path, processes: int) -> None:
+    """Make sure that a disk can be written and holds what the plan lays on it.
+
+    Args:
+        processes: how many of this machine share it.
+
+    Raises:
+        FinetuneError: it cannot be written, or has less room than these take.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        left = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # written over
+        free = shutil.disk_usage(folder).free + left
+    except OSError as error:
+        raise FinetuneError(f"--nvme-path {folder}: {error.strerror}") from None
+    try:
+        needed = processes * disk(workload_of(plan, model_source(plan.recipe).shape))
+    except FinetuneError:
+        return  # the formulas do not know the model
+    if needed > free:
+        raise FinetuneError(
+            f"--nvme-path {folder}: {size(free)} free, but {processes} processes offload "
+            f"{size(needed)}; name a folder on a larger disk"
+        )
+
+
+def configure(config: dict[str, Any], plan: Plan) -> None:
+    """Complete a DeepSpeed configuration that offloads to NVMe.
+
+    Raises:
+        FinetuneError: the model's configuration cannot be read.
+    """
+    zero = config["zero_optimization"]
+    zero["sub_group_size"] = SUB_GROUP
+    zero["offload_optimizer"]["buffer_count"] = STATE_BUFFERS
+    zero["offload_param"] |= {
+        "buffer_count": WEIGHT_BUFFERS,
+        "buffer_size": _largest_share(plan),
+        "max_in_cpu": HELD,
+    }
+    config["aio"] = {"block_size": SWAPPABLE, "queue_depth": 8, "overlap_events": True}
+
+
+def _largest_share(plan: Plan) -> int:
+    """Elements of one process's share of the model's largest tensor.
+
+    DeepSpeed 0.19 reads a share that is larger than a buffer into the next buffer too, whatever
+    lies there.
+    """
+    model = plan.recipe.model
+    try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=model.trust_remote_code
+            )
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise FinetuneError(f"model.name: '{model.name}' cannot be loaded: {first}") from None
+    largest = max(parameter.numel() for parameter in skeleton.parameters())
+    return -(-largest // plan.processes)
+
+
+def require_async_io(say: Callable[[str], None]) -> None:
+    """Make sure that DeepSpeed can read and write a disk asynchronously (NVMe offload).
+
+    A build that was killed leaves torch's lock file behind, and the next one waits on it for ever.
+    All of our processes build under a lock that dies with them, so that a file found then is stale.
+
+    Raises:
+        FinetuneError: libaio is missing, or the operator cannot be built.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise FinetuneError(
+            "offload to NVMe needs libaio with its headers: apt-get install libaio-dev "
+            "(Red Hat: dnf install libaio-devel)"
+        )
+    folder = Path(_get_build_directory(builder.name, verbose=False))
+    with (folder.parent / "finetune.lock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        if not (folder / f"{builder.name}.so").exists():
+            (folder / "lock").unlink(missing_ok=True)
+            say("building DeepSpeed's async_io, once: some minutes")
+        whole = folder.parent / "finetune-whole-headers"
+        try:
+            if not whole.exists():
+                with contextlib.suppress(RuntimeError), _lean(folder.parent / "finetune-headers"):
+                    builder.load(verbose=False)
+                    return
+                whole.touch()
+            builder.load(verbose=False)
+        except RuntimeError as error:
+            first = str(error).strip().split("\n")[0]
+            raise FinetuneError(f"DeepSpeed's async_io could not be built: {first}") from None
+
+
+@contextlib.contextmanager
+def _lean(headers: Path) -> Iterator[None]:
+    """Inside, DeepSpeed's operators are compiled with fewer headers, and nothing for a debugger.
+
+    A third of the processor time: 13 files of a minute each become 13 of twenty seconds (gcc 12).
+    """
+    from torch.utils import cpp_extension
+
+    header = headers / "torch" / "extension.h"
+    if not header.is_file() or header.read_text() != EXTENSION:
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(EXTENSION)
+    load = cpp_extension.load
+
+    def load_lean(
+        *words: Any, extra_cflags: list[str], extra_include_paths: list[str], **options: Any
+    ) -> Any:
+        """Folders of `-I` are searched before those of torch, which are named as a system's."""
+        return load(
+            *words,
+            extra_cflags=[*extra_cflags, "-g0"],
+            extra_include_paths=[str(headers), *extra_include_paths],
+            **options,
+        )
+
+    cpp_extension.load = load_lean
+    try:
+        yield
+    finally:
+        cpp_extension.load = load

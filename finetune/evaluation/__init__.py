@@ -1,0 +1,1 @@
+"""Measure a result on held-out rows."""

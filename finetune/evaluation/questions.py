@@ -1,0 +1,137 @@
+"""Questions with reference answers: of data sources, or of the rows that a run held out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune import catalog
+from finetune.cache import cache
+from finetune.checkpoints.resume import refuse_other_data
+from finetune.data.audit import identity
+from finetune.data.chat.render import load_chat
+from finetune.data.formats import Completion, Conversation, RowProblem, find_format, read_row
+from finetune.data.prepare import prepare
+from finetune.data.sources import SourceRow, find_source, find_sources
+from finetune.errors import FinetuneError
+from finetune.models.model import load_tokenizer
+from finetune.recipe import Data, Recipe
+from finetune.runs.run import Run, open_run
+
+Question = Conversation | Completion
+"""A conversation that ends with the reference answer, or a prompt with its completion."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and where its row is from."""
+
+    question: Question
+    source: str
+    place: str
+
+
+def references(data: Data) -> list[Question]:
+    """Questions of a data source, each with an answer to compare with.
+
+    Raises:
+        FinetuneError: the source cannot be read, or a row has no such answer.
+    """
+    return [each.question for each in of_source(data)]
+
+
+def of_source(data: Data) -> list[Asked]:
+    """`references`, each with its place.
+
+    Raises:
+        FinetuneError: as `references`.
+    """
+    find_format(data.format)
+    found: list[Asked] = []
+    for row in find_source(data).rows():
+        asked = _read(data, row)
+        if asked is None:
+            continue
+        found.append(asked)
+        if data.first is not None and len(found) >= data.first:
+            break
+    if not found:
+        raise FinetuneError(f"{data.source}: it has no rows to ask")
+    return found
+
+
+def of_run(run: Run | str | Path) -> list[Asked]:
+    """What a run was evaluated on: every source of `eval_data`, else the rows that it held out.
+
+    Raises:
+        FinetuneError: there is nothing, it is not what it was, or a row has no answer.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    recipe = catalog.load(run.recipe)
+    if recipe.eval_data:
+        return [asked for data in recipe.eval_data for asked in of_source(data)]
+    if not recipe.eval_rows:
+        raise FinetuneError(
+            f"{run.root}: its recipe has no eval_data and no eval_rows; give --data and --format"
+        )
+    return list(_held_out(run, recipe))
+
+
+def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
+    """The rows of `data` that training left out, found again as training chose them."""
+    chosen = recipe.model
+    chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
+    prepared = prepare(recipe, chat, cache("data"))
+    newest = run.newest()
+    if newest is not None:
+        refuse_other_data(run, newest, identity(prepared.counts))
+    documents, files = prepared.eval.documents, prepared.counts["files"]
+    wanted: dict[str, set[int]] = {}
+    for number in prepared.eval.members:
+        file, row = (int(part) for part in documents.origins[int(number)])
+        wanted.setdefault(files[file], set()).add(row)
+    sources, _ = find_sources(recipe)
+    for source in sources:
+        for row in source.rows():
+            if row.number in wanted.get(row.file, ()):
+                wanted[row.file].discard(row.number)
+                asked = _read(source.data, row)
+                if asked is not None:
+                    yield asked
+
+
+def _read(data: Data, row: SourceRow) -> Asked | None:
+    """A row as a question; None where the format leaves it out."""
+    try:
+        sample = read_row(data.format, row.value)
+    except RowProblem as problem:
+        if data.on_bad_row == "drop":
+            return None
+        raise FinetuneError(f"{row.place}: {problem}") from None
+    if sample is None:
+        return None
+    if not isinstance(sample, Conversation | Completion):
+        raise FinetuneError(f"{row.place}: a text has no answer to compare with")
+    problem = unanswerable(sample)
+    if problem is not None:
+        raise FinetuneError(f"{row.place}: {problem}")
+    return Asked(sample, data.source, row.place)
+
+
+def unanswerable(question: Question) -> str | None:
+    """Why there is no reference in words to compare with; None where there is one."""
+    if isinstance(question, Completion):
+        return None
+    if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
+        return "needs a question and, at its end, an assistant message to compare with"
+    if len(question.messages) - 1 in question.untrained:
+        return "its last assistant message is context only by its weight or train"
+    if not question.messages[-1].get("content"):
+        return "its last assistant message calls a tool and says nothing to compare with"
+    return None
+
+
+def spread(asked: Sequence[Asked], limit: int | None) -> list[Asked]:
+    """At most `limit` questions, evenly spaced, so that every source has its share."""
+    if limit is None or limit >= len(asked):
+        return list(asked)
+    return [asked[index * len(asked) // limit] for index in range(limit)]

@@ -1,0 +1,1 @@
+"""Write a result in a form that other libraries load."""

@@ -1,0 +1,53 @@
+"""The result of a run: its best or last checkpoint as something that loads everywhere."""
+
+import shutil
+
+from finetune.checkpoints.resume import card
+from finetune.errors import FinetuneError
+from finetune.exporters.huggingface import export
+from finetune.inference.load import open_checkpoint
+from finetune.reports.card import write_card
+from finetune.runs.manifest import differing, read_manifest
+from finetune.runs.run import Run
+
+
+def publish(run: Run) -> None:
+    """Put the result into `final/`: adapter or model of the best checkpoint, else the last one.
+
+    Raises:
+        FinetuneError: the checkpoint, or the copy of its model, is not what was saved.
+    """
+    step = run.best_step() or run.newest()
+    if step is None:
+        return
+    source = run.checkpoint(step)
+    if (source / "adapter").exists():
+        export(run, run.final, step=step)
+        card(run).unlink()  # `describe` writes it with the end of the record
+        return
+    open_checkpoint(run, step)
+    # A whole model is copied: `export` would hold all of it in fp32.
+    scratch = run.final.with_name(".final.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source / "model", scratch)
+    shutil.copytree(source / "tokenizer", scratch, dirs_exist_ok=True)
+    copied = {
+        name.partition("/")[2]: known
+        for name, known in read_manifest(source)["files"].items()
+        if name.startswith(("model/", "tokenizer/"))
+    }
+    wrong = differing(scratch, copied)
+    if wrong:
+        raise FinetuneError(*wrong)
+    shutil.rmtree(run.final, ignore_errors=True)
+    scratch.rename(run.final)
+
+
+def describe(run: Run, plot: bool) -> None:
+    """Draw the losses of a run that has ended, and write the card of its result last."""
+    if plot:
+        from finetune.reports.plot import plot_loss  # matplotlib: on one rank, once
+
+        plot_loss(run)
+    if run.final.exists():
+        write_card(run, run.final)

@@ -1,0 +1,1 @@
+"""Load a result and generate with it."""

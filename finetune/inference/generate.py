@@ -1,0 +1,333 @@
+"""Load what was trained, and let it answer.
+
+A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template; a
+prompt is a plain text that the model continues.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from finetune import catalog
+from finetune.checkpoints.base_weights import refuse_other_base
+from finetune.checkpoints.handover import all_ends
+from finetune.data.chat.chat_templates import TEMPLATE_ERRORS
+from finetune.data.chat.template_limits import limited
+from finetune.data.sources import HUB_NAME
+from finetune.errors import FinetuneError
+from finetune.inference.load import (
+    Step,
+    adapter_config,
+    attach,
+    base_model,
+    initial_adapter,
+    load_tokenizer,
+    load_weights,
+    open_checkpoint,
+    trained_dtype,
+)
+from finetune.models.load_checks import context_length, reading, token_rows
+from finetune.models.vocabulary import pad_id
+from finetune.recipe import Recipe
+from finetune.runs.run import Run, open_run
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model that can answer."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+    """Token ids that end an answer: every eos of the model, and the end of a turn."""
+    context: int | None
+    """Most tokens of a prompt and its answer together; None where the model names no limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a chat template writes around the assistant's words."""
+
+    scaffold: str
+    """Text between the generation prompt and the words, such as an empty block of thought."""
+    end: int | None
+    """Token that follows the words; None where no single special token does."""
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def load(
+    run: Run | str | Path, step: Step | None = None, dtype: torch.dtype | None = None
+) -> Loaded:
+    """The model of a run as it was trained: by default its best checkpoint, else the last.
+
+    A quantised base is quantised again, from the precision that training had.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    recipe = catalog.load(run.recipe)
+    checkpoint = open_checkpoint(run, step)
+    tokenizer = load_tokenizer(checkpoint / "tokenizer")
+    if not (checkpoint / "adapter").is_dir():
+        model = load_weights(
+            checkpoint / "model",
+            dtype,
+            trust_remote_code=recipe.model.trust_remote_code,
+            attention=recipe.model.attention,
+        )
+        return _loaded(model, tokenizer)
+    if recipe.model.quantization != "none":
+        dtype = dtype or trained_dtype(run)
+    adapter = checkpoint / "adapter"
+    base = base_model(recipe, dtype)
+    refuse_other_base(checkpoint, recipe.model)
+    return _loaded(attach(base, adapter, initial_adapter(run)), tokenizer, adapter)
+
+
+def load_base(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> Loaded:
+    """The model before training. Give it the tokenizer of a run to ask it in the same words."""
+    if tokenizer is None:
+        tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
+    return _loaded(base_model(recipe, dtype), tokenizer)
+
+
+def open_model(path: str | Path) -> Loaded:
+    """The model of a run directory, of a folder with a model or an adapter, or of a hub name."""
+    if (Path(path) / "recipe.json").is_file():
+        return load(path)
+    if not Path(path).exists() and HUB_NAME.fullmatch(str(path)):
+        return _loaded(load_weights(path), load_tokenizer(path))
+    return load_folder(path)
+
+
+def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
+    """An exported folder: a complete model, or an adapter with the base that it names."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file():
+        config = adapter_config(folder)
+        base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
+        return _loaded(attach(base, folder), load_tokenizer(folder), folder)
+    if not (folder / "config.json").is_file():
+        raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
+    return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
+
+
+def _loaded(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Path | None = None,
+) -> Loaded:
+    """A model with every stop token: of its own, of a folder's settings, and of the tokenizer."""
+    network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    stops = stop_ids(network.generation_config, tokenizer)
+    if settings is not None and (settings / "generation_config.json").is_file():
+        with reading(f"{settings / 'generation_config.json'}: cannot be read"):
+            own = GenerationConfig.from_pretrained(settings)
+        stops = tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
+    # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
+    network.generation_config = GenerationConfig()
+    return Loaded(model, tokenizer, stops, context_length(network.config))
+
+
+# --- the words around an answer ----------------------------------------------------------------
+
+
+def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
+    """How the tokenizer's chat template wraps an answer, found by rendering one."""
+    words = "\u2042answer\u2042"
+    asked = [{"role": "user", "content": "question"}]
+    prompt = _render(tokenizer, asked, header=True)
+    answered = [*asked, {"role": "assistant", "content": words}]
+    whole = _render(tokenizer, answered, header=False)
+    before, _, after = whole.partition(words)
+    scaffold = before.removeprefix(prompt) if before.startswith(prompt) else ""
+    ids = _encode(tokenizer, after.lstrip())
+    single = bool(ids) and ids[0] in tokenizer.added_tokens_decoder
+    return Turn(scaffold, ids[0] if single else None)
+
+
+def stop_ids(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Every token that ends an answer: eos of the model and the tokenizer, and the turn's end."""
+    eos = generation.eos_token_id if generation is not None else None
+    end = turn(tokenizer).end if tokenizer.chat_template is not None else None
+    return tuple(all_ends(eos, tokenizer.eos_token_id, end))
+
+
+def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
+    """Token ids of a prompt, or of a conversation up to where the assistant speaks."""
+    if isinstance(asked, str):
+        return _opening(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
+    if loaded.tokenizer.chat_template is None:
+        raise FinetuneError(
+            "the tokenizer has no chat template: ask with a plain prompt instead of messages, or "
+            "train with model.chat_template"
+        )
+    return _encode(loaded.tokenizer, _render(loaded.tokenizer, asked, header=True))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Conversation, header: bool) -> str:
+    try:
+        with limited():
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=header,
+            )
+    except TEMPLATE_ERRORS as error:
+        raise FinetuneError(f"chat template: it refuses this conversation: {error}") from None
+    return str(text)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS, for a tokenizer that begins every text with it."""
+    first = list(tokenizer("")["input_ids"])[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
+    """Text of `new` where it follows `prompt`: some tokenizers drop a leading space otherwise."""
+    before, whole, alone = (
+        str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
+    )
+    return whole[len(before) :] if whole.startswith(before) else alone
+
+
+# --- answering ---------------------------------------------------------------------------------
+
+
+def generate(
+    loaded: Loaded,
+    prompts: Sequence[str | Conversation],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[str]:
+    """The new text for each prompt, in order; greedy at temperature 0.
+
+    An answer ends at a stop token, after `max_new_tokens`, or where the model's context is full,
+    and does not depend on what else is in its batch. Raises FinetuneError for prompts that leave
+    no room to answer.
+    """
+    rows = [prompt_ids(loaded, asked) for asked in prompts]
+    return generate_from_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
+
+
+def generate_from_ids(
+    loaded: Loaded,
+    rows: Sequence[list[int]],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[str]:
+    """`generate` for prompts that are token ids already."""
+    found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
+    return [text for text, _ in found]
+
+
+def continue_ids(
+    loaded: Loaded,
+    rows: Sequence[list[int]],
+    max_new_tokens: int = 256,
+    batch_rows: int = 8,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[tuple[str, bool]]:
+    """The new text for each prompt of token ids, and whether it was cut before it ended."""
+    rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
+    problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
+    problems += [
+        f"prompt {i}: {len(rows[i])} tokens leave no room in a context of {loaded.context}"
+        for i, room in enumerate(rooms)
+        if room < 1
+    ]
+    if problems:
+        raise FinetuneError(*problems)
+    answers = [("", False)] * len(rows)
+    for room, batch in _batches(rows, rooms, batch_rows):
+        new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
+        for i, ids in zip(batch, new, strict=True):
+            answers[i] = new_text(loaded.tokenizer, rows[i], ids), len(ids) >= room
+    return answers
+
+
+def room_for(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
+    if loaded.context is None:
+        return max_new_tokens
+    return min(max_new_tokens, loaded.context - tokens)
+
+
+def _batches(
+    rows: Sequence[list[int]], rooms: list[int], batch_rows: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Indices of rows with the same room, of similar length so that little is padded."""
+    order = sorted(range(len(rows)), key=lambda i: (rooms[i], len(rows[i])))
+    for room, same in itertools.groupby(order, key=lambda i: rooms[i]):
+        indices = list(same)
+        for start in range(0, len(indices), batch_rows):
+            yield room, indices[start : start + batch_rows]
+
+
+def continue_rows(
+    loaded: Loaded,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    streamer: BaseStreamer | None = None,
+) -> list[list[int]]:
+    """New token ids of each row, cut before its first stop token."""
+    pad = _pad_id(loaded)
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # (rows, longest)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=list(loaded.stops) or None,
+        pad_token_id=pad,
+        use_cache=True,
+        **sampling,
+    )
+    model: Any = loaded.model  # PEFT's wrapper has no type for what it forwards
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=config,
+            streamer=streamer,
+        )
+    stops = set(loaded.stops)
+    new = out[:, longest:].tolist()
+    return [list(itertools.takewhile(lambda id: id not in stops, row)) for row in new]
+
+
+def _pad_id(loaded: Loaded) -> int:
+    """Fills rows on the left, where the attention mask hides it, and after their stop token.
+
+    Answers are cut at their first stop token, so any id does, even one that is also an eos.
+    """
+    network: Any = loaded.model
+    return pad_id(loaded.tokenizer, token_rows(network))

@@ -1,0 +1,332 @@
+"""What training left behind: checkpoints that are intact, and the models in them.
+
+A checkpoint is checked against its manifest before a byte of it is used, and an adapter against
+the base that it is put on: neither PEFT nor transformers objects to weights that are not there.
+"""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import transpose
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.pytorch_utils import Conv1D
+
+from finetune.checkpoints.pretrained import forget_stored_form
+from finetune.errors import FinetuneError
+from finetune.models.load_checks import reading, unfilled, unread
+from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
+from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
+from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
+from finetune.recipe import Recipe
+from finetune.runs.manifest import differing, read_manifest
+from finetune.runs.run import Run, of_record
+
+Step = int | Literal["best", "last"]
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+RECOMPUTED = ("pissa", "olora")
+"""Initialisations that change the base weights, and that follow from the base alone."""
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def find_checkpoint(run: Run, step: Step | None = None) -> Path:
+    """Folder of a complete checkpoint: by its step, the best, the last, or (None) the best if any.
+
+    Raises FinetuneError where there is none; the steps that there are stand in it.
+    """
+    steps = run.steps()
+    if not steps:
+        raise FinetuneError(f"{run.checkpoints}: no complete checkpoint; train the run first")
+    best = run.best_step()
+    if step == "best" and best is None:
+        raise FinetuneError(f"{run.best}: no best checkpoint was kept; ask for the last one")
+    if step is None or step == "best":
+        return run.checkpoint(steps[-1] if best is None else best)
+    if step == "last":
+        return run.checkpoint(steps[-1])
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise FinetuneError(f"{run.checkpoints}: no complete checkpoint of step {step}; {there}")
+    return run.checkpoint(step)
+
+
+def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
+    """What differs from the manifest in these folders of a checkpoint, one line a file."""
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except FinetuneError as error:
+        return list(error.problems)
+    inside = {name: known for name, known in files.items() if name.split("/")[0] in folders}
+    return differing(checkpoint, inside)
+
+
+def open_checkpoint(run: Run, step: Step | None = None) -> Path:
+    """A checkpoint whose weights and tokenizer are, byte for byte, what was saved.
+
+    Raises FinetuneError that names each damaged file and the next older intact checkpoint.
+    """
+    checkpoint = find_checkpoint(run, step)
+    weights = "adapter" if (checkpoint / "adapter").is_dir() else "model"
+    folders = (weights, "tokenizer")
+    problems = damage(checkpoint, folders)
+    absent = [
+        f"{checkpoint / name}: missing" for name in folders if not (checkpoint / name).is_dir()
+    ]
+    if not problems and not absent:
+        return checkpoint
+    at = int(checkpoint.name.removeprefix("step-"))
+    older = (s for s in reversed(run.steps()) if s < at and not damage(run.checkpoint(s), folders))
+    instead = next(older, None)
+    advice = "no older intact checkpoint" if instead is None else f"use step {instead} instead"
+    raise FinetuneError(*(f"{problem}; {advice}" for problem in problems + absent))
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    with reading(f"{name}: no tokenizer could be loaded"):
+        return check_words(AutoTokenizer.from_pretrained(str(name)))
+
+
+def base_config(recipe: Recipe) -> PreTrainedConfig:
+    """The architecture that a recipe names or spells out."""
+    model = recipe.model
+    if model.name is None:
+        fields = dict(model.config or {})
+        if "model_type" not in fields:
+            raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
+        return AutoConfig.for_model(**fields)
+    with reading(_unloadable(model.name)):
+        return _config(model.name, model.revision, model.trust_remote_code)
+
+
+def _config(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """A configuration from which a model can be built: its pad token has a row, or is left out."""
+    config = AutoConfig.from_pretrained(
+        str(name), revision=revision or "main", trust_remote_code=trust_remote_code
+    )
+    config.update(without_lost_pad(config))
+    return config
+
+
+def base_model(
+    recipe: Recipe,
+    dtype: torch.dtype | None = None,
+    quantized: bool = True,
+    device: str | None = None,
+) -> PreTrainedModel:
+    """The model that training started from.
+
+    `quantized=False` leaves the weights as they are stored, whatever the recipe says. A model from
+    scratch has the weights that its seed gives.
+    """
+    model = recipe.model
+    if model.name is None:
+        torch.manual_seed(recipe.seed)
+        config = base_config(recipe)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
+    loaded = load_weights(
+        model.name,
+        dtype,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        pickle=model.pickle,
+        attention=model.attention,
+        quantization=model.quantization if quantized else "none",
+        device=device,
+    )
+    return loaded if quantized else _unquantised(loaded)
+
+
+def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
+    """Plain weights of a model whose files are quantised by bitsandbytes."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    quantised: Any = model
+    dtype = model.dtype
+    plain = quantised.dequantize(dtype)
+    forget_stored_form(plain, dtype)
+    return plain.eval()
+
+
+def load_weights(
+    name: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pickle: bool = False,
+    attention: str | None = None,
+    quantization: str = "none",
+    device: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless given.
+
+    `attention` is that of the recipe. Without one, and where it needs a GPU that is not used, the
+    model has what transformers chooses for it: SDPA, or eager for a model without it.
+    """
+    device = device or ("auto" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
+    with reading(_unloadable(name)):
+        fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(name),
+            config=_config(name, revision, trust_remote_code),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            dtype=dtype,
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if pickle else True,
+            weights_only=True,
+            attn_implementation=_attention(attention, device),
+            **loading_arguments(fields, quantization, dtype),
+            device_map=device if device == "auto" else {"": device},
+        )
+    model, info = loaded
+    unused, _ = unread(info, model)
+    problems = unfilled(info) + unused
+    if problems:
+        raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
+    if stored_kind(fields) in DEQUANTISED and device != "meta":
+        forget_stored_form(model, dtype)
+    compute_in(model, dtype)
+    keep_unpacked(model)
+    return model.eval()
+
+
+def _attention(asked: str | None, device: str) -> str | None:
+    """What transformers is asked for; None leaves the choice to it.
+
+    `sdpa` is what a recipe has by default, also for packed rows of models that have none.
+    """
+    on_gpu = device not in ("cpu", "meta")
+    return asked if asked == "eager" or (asked != "sdpa" and on_gpu) else None
+
+
+def _unloadable(name: str | Path) -> str:
+    return f"model.name: '{name}' could not be loaded"
+
+
+def trained_dtype(run: Run) -> torch.dtype | None:
+    """What the run computed with, and so what its base was quantised from; None before it ran."""
+    if not run.realised.is_file():
+        return None
+    with of_record(run.realised):
+        precision = json.loads(run.realised.read_text())["mixed_precision"]
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def initial_adapter(run: Run) -> Path | None:
+    return run.initial_adapter if run.initial_adapter.is_dir() else None
+
+
+def changes_base(config: LoraConfig) -> bool:
+    """Whether the adapter's initialisation takes its product out of the base weights."""
+    name = str(config.init_lora_weights).lower()
+    return name.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
+def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -> PeftModel:
+    """Put an adapter on its base, which is changed as the adapter's initialisation changed it.
+
+    With `initial` (the adapter before its first step) the base loses exactly what it lost when
+    training began; without it PEFT computes the initialisation again, where that is possible.
+    Raises FinetuneError where a layer that should have an adapter finds none, or an empty one.
+    """
+    config = check_adapter(adapter, model)
+    recompute = not changes_base(config)
+    if str(config.init_lora_weights).lower() in RECOMPUTED:
+        recompute = initial is None or "quantization_config" in model.config.to_dict()
+    if not recompute and initial is None:
+        raise FinetuneError(
+            f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
+            f"and cannot be computed again; the run lacks initial_adapter/"
+        )
+    if not recompute:
+        config = plain_lora(config)
+    with reading(f"{adapter}: PEFT cannot load it"):
+        peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
+    if not recompute and initial is not None:
+        _take_out(peft_model, load_file(initial / ADAPTER_WEIGHTS))
+    return peft_model.eval()
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Shape of every tensor of a safetensors file."""
+    with reading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
+    """The configuration of an adapter that has every tensor that it asks for, none of them empty.
+
+    PEFT (0.21) itself loads an adapter without tensors, and answers as the base does. Gives `base`
+    the vocabulary of an adapter that was trained with added tokens.
+    """
+    config = adapter_config(adapter)
+    stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
+    grow(base, rows_of_adapter(base, config, stored))
+    does_not_fit = f"{adapter}: PEFT cannot put it on its base"
+    with reading(does_not_fit), torch.device("meta"):  # names and shapes, no numbers
+        twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
+    wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    for name, shape in stored.items():
+        if 0 in shape:
+            problems.append(f"{name} is empty")
+        elif name in wanted and shape != list(wanted[name].shape):
+            problems.append(f"{name} is {shape}, and the base needs {list(wanted[name].shape)}")
+    if not wanted:
+        problems.append("its configuration matches no module of the base")
+    if problems:
+        raise FinetuneError(*(f"{adapter}: {problem}" for problem in problems))
+    return config
+
+
+def adapter_config(adapter: Path) -> LoraConfig:
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        pickled = (adapter / "adapter_model.bin").is_file()
+        instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
+        raise FinetuneError(f"{adapter}: has no {ADAPTER_WEIGHTS}{instead if pickled else ''}")
+    with reading(f"{adapter / 'adapter_config.json'}: cannot be read"):
+        config = LoraConfig.from_pretrained(str(adapter))
+    if not isinstance(config, LoraConfig):
+        raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
+    return config
+
+
+def plain_lora(config: LoraConfig) -> LoraConfig:
+    """The same layers with an initialisation that reads and changes nothing of the base."""
+    plain = copy.deepcopy(config)
+    plain.init_lora_weights = True
+    return plain
+
+
+def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
+    """W <- W - scale B0 A0 for every layer with an adapter, in fp32, rounded once as PEFT does."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or f"{name}.lora_A.weight" not in initial:
+            continue
+        weight: Any = layer.get_base_layer().weight
+        down = initial[f"{name}.lora_A.weight"].to(weight.device, torch.float32)  # (r, in)
+        up = initial[f"{name}.lora_B.weight"].to(weight.device, torch.float32)  # (out, r)
+        fan_in_fan_out = isinstance(layer.get_base_layer(), Conv1D)
+        lost = transpose(layer.scaling["default"] * up @ down, fan_in_fan_out)
+        weight.data = (weight.data.float() - lost).to(weight.dtype)

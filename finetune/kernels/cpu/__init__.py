@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled from C and C++."""

@@ -1,0 +1,149 @@
+"""Put an adapter on a base: PEFT's configuration of it, the modules it names, its first values."""
+
+import re
+import warnings
+import zlib
+from collections.abc import Iterator
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.models import targets, vocabulary
+from finetune.models.load_checks import first_line
+from finetune.recipe import LoRA
+
+
+def reads_base(adapter: LoRA | None) -> bool:
+    """Whether the adapter's initial values are a decomposition of the base weights."""
+    plain = (None, "gaussian", "orthogonal")
+    init = adapter.init_lora_weights if adapter is not None else None
+    return isinstance(init, str) and init not in plain
+
+
+def lora_config(adapter: LoRA) -> LoraConfig:
+    """The adapter in PEFT's own words."""
+    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    excluded = adapter.exclude_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.r,
+        lora_alpha=adapter.scale_alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=wanted,
+        target_parameters=list(adapter.target_parameters) or None,
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_dora=adapter.use_dora,
+        use_rslora=adapter.use_rslora,
+        init_lora_weights=adapter.init_lora_weights,
+        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
+        layers_to_transform=list(adapter.layers_to_transform) or None,
+        rank_pattern=dict(adapter.rank_pattern),
+        alpha_pattern=dict(adapter.alpha_pattern),
+    )
+
+
+def attach(
+    model: PreTrainedModel,
+    adapter: LoRA,
+    tokenizer: PreTrainedTokenizerBase | None,
+    grown: range,
+    given: LoraConfig | None,
+) -> PeftModel:
+    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    if given is not None:
+        return _with_adapter(model, adapter, given, settled=True)
+    config = lora_config(adapter)
+    if tokenizer is not None:
+        config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
+        tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
+        config.ensure_weight_tying = bool(grown) and tied
+    return _with_adapter(model, adapter, config)
+
+
+def _with_adapter(
+    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, settled: bool = False
+) -> PeftModel:
+    """The base with an adapter; names of a `settled` configuration are taken as PEFT takes them."""
+    try:
+        strays = list(_strays(model, adapter))
+        if strays:
+            raise FinetuneError(*strays)
+        chosen = config if settled else targets.settle(model, config, adapter)
+        with warnings.catch_warnings():
+            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            return get_peft_model(model, chosen)
+    except ValueError as error:
+        raise FinetuneError(
+            f"adapter.targets: {first_line(error)}{_linear_modules(model)}"
+        ) from None
+
+
+def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
+    """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
+    modules = [name for name, _ in model.named_modules() if name]
+    older = targets.rewritten_names(model)
+    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
+    last = {name.rsplit(".", 1)[-1] for name in modules}
+    for field in ("targets", "modules_to_save", "exclude_modules"):
+        given = getattr(adapter, field)
+        for word in () if isinstance(given, str) else given:
+            if field == "targets" and word.rsplit(".", 1)[-1] in older:
+                continue  # experts were modules of this name in transformers 4
+            end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
+            if not any(name == word or name.endswith(end) for name in modules):
+                told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
+                here = _linear_modules(model) + targets.expert_words(model)
+                yield told + (here if field == "targets" else "")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(adapter, field):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
+                told = f"adapter.{field}: no module matches '{pattern}'"
+                yield f"{told}{did_you_mean(pattern, last)}"
+
+
+def _linear_modules(model: nn.Module) -> str:
+    linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    return f"; linear modules here: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
+
+
+def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
+    """Draw every LoRA A anew as PEFT does, from a generator of its own.
+
+    That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
+    (`gaussian`). PEFT draws in the order of construction, which differs between engines.
+    """
+    ranks = {
+        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+        for rank in layer.r.values()
+        for part in ("lora_A", "lora_embedding_B")
+    }
+    for name, parameter in model.named_parameters():
+        if (found := re.search(r"(.*\.lora_(A|embedding_B))\.", name)) is not None:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            if "lora_A" not in name:
+                nn.init.normal_(drawn, generator=generator)
+            elif adapter.init_lora_weights == "gaussian":
+                nn.init.normal_(drawn, std=1 / ranks[found[1]], generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(drawn)
+
+
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put an adapter into the type that DeepSpeed computes with; its fp32 masters are another copy.
+
+    DeepSpeed 0.19 does so by itself, but not under ZeRO-3 where the base was partitioned while it
+    was loaded: each adapter would then keep its input in fp32.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,77 @@
+"""Put the adapter that a training goes on from into the network, before an engine shards it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from finetune.checkpoints.checkpoint import assign, whole_shape
+from finetune.checkpoints.pretrained import adapter_keys
+from finetune.errors import FinetuneError
+from finetune.models.starting_adapter import WEIGHTS, find
+from finetune.models.vocabulary import grow, rows_of_adapter
+from finetune.recipe import Recipe
+
+MOST_NAMED = 5
+WRAPPED = (".base_layer", ".original_module", ".token_adapter")
+
+
+def prepare_base(model: PreTrainedModel, recipe: Recipe) -> LoraConfig:
+    """PEFT's configuration of the adapter; the base gets the vocabulary that the adapter has."""
+    assert recipe.model.adapter is not None
+    assert recipe.adapter is not None
+    folder = find(recipe.model.adapter)
+    config: Any = LoraConfig.from_pretrained(str(folder))
+    config.init_lora_weights, config.inference_mode = True, False
+    config.lora_dropout = recipe.adapter.dropout
+    stored = {name: list(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
+    grow(model, rows_of_adapter(model, config, stored))
+    return config
+
+
+def load_adapter(network: PeftModel, recipe: Recipe) -> None:
+    """Give the trained parameters the values of the adapter.
+
+    Raises:
+        FinetuneError: with what the file lacks, has besides, or has in another shape.
+    """
+    assert recipe.model.adapter is not None
+    folder: Path = find(recipe.model.adapter)
+    tensors = load_file(folder / WEIGHTS)
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    keys = adapter_keys(network, list(trained))
+    problems = [f"{key} is missing" for key in sorted(keys.keys() - tensors.keys())]
+    for key in sorted(keys.keys() & tensors.keys()):
+        wanted, got = list(whole_shape(trained[keys[key]])), list(tensors[key].shape)
+        if got != wanted:
+            problems.append(f"{key} is {got}, and the base needs {wanted}")
+        elif not torch.isfinite(tensors[key]).all():
+            problems.append(f"{key} has values that are not finite")
+    base = {_plain(name): p for name, p in network.named_parameters(remove_duplicate=False)}
+    for key in sorted(tensors.keys() - keys.keys()):
+        same = base.get(_plain(key))
+        if same is None or same.shape != tensors[key].shape:
+            problems.append(f"{key} belongs to no module of the base")
+        elif not torch.equal(same.detach().cpu().float(), tensors[key].float()):
+            problems.append(
+                f"{key} replaces a table of the base, which an adapter written here cannot do: "
+                "merge it into the base, and train on that"
+            )
+    if problems:
+        left = len(problems) - MOST_NAMED
+        told = problems[:MOST_NAMED] + ([f"and {left} more"] if left > 0 else [])
+        raise FinetuneError(
+            f"model.adapter: {folder} does not fit {recipe.model.name}: {'; '.join(told)}"
+        )
+    with torch.no_grad():
+        for key, name in keys.items():
+            assign(trained[name], tensors[key])
+
+
+def _plain(name: str) -> str:
+    for part in WRAPPED:
+        name = name.replace(part, "")
+    return name

@@ -1,0 +1,285 @@
+"""Attention of documents that lie side by side: causal in each, and never across a border.
+
+It is registered with transformers as an attention implementation. The model hands on what the
+batch says of its documents (`cu_seq_lens_q`, as for flash attention), and no mask is ever built:
+
+    tokens    a b c d | e f | g h i        one causal product per document on CPU,
+    sees      a         e     g            one variable-length kernel on GPU
+              a b       e f   g h
+              a b c           g h i
+              a b c d
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from finetune.errors import FinetuneError
+from finetune.kernels.chains import Chain
+from finetune.kernels.cpu import tiled_attention
+from finetune.kernels.cpu.attention import attention_of_documents, longest_served
+from finetune.planner.kernels import SINKS, against_one_call
+from finetune.planner.padding import Padding, against, leaks, padding
+from finetune.recipe import Recipe
+
+DOCUMENTS = "documents"
+"""The name of this attention in transformers."""
+
+VARLEN_FROM = (8, 0)
+"""Compute capability (Ampere) from which PyTorch 2.13 has a variable-length flash kernel."""
+
+
+def layout(recipe: Recipe, config: PreTrainedConfig) -> Padding:
+    """How the rows of a recipe are laid out on a model, by its config as loaded."""
+    return padding(recipe, config.to_dict())
+
+
+def implementation(recipe: Recipe, config: PreTrainedConfig) -> str:
+    """The attention that transformers is asked for: `documents` for rows side by side with SDPA."""
+    attention = recipe.model.attention
+    if attention == "sdpa" and layout(recipe, config).free:
+        return DOCUMENTS
+    return attention
+
+
+def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Refuse rows side by side on an architecture that was not shown to keep documents apart.
+
+    Raises:
+        FinetuneError: with every reason.
+    """
+    fields = config.to_dict()
+    if recipe.batch.packing:
+        found = leaks(fields, recipe.batch.max_length)
+        problems = [f"batch.packing: {reason}; set batch.packing=false" for reason in found]
+    elif recipe.batch.padding_free is True:
+        problems = [
+            f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there"
+            for reason in against(recipe, fields)
+        ]
+    else:
+        return
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> list[str]:
+    """Why documents side by side are not computed by what is fastest on this machine.
+
+    Args:
+        config: Of the model, as loaded.
+        precision: Of the run.
+        longest: Tokens that a document has at most.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dropped = bool(getattr(config, "attention_dropout", 0))
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = config.model_type in SINKS
+    found = against_one_call(device, precision, dropped, capped, sinks)
+    instead = ""
+    if device == "cuda":
+        if torch.cuda.get_device_capability() < VARLEN_FROM:
+            found.append("this GPU is older than Ampere")
+        instead = "each document by itself, not all in one variable-length kernel"
+    elif Chain.compiling and precision == "bf16":
+        lacking = tiled_attention.reason_against()
+        found += [] if lacking is None else [lacking]
+        instead = "each document by products of PyTorch, not in one pass over tiles"
+    if instead and not found:
+        return []
+    notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []
+    window = _window(config)
+    if capped or sinks:
+        why = "they are capped" if capped else "each row has a sink beside them"
+        notes.append(f"model.attention: each document's scores written out, because {why}")
+    elif window is not None and window < longest:
+        notes.append(
+            f"model.attention: each document of more than {window} tokens behind a mask, because "
+            "of a layer's window"
+        )
+    return notes
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """Tokens that a token sees in some layer, itself among them; None where it sees all."""
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in layers else None
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,  # transformers hands on every argument of the model's forward pass
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document, called by transformers in every layer.
+
+    Args:
+        module: The attention layer.
+        query: (1, heads, tokens, head size).
+        key: (1, key heads, tokens, head size); each is shared by heads / key heads queries.
+        value: As `key`.
+        attention_mask: None: documents side by side are never padded.
+        dropout: Share of attention weights to leave out.
+        scaling: Factor of the scores; by default 1 / sqrt(head size).
+        sliding_window: A token sees itself and so many less one before it; None for all.
+        softcap: Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+        s_aux: (heads,) score of a sink beside each row's, which takes weight and has no value
+            (gpt-oss).
+        cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
+        max_length_q: Tokens of the longest document.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the weights.
+
+    Raises:
+        FinetuneError: the model did not hand on the boundaries.
+    """
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+        raise FinetuneError(
+            f"batch.padding_free: {type(module).__name__} does not say where documents end, so "
+            "they would see each other; set batch.padding_free=false and batch.packing=false"
+        )
+    windowed = sliding_window is not None and sliding_window < max_length_q
+    window = sliding_window if windowed else None
+    # A sink, or values of another size than keys, are left to what PyTorch computes.
+    known = s_aux is None and query.shape[-1] == value.shape[-1]
+    if softcap is None and not dropout and known and _has_varlen(query):
+        mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+        return mixed[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    longest = 0
+    if known and not dropout:
+        longest = longest_served(query, max_length_q, window, softcap)
+    runs = _runs(cu_seq_lens_q.tolist(), longest)
+    # Its backward pass is one copy; that of a slice is as large as what was sliced.
+    lengths = [run[-1] - run[0] for run in runs]
+    heads = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
+    parts: list[torch.Tensor] = []
+    for run, (q, k, v) in zip(runs, heads, strict=True):
+        if run[1] - run[0] <= longest:
+            ends = [end - run[0] for end in run]
+            part = attention_of_documents(q, k, v, ends, scale, window, softcap)
+        elif softcap is None and s_aux is None:
+            part = _causal(q, k, v, dropout, scale, window)
+        else:
+            part = _written_out(q, k, v, dropout, scale, window, softcap, s_aux)
+        parts.append(part.transpose(1, 2))
+    return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
+
+
+def _runs(ends: list[int], longest: int) -> list[list[int]]:
+    """Boundaries of documents in one call: neighbours up to a length, else one by itself."""
+    runs: list[list[int]] = []
+    for start, end in itertools.pairwise(ends):
+        if runs and max(runs[-1][1] - runs[-1][0], end - start) <= longest:
+            runs[-1].append(end)
+        else:
+            runs.append([start, end])
+    return runs
+
+
+def _causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One document through PyTorch's kernel; key heads are shared, not repeated."""
+    length = query.shape[2]
+    band = _band(length, window, query.device) if window is not None and window < length else None
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=band,
+        dropout_p=dropout,
+        is_causal=band is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One document with its scores in memory: no kernel of PyTorch caps them or adds a sink."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    scores = (query @ key.transpose(2, 3)) * scale  # (1, heads, length, length)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    unseen = ~_band(query.shape[2], window, query.device)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : query.shape[2]]
+    return F.dropout(weights.to(query.dtype), p=dropout) @ value
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Whom each token sees: itself and what precedes it, within a window.  # (length, length)"""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def _has_varlen(query: torch.Tensor) -> bool:
+    """Whether flash attention of PyTorch 2.13 takes these: 16 bits, Ampere or newer, 256 a head."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= VARLEN_FROM
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """All documents in one variable-length flash kernel.  # (tokens, heads, head size)"""
+    # Needs a build of PyTorch with CUDA to be of use.
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    mixed = varlen_attn(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed
+
+
+AttentionInterface.register(DOCUMENTS, attend)

@@ -1,0 +1,112 @@
+"""Frozen base weights in four or eight bits, by bitsandbytes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from torch import nn
+from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
+
+from finetune.errors import FinetuneError
+from finetune.models.load_checks import full_shape
+from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
+
+QUANTISED = (Linear4bit, Linear8bitLt)
+MOST_NAMED = 5
+"""Tensors that a note names."""
+
+
+def quantization_config(
+    kind: str, compute: torch.dtype, storage: torch.dtype = torch.uint8
+) -> BitsAndBytesConfig | None:
+    """How weights are stored: as they are (`none`), NF4 with double quantisation, or LLM.int8.
+
+    `compute` is what a layer multiplies in, `storage` what packs the bits: FSDP shards floating
+    point tensors only.
+    """
+    if kind == "none":
+        return None
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if kind != "nf4":
+        raise FinetuneError(f"model.quantization: got '{kind}', expected none, nf4 or int8")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=storage,
+    )
+
+
+def loading_arguments(
+    fields: Mapping[str, Any],
+    kind: str,
+    compute: torch.dtype,
+    storage: torch.dtype = torch.uint8,
+) -> dict[str, Any]:
+    """What `from_pretrained` is given about quantisation for a model with such a `config.json`.
+
+    transformers 5.23 forgets the quantisation of the files where `quantization_config=None` is
+    given, and reads their codes as weights.
+    """
+    stored = stored_kind(fields)
+    if stored is None:
+        asked = quantization_config(kind, compute, storage)
+        return {} if asked is None else {"quantization_config": asked}
+    if stored in DEQUANTISED:
+        config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[stored]
+        return {"quantization_config": config(dequantize=True)}
+    return {}
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let NF4 layers multiply in a dtype: files that are quantised already bring their own."""
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.compute_dtype = dtype
+            layer.compute_type_is_set = True
+
+
+def quantised_notes(model: nn.Module, kind: str) -> list[str]:
+    """How much of a base is really in four or eight bits, and what is not.
+
+    bitsandbytes replaces linear layers. Embeddings, the head and the experts that transformers 5
+    keeps in three-dimensional parameters stay as they were loaded.
+    """
+    if kind == "none":
+        return []
+    small = {id(layer.weight) for layer in model.modules() if isinstance(layer, QUANTISED)}
+    sizes: dict[str, int] = {}
+    total = packed = 0
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or ".modules_to_save." in name:
+            continue
+        size = full_shape(parameter).numel()
+        total += size
+        if id(parameter) in small:
+            packed += size
+        elif len(full_shape(parameter)) > 1:
+            inner = re.sub(r"^.*?\.\d+\.|^model\.", "", name)
+            inner = re.sub(r"\.base_layer|\.original_module|\.weight$", "", inner)
+            sizes[inner] = sizes.get(inner, 0) + size
+    ordered = sorted(sizes, key=lambda inner: -sizes[inner])
+    plain = ", ".join(f"{inner} ({sizes[inner] / total:.1%})" for inner in ordered[:MOST_NAMED])
+    return [
+        f"model.quantization: {packed / total:.1%} of the base's weights are in {kind}; "
+        f"not quantised: {plain or 'vectors'}"
+    ]
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Let NF4 layers compute in evaluation as they do in training, on CPUs with AVX512-BF16.
+
+    There bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
+    a kernel that sums in bf16, refuses layers of other than 32n
+    rows and 64n columns, and makes later gradients silently wrong. The price is its speed.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False

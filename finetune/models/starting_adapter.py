@@ -1,0 +1,288 @@
+"""The adapter that a training goes on from: where it is, and what a recipe takes from it.
+
+No torch: a recipe that contradicts its adapter is refused at once.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.errors import FinetuneError
+from finetune.recipe import LoRA, Recipe
+from finetune.runs.run import Run, write_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+TAKEN = {
+    "r": "r", "lora_alpha": "alpha", "target_modules": "targets", "use_dora": "use_dora",
+    "target_parameters": "target_parameters", "modules_to_save": "modules_to_save",
+    "trainable_token_indices": "trainable_token_indices", "use_rslora": "use_rslora",
+    "exclude_modules": "exclude_modules", "layers_to_transform": "layers_to_transform",
+    "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern",
+}  # fmt: skip
+"""Fields of PEFT's file that a recipe takes, with the recipe's name of each."""
+
+WITHOUT_EFFECT = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights", "layers_pattern",
+    "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Fields of PEFT's file that do not change what an adapter of known values computes."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that take something out of the base weights."""
+
+MERGE = "merge it into its base and train on the result: finetune export RUN --merge --to FOLDER"
+
+
+def find(name: str) -> Path:
+    """The folder of an adapter in PEFT's format, of a folder, a run or a hub id.
+
+    Raises:
+        FinetuneError: there is no adapter.
+    """
+    folder = Path(name)
+    if os.path.isfile(folder):
+        raise FinetuneError(f"model.adapter: {name} is a file; name the folder that contains it")
+    if not os.path.isdir(folder):
+        if HUB_NAME.fullmatch(name) is None:
+            raise FinetuneError(
+                f"model.adapter: no such folder: {name}; give a run, a folder with {CONFIG}, or a "
+                "hub id"
+            )
+        return _download(name)
+    run = Run(folder)
+    newest = run.newest() if run.recipe.is_file() else None
+    places = [folder, run.final, folder / "adapter"]
+    if newest is not None:
+        places.append(run.checkpoint(run.best_step() or newest) / "adapter")
+    for place in places:
+        if (place / CONFIG).is_file():
+            return place
+    whole = next((place for place in places if (place / "config.json").is_file()), None)
+    if whole is not None:
+        raise FinetuneError(
+            f"model.adapter: {name} has a complete model, not an adapter; train it further with "
+            f"model.name={whole}"
+        )
+    missing = "its run has no checkpoint yet" if run.recipe.is_file() else f"it has no {CONFIG}"
+    raise FinetuneError(f"model.adapter: {name} has no adapter: {missing}")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repository, _, revision = name.partition("@")
+    wanted = ["adapter_*", "tokenizer*", "*.json", "*.jinja", "*.model", "vocab*", "merges*"]
+    try:
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FinetuneError(
+            f"model.adapter: '{name}' is not a folder here and cannot be downloaded: {reason}"
+        ) from None
+    if not (Path(found) / CONFIG).is_file():
+        raise FinetuneError(f"model.adapter: the repository '{name}' has no {CONFIG}")
+    return Path(found)
+
+
+def tokenizer_of(name: str) -> Path | None:
+    """The folder of the tokenizer that an adapter was trained with; None where it has none."""
+    folder = find(name)
+    for place in (folder, folder.parent / "tokenizer"):
+        if (place / "tokenizer_config.json").is_file():
+            return place
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of an adapter's file.
+
+    Raises:
+        FinetuneError: the file cannot be read, or the adapter is not one that can be trained here.
+    """
+    path = folder / CONFIG
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise FinetuneError(f"{path}: expected keys and values, got {type(fields).__name__}")
+    problems = list(_problems(fields))
+    if not (folder / WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
+        problems.append(f"it has no {WEIGHTS}{instead if pickled else ''}")
+    if problems:
+        raise FinetuneError(*(f"model.adapter: {folder}: {problem}" for problem in problems))
+    return fields
+
+
+def _problems(fields: dict[str, Any]) -> list[str]:
+    if fields.get("peft_type") != "LORA":
+        return [f"peft_type is {fields.get('peft_type')!r}, expected 'LORA'; {MERGE}"]
+    problems: list[str] = []
+    if fields.get("task_type") not in (None, "CAUSAL_LM"):
+        problems.append(f"task_type is {fields['task_type']!r}, expected 'CAUSAL_LM'")
+    init = str(fields.get("init_lora_weights", True)).lower()
+    if init.startswith(CHANGES_BASE):
+        problems.append(
+            f"its initialisation '{init}' changed the base weights, which a new start would not "
+            "have; name the run's final/ or an export of it (finetune export RUN --to FOLDER), "
+            "where it is a plain LoRA, convert another toolkit's with PEFT's "
+            "path_initial_model_for_weight_conversion, or merge it"
+        )
+    known = {field.name for field in dataclasses.fields(LoRA)}
+    for key, value in fields.items():
+        is_known = key in WITHOUT_EFFECT or TAKEN.get(key) in known
+        if not is_known and value not in (None, False, 0, "", "none", [], {}):
+            problems.append(f"{key} is {value!r}, which no recipe can train; {MERGE}")
+    if fields.get("layers_pattern") and fields.get("layers_to_transform") is not None:
+        problems.append(f"layers_pattern is {fields['layers_pattern']!r}; {MERGE}")
+    return problems
+
+
+def section_of(fields: dict[str, Any]) -> LoRA:
+    """An adapter's file as the section of a recipe.
+
+    Raises:
+        FinetuneError: with every field of another kind of value than PEFT writes.
+    """
+    known = {field.name for field in dataclasses.fields(LoRA)}
+    taken = {
+        ours: _plain(fields[theirs])
+        for theirs, ours in TAKEN.items()
+        if ours in known and fields.get(theirs) not in (None, [], {})
+    }
+    layers = taken.get("layers_to_transform")
+    if isinstance(layers, int):
+        taken["layers_to_transform"] = (layers,)
+    try:
+        return LoRA(**taken)
+    except ValidationError as error:
+        wrong = [f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False)]
+        problems = [f"model.adapter: {CONFIG}: adapter.{each}" for each in dict.fromkeys(wrong)]
+        raise FinetuneError(*problems) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(sorted(value, key=str))
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def settle(recipe: Recipe) -> Recipe:
+    """The recipe with the section `adapter` of the adapter that it goes on from.
+
+    What a recipe leaves at its default is taken; dropout is the recipe's own.
+
+    Raises:
+        FinetuneError: there is no adapter, or a field of the recipe contradicts it.
+    """
+    name = recipe.model.adapter
+    if name is None:
+        return recipe
+    folder = find(name)
+    fields = read_config(folder)
+    if recipe.model.name is None:
+        raise FinetuneError(
+            f"model.name: none, and model.adapter={name} was trained on "
+            f"{fields.get('base_model_name_or_path')}; name its base"
+        )
+    taken = section_of(fields)
+    given, default = recipe.adapter or LoRA(), LoRA()
+    problems: list[str] = []
+    for field in dataclasses.fields(LoRA):
+        mine, theirs = getattr(given, field.name), getattr(taken, field.name)
+        if field.name == "dropout" or mine in (getattr(default, field.name), theirs):
+            continue
+        if field.name == "alpha" and mine == taken.scale_alpha:
+            continue
+        if isinstance(mine, tuple) and sorted(map(str, mine)) == sorted(map(str, _items(theirs))):
+            continue
+        if field.name == "targets" and _same_modules(mine, theirs):
+            continue
+        if field.name == "trainable_token_indices" and _ids(mine, folder) <= _ids(theirs, folder):
+            continue
+        problems.append(
+            f"adapter.{field.name}: {_shown(mine)}, but the adapter of model.adapter has "
+            f"{_shown(theirs)}; leave the field out, or set adapter=null to take all of them from "
+            f"{folder}"
+        )
+    if problems:
+        raise FinetuneError(*problems)
+    return dataclasses.replace(recipe, adapter=dataclasses.replace(taken, dropout=given.dropout))
+
+
+def _items(value: Any) -> Any:
+    return value if isinstance(value, tuple) else ()
+
+
+def _same_modules(short: Any, full: Any) -> bool:
+    """Whether names choose the modules that PEFT wrote out in full."""
+    if not isinstance(short, tuple) or not isinstance(full, tuple):
+        return False
+    pairs = [(a, b) for a in short for b in full if a == b or b.endswith(f".{a}")]
+    return {a for a, _ in pairs} == set(short) and {b for _, b in pairs} == set(full)
+
+
+def _ids(tokens: Any, folder: Path) -> set[Any]:
+    """Tokens as ids, where the tokenizer beside an adapter added them; other words stay."""
+    groups = tokens.values() if isinstance(tokens, dict) else (tokens,)
+    added: dict[str, int] = {}
+    for place in (folder, folder.parent / "tokenizer"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            read = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+            added |= {each["content"]: each["id"] for each in read["added_tokens"]}
+    return {added.get(each, each) for group in groups for each in group}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if value not in ((), None) else "none"
+
+
+def identity(name: str) -> dict[str, Any]:
+    """Which adapter it is: for the record of a run."""
+    folder = find(name)
+    fields = read_config(folder)
+    with (folder / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "folder": str(folder),
+        "sha256": digest,
+        "base_model": fields.get("base_model_name_or_path"),
+    }
+
+
+def record(recipe: Recipe, run: Run, is_new: bool) -> str:
+    """Write down which adapter a run starts from; returns a note of it.
+
+    Raises:
+        FinetuneError: a run that goes on started from another one.
+    """
+    assert recipe.model.adapter is not None
+    now, path = identity(recipe.model.adapter), run.starting_adapter
+    if is_new or not path.is_file():
+        write_json(path, now)
+    elif json.loads(path.read_text(encoding="utf-8"))["sha256"] != now["sha256"]:
+        raise FinetuneError(
+            f"model.adapter: {now['folder']} is not the adapter that {run.root} started from; put "
+            "it back, or choose another --output"
+        )
+    base, name = str(now["base_model"]), str(recipe.model.name)
+    told = f"model.adapter: training goes on from the adapter in {now['folder']}"
+    if base == name or Path(base).resolve() == Path(name).resolve():
+        return told
+    return f"{told}, which was trained on {base}, not on {name}"

@@ -1,0 +1,300 @@
+"""Chooses the weights that an adapter reaches, and names those that it leaves out.
+
+transformers 5 keeps the experts of a layer in three-dimensional parameters, which no module name
+reaches. PEFT 0.21 adapts such a parameter by name (`target_parameters`). For a model type whose
+experts were modules in transformers 4 it also rewrites names: `gate_proj`, `up_proj`, `down_proj`
+and `gate` then mean parameters of experts and router alone, and a dense layer or a shared expert of
+the same name is dropped. Here such a layer is adapted as the parameter `NAME.weight`, which PEFT
+leaves as it is whenever it reads the configuration again.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.models.load_checks import full_shape
+from finetune.planner.limits import against_parameters
+from finetune.recipe import LoRA
+
+ALL = "all-linear"
+GATE_AND_UP = "gate_up_proj"
+"""Two matrices in one parameter: `all-linear` gives each of them the rank of the adapter."""
+LINEAR = (nn.Linear, Conv1D)
+OLDER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of modules that PEFT rewrites in one type of model or another."""
+MOST_NAMED = 8
+
+
+def settle(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraConfig:
+    """The configuration whose names reach what the recipe asks for, whatever PEFT makes of names.
+
+    `all-linear` is every linear module but head and routers, and every tensor of experts. A model
+    without experts, whose names PEFT does not rewrite, is left to PEFT.
+
+    Raises:
+        FinetuneError: a parameter is not there, or PEFT cannot adapt a parameter in this way.
+    """
+    parameters = [*_named(model, adapter)]
+    rewritten = rewritten_names(model)
+    if not parameters and not rewritten and not has_experts(model):
+        return config
+    ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
+    if adapter.targets == ALL:
+        parameters += [name for name in _experts(model) if _is_plain(model, name)]
+    else:
+        parameters += _by_older_names(model, config, ranks, alphas)
+    owners = {name.rpartition(".")[0] for name in parameters}
+    modules = [name for name in _modules(model, config) if name not in owners]
+    lost = [name for name in modules if name.rsplit(".", 1)[-1] in rewritten]
+    modules = [name for name in modules if name not in set(lost)]
+    parameters += [f"{name}.weight" for name in lost if _is_plain(model, f"{name}.weight")]
+    parameters = [name for name in parameters if not _outside(name, adapter)]
+    if parameters and (problems := [*against_parameters(adapter)]):
+        raise FinetuneError(*problems)
+    if adapter.targets == ALL and any(name.endswith(GATE_AND_UP) for name in parameters):
+        ranks.setdefault(GATE_AND_UP, 2 * adapter.r)
+        scale = 2.0**0.5 if adapter.use_rslora else 2.0
+        alphas.setdefault(GATE_AND_UP, scale * adapter.scale_alpha)
+    settled = copy.copy(config)
+    every = [name for name, _ in model.named_modules() if name]
+    settled.target_modules = shortest(modules, every)
+    settled.target_parameters = sorted(shortest(parameters, _names(model), words=2)) or None
+    settled.rank_pattern, settled.alpha_pattern = ranks, alphas
+    settled.layers_to_transform = None  # the names are those of the chosen layers
+    return settled
+
+
+def _named(model: nn.Module, adapter: LoRA) -> list[str]:
+    """Parameters that the recipe names.
+
+    Raises:
+        FinetuneError: a name that no parameter has, or one that PEFT cannot adapt.
+    """
+    names = _names(model)
+    problems: list[str] = []
+    chosen: list[str] = []
+    for wanted in adapter.target_parameters:
+        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        if not found:
+            last = {name.rsplit(".", 1)[-1] for name in names}
+            problems.append(
+                f"adapter.target_parameters: no parameter is named '{wanted}'"
+                f"{did_you_mean(wanted.rsplit('.', 1)[-1], last)}{expert_words(model)}"
+            )
+        odd = next((name for name in found if not _is_plain(model, name)), None)
+        if odd is not None:
+            shape = list(full_shape(model.get_parameter(odd)))
+            problems.append(
+                f"adapter.target_parameters: '{wanted}' names {odd} of shape {shape}, "
+                f"and PEFT adapts unquantised matrices and tensors of matrices{expert_words(model)}"
+            )
+        chosen += found
+    if problems:
+        raise FinetuneError(*problems)
+    return chosen
+
+
+def expert_words(model: nn.Module) -> str:
+    """Names of expert tensors, as the end of a message; empty where there are none."""
+    here = sorted({".".join(name.split(".")[-2:]) for name in _experts(model)})
+    return f"; tensors of experts here: {', '.join(here)}" if here else ""
+
+
+def _modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Modules that the names of a configuration mean, before PEFT rewrites names."""
+    names = [name for name, _ in model.named_modules() if name]
+    if config.target_modules != ALL:
+        return [name for name in names if check_target_module_exists(config, name)]
+    head = model.get_output_embeddings()
+    routers = tuple(f"{name}." for name in _routers(model))
+    linear = copy.copy(config)
+    linear.target_modules = {
+        name
+        for name in names
+        if isinstance(module := model.get_submodule(name), LINEAR) and module is not head
+        if not f"{name}.".startswith(routers)
+    }
+    return [name for name in names if check_target_module_exists(linear, name)]
+
+
+def _by_older_names(
+    model: PreTrainedModel, config: LoraConfig, ranks: dict[str, int], alphas: dict[str, float]
+) -> list[str]:
+    """Expert tensors that names of modules of transformers 4 mean to PEFT; adds their ranks."""
+    if isinstance(config.target_modules, str):
+        pattern = config.target_modules
+        return [name for name in _names(model) if re.fullmatch(pattern, name)]
+    probe = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(probe, model, conversions=None)
+    except ValueError:  # gate_proj without up_proj
+        if any(
+            name.rpartition(".")[2] in config.target_modules for name in _modules(model, config)
+        ):
+            return []  # modules of this name, not experts, are meant
+        raise FinetuneError(
+            "adapter.targets: gate_proj and up_proj of the experts are one tensor; name both, or "
+            f"use adapter.target_parameters=[experts.{GATE_AND_UP}]"
+        ) from None
+    ranks |= {name: r for name, r in probe.rank_pattern.items() if name not in ranks}
+    alphas |= {name: a for name, a in probe.alpha_pattern.items() if name not in alphas}
+    ends = tuple(f".{name}" for name in probe.target_parameters or ())
+    return [name for name in _names(model) if ends and name.endswith(ends)]
+
+
+def _outside(name: str, adapter: LoRA) -> bool:
+    """Whether a parameter is excluded, trained whole, or in a layer that is not chosen."""
+    excluded = adapter.exclude_modules
+    for each in (name, name.rpartition(".")[0]):
+        if isinstance(excluded, str):
+            if re.fullmatch(excluded, each):
+                return True
+        elif any(each == word or each.endswith(f".{word}") for word in excluded):
+            return True
+    if any(re.match(rf"(^|.*\.){word}($|\..*)", name) for word in adapter.modules_to_save):
+        return True
+    layer = re.match(r".*?\.(\d+)\.", name)
+    chosen = adapter.layers_to_transform
+    return bool(chosen) and (layer is None or int(layer[1]) not in chosen)
+
+
+def rewritten_names(model: PreTrainedModel) -> set[str]:
+    """Last names of modules that PEFT takes for parameters of experts in this type of model."""
+    found: set[str] = set()
+    for name in OLDER_NAMES:
+        probe = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(probe, model, conversions=None)
+        except ValueError:  # PEFT asks for gate_proj and up_proj together
+            found.add(name)
+        else:
+            found |= {name} - set(probe.target_modules or ())
+    return found
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _is_plain(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is one that PEFT can add a product to."""
+    parameter = model.get_parameter(name)
+    packed = hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")  # bitsandbytes
+    return parameter.is_floating_point() and not packed and len(full_shape(parameter)) in (2, 3)
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Tensors of the experts of a layer, by the names that transformers gives to their classes."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if "Expert" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False)
+        if len(full_shape(parameter)) == 3
+    ]
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model chooses among experts."""
+    return bool(_experts(model) or _routers(model))
+
+
+def _routers(model: nn.Module) -> list[str]:
+    """Modules that choose experts, by the names that transformers gives to their classes."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith(("Router", "TopKGate", "MoEGate"))
+    ]
+
+
+def shortest(chosen: Iterable[str], every: Iterable[str], words: int = 1) -> set[str]:
+    """Ends of names, of so many words or more, that mean the chosen of all names and no other.
+
+    PEFT compares names in this way: `q_proj` is the end of `model.layers.0.self_attn.q_proj`.
+    """
+    chosen = set(chosen)
+    means: dict[str, set[str]] = {}
+    for name in every:
+        for end in _ends(name, words):
+            means.setdefault(end, set()).add(name)
+    named: set[str] = set()
+    covered: set[str] = set()
+    for name in sorted(chosen):
+        if name not in covered:
+            end = next(end for end in _ends(name, words) if means[end] <= chosen)
+            named.add(end)
+            covered |= means[end]
+    return named
+
+
+def _ends(name: str, words: int) -> list[str]:
+    """The ends of a dotted name, the shortest first and the complete name last."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(max(0, len(parts) - words), -1, -1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How much of a model's matrices an adapter reaches, embeddings and head aside."""
+
+    share: float
+    """Of the weights in matrices and tensors of matrices."""
+    left: tuple[str, ...]
+    """Names inside a layer of those that it does not reach, the largest first."""
+
+    def line(self) -> str:
+        more = len(self.left) - MOST_NAMED
+        named = ", ".join(self.left[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        share = math.floor(self.share * 1000) / 10
+        return (
+            f"adapter.targets: all-linear reaches {share:g} % of the weights in matrices "
+            f"(embedding and head aside); left out: {named or 'none'}"
+        )
+
+
+def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
+    """What the adapter in a model reaches, before the engine shards it; `base` is inside."""
+    reached = {id(parameter) for parameter in reached_by(model)}
+    head = base.get_output_embeddings()
+    aside = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    aside += [] if head is None else [head]
+    outer = {id(parameter) for module in aside for parameter in module.parameters()}
+    total = hit = 0
+    left: dict[str, int] = {}
+    for name, parameter in base.named_parameters():
+        small = len(full_shape(parameter)) < 2 or name.endswith("bias")
+        if small or "lora_" in name or id(parameter) in outer:
+            continue
+        total += (size := full_shape(parameter).numel())
+        if id(parameter) in reached:
+            hit += size
+        else:
+            inner = re.sub(r"^.*?\.\d+\.", "", name).replace(".base_layer", "")
+            inner = re.sub(r"\.\d+(?=\.|$)", "", inner).removesuffix(".weight")
+            left[inner] = left.get(inner, 0) + size
+    ordered = sorted(left, key=lambda inner: (-left[inner], inner))
+    return Reach(hit / total if total else 1.0, tuple(ordered))
+
+
+def reached_by(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a base that have an adapter, or are trained whole."""
+    for layer in model.modules():
+        if isinstance(layer, ParamWrapper):
+            yield layer.get_param()
+        elif isinstance(layer, LoraLayer):
+            yield from layer.get_base_layer().parameters()
+        elif isinstance(layer, ModulesToSaveWrapper):  # trained whole
+            yield from layer.parameters()

@@ -1,0 +1,294 @@
+"""The vocabulary of a model: tokens of the tokenizer, rows of the tables, and more of both.
+
+A token has an id, and the tables of the model (embedding and head) a row for each id. Either may
+have more than the other: spare rows are harmless, a token without a row cannot be looked up.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AddedToken, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.errors import FinetuneError
+from finetune.models.load_checks import token_rows
+from finetune.recipe import LoRA, Recipe
+
+MOST_NAMED = 10
+"""Tokens that a message names."""
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Add the tokens that a tokenizer lacks, each found in a text as it is written."""
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in tokens if t not in known])
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, where it has tokens for a text, and can encode one.
+
+    From a folder with nothing but `config.json` transformers 5.23 builds one without any, which
+    encodes each text as no tokens.
+
+    Raises:
+        ValueError: it has special tokens at most.
+    """
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        raise ValueError("the vocabulary is empty: its files are not there")
+    tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of another kind of value
+    return tokenizer
+
+
+def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of a table in which every token of a tokenizer has one."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> int:
+    """A token that can fill a row: the tokenizer's own, or 0 where it has none in the model.
+
+    Padding is masked by its position, never by its id: any token that has a row serves.
+    """
+    pad = tokenizer.pad_token_id
+    return pad if isinstance(pad, int) and 0 <= pad < (rows or pad + 1) else 0
+
+
+def replace_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> str | None:
+    """Give a tokenizer whose pad token has no row another one; returns a note where it did.
+
+    What is saved with the tokenizer can then be padded by any library.
+    """
+    pad = tokenizer.pad_token_id
+    if rows is None or not isinstance(pad, int) or pad < rows:
+        return None
+    named = tokenizer.pad_token
+    usable = (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+    other = next(each for each in usable if isinstance(each, int) and each < rows)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
+    return (
+        f"the pad token {named} ({pad}) has no row in the model, which has {rows}: rows are padded "
+        f"with {tokenizer.pad_token}, which is masked, and the tokenizer is saved so"
+    )
+
+
+def without_lost_pad(config: PreTrainedConfig) -> dict[str, None]:
+    """What to override of a configuration whose pad token has no row: torch refuses such a table.
+
+    For `from_pretrained(..., **overrides)`; empty where all is well.
+    """
+    text = config.get_text_config()
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if text is config and isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        return {"pad_token_id": None}
+    return {}
+
+
+def refuse_tokens_without_rows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None, highest: int
+) -> None:
+    """Refuse data with tokens that the model has no row for.
+
+    Raises:
+        FinetuneError: with the tokens, and what gives them rows.
+    """
+    if rows is None or highest < rows:
+        return
+    named = recipe.model.tokenizer or recipe.model.adapter or recipe.model.name
+    lost = sorted((id, token) for token, id in tokenizer.get_vocab().items() if id >= rows)
+    told = f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}"
+    if len(lost) > MOST_NAMED:
+        raise FinetuneError(
+            f"{told}; {len(lost)} of its tokens have no row: name the tokenizer that belongs to it"
+        )
+    words = ", ".join(f'"{token}"' for _, token in lost)
+    raise FinetuneError(
+        f"{told}; without a row are {words}: give them rows with model.add_tokens=[{words}], or "
+        "name the tokenizer that belongs to the model"
+    )
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+
+def grow(model: PreTrainedModel, rows: int) -> None:
+    """Give embedding and head so many rows: each new one is the mean of the old ones.
+
+    Tied tables stay tied, and the configuration has the new size.
+    """
+    old = token_rows(model)
+    if old is None or rows <= old:
+        return
+    means = [table.mean(0, dtype=torch.float32) for table in _weights(model)]
+    with torch.no_grad():
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for table, mean in zip(_weights(model), means, strict=True):
+            table[old:] = mean.to(table.dtype)
+    found = token_rows(model)
+    if found != rows:
+        raise FinetuneError(
+            f"model.add_tokens: transformers gave {type(model).__name__} {found} rows instead of "
+            f"{rows}; it cannot get more tokens"
+        )
+
+
+def rows_of_adapter(
+    model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]
+) -> int:
+    """Rows of the tables that an adapter was trained with, as far as it says; else 0.
+
+    Args:
+        stored: shape of each tensor of its file.
+    """
+    table: Any = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is table)
+    places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
+    rows = [stored[key][0] for key in places if key in stored]
+    given = config.trainable_token_indices or {}
+    for ids in given.values() if isinstance(given, dict) else (given,):
+        rows += [max(ids, default=-1) + 1]
+    return max(rows, default=0)
+
+
+@torch.no_grad()
+def _weights(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Tensors with a row for each token: embedding, head where it is another, its bias."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    found = [embedding.weight.data]
+    if head is not None and head.weight is not embedding.weight:
+        found.append(head.weight.data)
+    if head is not None and getattr(head, "bias", None) is not None:
+        found.append(head.bias.data)
+    return found
+
+
+def tables(model: nn.Module) -> dict[str, nn.Module]:
+    """Embedding and head by their full names; the embedding alone where they are tied."""
+    found: dict[str, nn.Module] = {}
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    for table in (embedding, head):
+        if table is None or (table is head and found and head.weight is embedding.weight):
+            continue
+        found[next(name for name, module in model.named_modules() if module is table)] = table
+    return found
+
+
+def give_rows(model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> range:
+    """Give the tables rows for the tokens that a recipe adds; returns the new rows.
+
+    Raises:
+        FinetuneError: these rows would never be trained.
+    """
+    old = token_rows(model) or 0
+    if recipe.model.adapter is not None:
+        refuse_more_tokens(recipe, tokenizer, old)
+        return range(0)
+    if recipe.model.add_tokens:
+        grow(model, rows_needed(tokenizer))
+    grown = range(old, token_rows(model) or 0)
+    refuse_untrained(model, recipe, tokenizer, grown)
+    return grown
+
+
+# --- which rows are trained --------------------------------------------------------------------
+
+
+def token_indices(
+    model: nn.Module, adapter: LoRA, tokenizer: PreTrainedTokenizerBase, grown: range
+) -> dict[str, list[int]] | None:
+    """`adapter.trainable_token_indices` in PEFT's form: ids by the full name of each table.
+
+    Rows that a table did not have before (`grown`) are always among them: what loads the result
+    would fill them with numbers of its own.
+
+    Raises:
+        FinetuneError: a token is unknown or has no row, or a table cannot be trained by rows.
+    """
+    given = adapter.trainable_token_indices
+    if not given:
+        return None
+    known = tables(model)
+    named = given if isinstance(given, dict) else dict.fromkeys(known, given)
+    problems: list[str] = []
+    found: dict[str, list[int]] = {}
+    for name, tokens in named.items():
+        table: Any = known.get(name) or next(
+            (module for full, module in model.named_modules() if full.endswith(name)), None
+        )
+        if table is None:
+            problems.append(f"no module is named '{name}'; tables here: {', '.join(known)}")
+            continue
+        if getattr(table, "bias", None) is not None:
+            problems.append(
+                f"the head '{name}' has a bias, which PEFT leaves out where rows are trained; use "
+                "adapter.modules_to_save"
+            )
+        ids = set(grown)
+        for token in tokens:
+            id = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
+            if id is None:
+                problems.append(
+                    f"the tokenizer has no token '{token}'; add it with model.add_tokens"
+                )
+            elif not 0 <= id < table.weight.shape[0]:
+                problems.append(
+                    f"token {token!r} has no row in '{name}', which has {table.weight.shape[0]}"
+                )
+            else:
+                ids.add(id)
+        found[name] = sorted(ids)
+    if problems:
+        told = dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems)
+        raise FinetuneError(*told)
+    return found
+
+
+def refuse_untrained(
+    model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, grown: range
+) -> None:
+    """Refuse to add tokens whose rows an adapter would leave as they are.
+
+    Raises:
+        FinetuneError: with the fields that train them.
+    """
+    adapter, added = recipe.adapter, recipe.model.add_tokens
+    if adapter is None or not added:
+        return
+    vocabulary = tokenizer.get_vocab()
+    wanted = {vocabulary[token] for token in added if vocabulary.get(token) in grown}
+    chosen = token_indices(model, adapter, tokenizer, range(0)) or {}
+    for name in tables(model) if wanted else ():
+        whole = any(name == each or name.endswith(f".{each}") for each in adapter.modules_to_save)
+        left = sorted(wanted - set(chosen.get(name, ())))
+        if not whole and left:
+            words = ", ".join(f'"{tokenizer.convert_ids_to_tokens(id)}"' for id in left)
+            raise FinetuneError(untrained(words, name, tuple(tables(model))))
+
+
+def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Refuse tokens that the adapter of `model.adapter` was not trained with.
+
+    Raises:
+        FinetuneError: with these tokens.
+    """
+    known = tokenizer.get_vocab()
+    lost = [token for token in recipe.model.add_tokens if known[token] >= rows]
+    if lost:
+        raise FinetuneError(
+            f"model.add_tokens: the adapter of model.adapter has no rows for {', '.join(lost)}; "
+            "merge it into its base (finetune export RUN --merge --to FOLDER), and add tokens to "
+            "the result"
+        )
+
+
+def untrained(words: str, table: str, names: tuple[str, ...]) -> str:
+    """The refusal of rows that nothing would train."""
+    saved = ", ".join(name.rsplit(".", 1)[-1] for name in names)
+    return (
+        f"model.add_tokens: the adapter does not train the rows of {words} in {table}, which would "
+        f"stay the mean of the others; set adapter.trainable_token_indices=[{words}] to train "
+        f"these rows, adapter.modules_to_save=[{saved}] to train all rows, or adapter=null"
+    )

@@ -1,0 +1,1 @@
+"""Memory, time, communication and advice for a plan."""

@@ -1,0 +1,295 @@
+"""Which backend to use, and what to change when nothing fits.
+
+The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the
+simpler wins; sharding is a price paid for memory, never a good in itself.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from finetune.planner.estimate import communication, memory, timing, totals
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.memory import Moment
+from finetune.planner.estimate.parallelism import Grid
+from finetune.planner.estimate.sharding import resident
+from finetune.planner.estimate.timing import Times
+from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
+
+Status = Literal["safe", "tight", "no"]
+
+# A plan within 8 % of the limit may fail on a longer row or a busier allocator.
+HEADROOM = 0.08
+# Times that differ by less are taken as equal: the model of time is no better than that.
+SAME_TIME = 0.05
+# Tensor parallelism pays from here on, and the pipeline from there (section 4 of the rules).
+TENSOR_PARAMETERS, TENSOR_GPUS = 70e9, 100
+GRID_PARAMETERS, GRID_PRETRAIN_PARAMETERS, GRID_PRETRAIN_GPUS = 200e9, 70e9, 64
+
+SIMPLICITY = (
+    "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
+    "fsdp_full_shard", "zero3", "zero2_offload", "fsdp_full_shard_offload", "zero3_offload",
+    "zero3_nvme",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to run a workload on a machine."""
+
+    workload: Workload
+    peak: Moment
+    machine: Machine
+    host: float
+    host_fits: bool
+    moved: communication.Volume
+    times: Times
+    comparable: float
+    """Seconds per token as if every engine reduced gradients in the type that it computes in.
+
+    DeepSpeed 0.19 does, the others reduce in fp32: no merit of a way of sharding. `faster` says so
+    where that would change the choice.
+    """
+
+    @property
+    def name(self) -> str:
+        return self.workload.layout.name
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take."""
+        return self.machine.usable
+
+    @property
+    def status(self) -> Status:
+        if self.peak.total > self.usable or not self.host_fits:
+            return "no"
+        crowded = self.peak.total > self.usable * (1 - HEADROOM)
+        expected = totals.expected(self.peak.total, self.workload, self.machine)
+        return "tight" if crowded or expected > self.machine.gpu.memory else "safe"
+
+
+def scheme_of(layout: Layout, precision: str) -> Scheme:
+    """How an engine holds weights in a precision."""
+    if precision == "fp32":
+        return "fp32"
+    schemes: dict[str, Scheme] = {"fsdp": "fsdp", "deepspeed": "deepspeed"}
+    return schemes.get(layout.engine, "autocast")
+
+
+def option(workload: Workload, machine: Machine) -> Option:
+    """Memory, bytes and time of a workload on a machine."""
+    peak = memory.timeline(workload).peak
+    moved = volume(workload)
+    host = resident.host(workload) * machine.per_node
+    fits = machine.host_memory is None or host <= machine.host_memory * 0.9
+    times = timing.times(workload, machine, moved)
+    alike = timing.times(workload, machine, volume(workload, gradient_width=workload.compute))
+    per_token = alike.step / alike.tokens
+    return Option(workload, peak, machine, host, fits, moved, times, per_token)
+
+
+def volume(workload: Workload, gradient_width: int | None = None) -> communication.Volume:
+    """Bytes that each process sends in a step.
+
+    Args:
+        gradient_width: bytes per reduced gradient, instead of the engine's own.
+    """
+    shape = workload.shape
+    gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
+    trained = workload.trained * float(workload.compute)
+    own = workload.compute if workload.layout.engine == "deepspeed" else workload.gradient_width
+    reduced = workload.sharded * float(gradient_width or own)
+    return communication.volume(
+        workload.layout,
+        gathered,
+        trained,
+        reduced,
+        workload.accumulation,
+        workload.synchronise_each,
+        # Accelerate 1.15 makes the last norm and the head one unit, which stays gathered.
+        kept_bytes=workload.outer_bytes
+        if workload.root_unit
+        else float(shape.embedding * workload.outer_width),
+    )
+
+
+def layouts(machine: Machine) -> Iterator[Layout]:
+    """Every layout that does without offload."""
+    count = machine.count
+    if count == 1:
+        yield Layout()
+        return
+    yield Layout("ddp", "none", count)
+    yield Layout("deepspeed", "optimizer", count)
+    yield Layout("fsdp", "grads", count)
+    yield Layout("deepspeed", "grads", count)
+    if machine.nodes > 1 and machine.network < machine.link / 4:
+        yield Layout("fsdp", "params", count, machine.nodes)
+    yield Layout("fsdp", "params", count)
+    yield Layout("deepspeed", "params", count)
+
+
+def offloads(machine: Machine) -> Iterator[Layout]:
+    """Layouts with state in host memory, the lightest first."""
+    count = machine.count
+    yield Layout("deepspeed", "grads", count, 1, "optimizer", "cpu")
+    if count > 1:
+        yield Layout("fsdp", "params", count, 1, "all", "cpu")
+    yield Layout("deepspeed", "params", count, 1, "all", "cpu")
+
+
+def on(
+    workload: Workload, layout: Layout, precision: str, checkpointing: Checkpointing | None = None
+) -> Workload:
+    """The workload under another layout."""
+    return dataclasses.replace(
+        workload,
+        layout=layout,
+        scheme=scheme_of(layout, precision),
+        checkpointing=checkpointing or workload.checkpointing,
+    )
+
+
+def options(
+    workload: Workload,
+    machine: Machine,
+    precision: str = "bf16",
+    recompute: Iterable[Checkpointing] = ("none", "full"),
+    rows_per_step: int | None = None,
+    micro_rows: Iterable[int] | None = None,
+) -> list[Option]:
+    """Every layout x checkpointing x micro-batch; offload only where nothing else fits.
+
+    Args:
+        rows_per_step: rows of a step over all processes, from which accumulation follows.
+    """
+    sizes = [workload.rows] if micro_rows is None else list(micro_rows)
+    choices = list(recompute)
+
+    def tried(candidates: Iterable[Layout]) -> list[Option]:
+        found: list[Option] = []
+        for layout in candidates:
+            for checkpointing in choices:
+                for rows in sizes:
+                    steps = workload.accumulation
+                    if rows_per_step is not None:
+                        if rows_per_step % (rows * layout.processes):
+                            continue
+                        steps = rows_per_step // (rows * layout.processes)
+                    changed = dataclasses.replace(workload, rows=rows, accumulation=steps)
+                    found.append(option(on(changed, layout, precision, checkpointing), machine))
+        return found
+
+    whole = tried(layouts(machine))
+    if any(each.status != "no" for each in whole):
+        return whole
+    from_host = tried(offloads(machine))
+    if any(each.status != "no" for each in from_host):
+        return whole + from_host
+    nvme = Layout("deepspeed", "params", machine.count, 1, "all", "nvme")
+    return whole + from_host + tried([nvme])
+
+
+def rank(found: Iterable[Option]) -> list[Option]:
+    """What fits, best first: safe before tight, then least time, then simplest within 5 %."""
+
+    def order(options: list[Option]) -> list[Option]:
+        left = sorted(options, key=lambda each: each.comparable)
+        ranked: list[Option] = []
+        while left:
+            limit = left[0].comparable * (1 + SAME_TIME)
+            near = [each for each in left if each.comparable <= limit]
+            best = min(near, key=lambda each: (_simplicity(each), each.comparable))
+            ranked.append(best)
+            left.remove(best)
+        return ranked
+
+    fitting = [each for each in found if each.status != "no"]
+    safe = [each for each in fitting if each.status == "safe"]
+    # HSDP doubles what a process holds: it is worth it only with room to spare.
+    tight = [each for each in fitting if each.status == "tight" and "hsdp" not in each.name]
+    return order(safe) + order(tight)
+
+
+def _simplicity(each: Option) -> tuple[int, int]:
+    return SIMPLICITY.index(each.name), int(each.workload.checkpointing != "none")
+
+
+def reason(best: Option, found: Iterable[Option]) -> str:
+    """Why the best option is that, in one sentence."""
+    name, times = best.name, best.times
+    simpler = [
+        each for each in found
+        if each.status == "no" and _simplicity(each)[0] < _simplicity(best)[0]
+    ]  # fmt: skip
+    room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
+    if name in ("single", "ddp"):
+        return f"{name} fits ({room}) and moves least: nothing needs to be sharded"
+    if not simpler:
+        return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
+    crowded = [each for each in simpler if each.peak.total > each.usable]
+    if not crowded:
+        nearest = min(simpler, key=lambda each: each.host)
+        return (
+            f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
+            f"{nearest.host / 1e9:.0f} GB of host memory in a node"
+        )
+    nearest = min(crowded, key=lambda each: each.peak.total)
+    return (
+        f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
+        f"{nearest.peak.total / 1e9:.1f} GB"
+    )
+
+
+def faster(best: Option, ranked: Iterable[Option]) -> str:
+    """What would be faster than the best option, and why it is not that; empty where nothing is."""
+    quickest = max(ranked, key=lambda each: each.times.tokens_per_second)
+    if quickest.times.tokens_per_second <= best.times.tokens_per_second * (1 + SAME_TIME):
+        return ""
+    which = f"{quickest.name} with {quickest.workload.rows} rows"
+    speed = f"{quickest.times.tokens_per_second:,.0f} tokens/s"
+    if quickest.status == "tight" and best.status == "safe":
+        return f"{which} would be faster, {speed}, but fits tightly: a longer row may not"
+    return (
+        f"{which} would be faster, {speed}, because DeepSpeed reduces gradients in 16 bits, half "
+        f"the bytes, and rounds their sum; {best.name} reduces them in fp32. Where the network "
+        f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.rows}"
+    )
+
+
+def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int:
+    """The largest micro-batch that fits, 0 where not even one row does."""
+
+    def fits(rows: int) -> bool:
+        return option(dataclasses.replace(workload, rows=rows), machine).status != "no"
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def grids(workload: Workload, machine: Machine, pretraining: bool) -> Iterator[Grid]:
+    """Layouts of tensor and pipeline parallelism where the rules call for one, by their stages.
+
+    Whether one fits is for its table to say (`grids.plan_grid`).
+    """
+    size, count = workload.shape.parameters, machine.count
+    early = pretraining and size >= GRID_PRETRAIN_PARAMETERS and count >= GRID_PRETRAIN_GPUS
+    if workload.adapter is not None or not (size >= GRID_PARAMETERS or early):
+        return
+    tensor = machine.per_node if machine.fast else 1
+    while workload.shape.heads % tensor or workload.shape.kv_heads % tensor:
+        tensor -= 1
+    pipeline = 1
+    while pipeline <= min(workload.shape.layers, count // tensor):
+        if not count % (tensor * pipeline):
+            yield Grid(tensor, pipeline, count // (tensor * pipeline))
+        pipeline *= 2

@@ -1,0 +1,1 @@
+"""What autograd keeps of a layer and of the head."""

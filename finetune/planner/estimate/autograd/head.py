@@ -1,0 +1,145 @@
+"""Last norm, head and loss: whole as transformers runs them, or as `kernels/head.py` does."""
+
+import dataclasses
+
+from finetune.planner.estimate.autograd.layer import Layer
+from finetune.planner.estimate.autograd.tape import Tape, Trace, Value, trace
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Last norm, head and loss, run once on a tape."""
+
+    trace: Trace
+    entering: float
+    """Bytes of what goes into the head."""
+    projected: float
+    """Most that norm and head hold before the loss, inside autocast."""
+    apart: float
+    """Most that loss and head hold while they run backwards, before the norm does."""
+
+
+def head(workload: Workload) -> Head:
+    """Last norm, head and loss of a workload."""
+    return _chunked(workload) if workload.loss.chunked else _whole(workload)
+
+
+def _width(workload: Workload) -> int:
+    """Bytes of an element of the head's weight as it is held."""
+    copied = workload.adapter is not None and "head" in workload.adapter.saved
+    if workload.kbit_prepared or (copied and workload.scheme == "autocast"):
+        return 4
+    return workload.numerics.weights
+
+
+def _whole(workload: Workload) -> Head:
+    shape, numerics = workload.shape, workload.numerics
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape: Tape = builder.tape
+    source = Value(workload.tokens * shape.hidden * numerics.residual)
+    normed = builder.norm(source)
+    of_norm = len(tape.nodes)
+    width, trained = _width(workload), workload.trains("head")
+    weight = Value(shape.embedding * width, grad=trained, leaf=True)
+    given, entries = normed, workload.tokens * shape.vocab
+    inner = workload.tokens * shape.hidden * numerics.compute
+    if numerics.autocast and normed.size != inner:
+        given = tape.run(inner, (normed,))
+    if numerics.autocast and width != numerics.compute:
+        weight = tape.run(shape.embedding * numerics.compute, (weight,))
+    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
+    loss = workload.loss
+    size = entries * numerics.compute if loss.logits else 0.0
+    logits = tape.run(size, (given, weight), keeps)
+    if shape.capped_logits:
+        logits = builder.capped(logits)
+    projected = trace(tape, source, logits).forward
+    found = trace(tape, source, _loss(workload, tape, logits, entries))
+    return Head(found, normed.size, projected, max(found.backwards[of_norm:]))
+
+
+def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
+    loss = workload.loss
+    if not loss.logits:
+        return tape.run(0, (logits,))
+    if loss.exact:
+        held = (logits,) if loss.picked else ()
+        given = tape.run(logits.size, (logits,)) if loss.picked else logits
+        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
+        held = (logits, wide) if loss.picked else ()
+        shares = tape.run(4 * entries, (wide,), holds=held)
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
+        return tape.run(4, (shares,))
+    kept = Value(loss.saved * entries, grad=False)
+    scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
+    return tape.run(
+        4, (logits,), (kept,), forward=(loss.forward - loss.saved) * entries, backward=scratch
+    )
+
+
+def _chunked(workload: Workload) -> Head:
+    """The same as `kernels.head=chunked` runs it.
+
+    The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
+    states and, where it is trained, of the head. The trace's own `forward` is what lives when the
+    loss is there.
+    """
+    shape, numerics = workload.shape, workload.numerics
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape, stream = builder.tape, float(workload.tokens * shape.hidden)
+    source = Value(stream * numerics.residual)
+    normed = builder.norm(source)
+    of_norm = len(tape.nodes)
+    picked = tape.run(normed.size * workload.labelled, (normed,))
+    trained = workload.trains("head")
+    weight = Value(float(shape.embedding * _width(workload)), grad=trained, leaf=True)
+    kept = picked.size + (weight.size if trained else 0.0)
+    tape.run(
+        4,
+        (picked, weight),
+        (Value(kept, grad=False),),
+        forward=_most(workload, picked.size, weight.size) - kept,
+        backward=-kept,  # the gradients are handed on
+        holds=(normed,),  # by the caller
+    )
+    found = trace(tape, source, tape.nodes[-1].outputs[0])
+    entering = normed.size + picked.size
+    waiting = dataclasses.replace(found, forward=found.saved)
+    return Head(waiting, entering, found.forward, max(found.backwards[of_norm:]))
+
+
+def _most(workload: Workload, hidden: float, weight: float) -> float:
+    """Most bytes inside the function: its copies, its gradients, and a chunk.
+
+    Args:
+        hidden: bytes of the labelled hidden states.
+        weight: bytes of the head's weight.
+    """
+    shape, compute = workload.shape, float(workload.compute)
+    labelled = workload.labelled_tokens
+    stream, table = labelled * shape.hidden * compute, shape.embedding * compute
+    trained = workload.trains("head")
+    # In the type of products: hidden states and weights where they are in another, and the
+    # gradient of the hidden states; the gradient of the weight is in fp32.
+    held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
+    held += 4.0 * shape.embedding * trained
+    rows = min(labelled, max(1, CHUNK_ENTRIES // shape.vocab))
+    chunk = rows * shape.vocab * compute
+    least = min(rows, max(1, TILE_ENTRIES // shape.vocab)) if workload.cpu else rows
+    tile = 4.0 * least * shape.vocab
+    # A tile in fp32, where it is not in that, and its shares; with a cap also the slope.
+    copies = 2 - (compute == 4) + shape.capped_logits
+    if workload.chained:
+        copies = 0
+    product = table * trained
+    if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
+        product += 4.0 * shape.embedding * trained
+    working = max(copies * tile, product)  # a tile is gone before the products are made
+    following = chunk if labelled > rows else 0.0
+    # In the end each gradient is put into the type of what it is the gradient of.
+    returned = hidden if hidden != stream else 0.0
+    returned += weight if trained and weight != 4.0 * shape.embedding else 0.0
+    return held + chunk + max(working, following, returned)

@@ -1,0 +1,335 @@
+"""The operations of one transformer layer as transformers 5 runs them, and what autograd keeps.
+
+Sizes are bytes for T tokens. Each statement was compared with a trace of the real layers under
+FakeTensor (torch 2.13, transformers 5.23, peft 0.21): `tests/test_planner_memory.py` holds totals.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from finetune.planner.estimate.autograd.products import Products
+from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
+from finetune.planner.estimate.numerics import AttentionKind, Numerics
+from finetune.planner.kernels import score_block
+from finetune.planner.shapes.architecture import Architecture
+
+
+class Layer:
+    """Builds the tape of one layer."""
+
+    def __init__(
+        self,
+        shape: Architecture,
+        numerics: Numerics,
+        rows: int,
+        length: int,
+        attention: AttentionKind,
+        ranks: Mapping[str, int],
+        scored: int = 0,
+    ) -> None:
+        self.shape, self.numerics = shape, numerics
+        self.rows, self.length, self.tokens = rows, length, rows * length
+        self.attention, self.scored = attention, scored
+        self.tape = Tape()
+        self.products = Products(self.tape, shape, numerics, self.tokens, ranks)
+
+    def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
+        """The tape, the hidden state that enters and the one that leaves.
+
+        `enters`: whether a gradient flows to what enters.
+        """
+        h, n = self.shape.hidden, self.numerics
+        source = Value(self.tokens * h * n.residual, grad=enters)
+        if self.shape.kind == "gpt_neox":
+            return self.tape, source, self._parallel(source)
+        normed = self.norm(source)
+        middle = self._residual(source, self._attention(normed), (normed,))
+        normed = self.norm(middle)
+        # The caller's frame holds what entered until the layer returns.
+        result = self._residual(middle, self._feed_forward(normed), (normed, source))
+        return self.tape, source, result
+
+    def _parallel(self, source: Value) -> Value:
+        """GPT-NeoX: both branches read the same hidden state."""
+        attended = self._attention(self.norm(source))
+        widened = self._feed_forward(self.norm(source))
+        total = self.tape.run(source.size, (attended, widened), passes=True)
+        return self.tape.run(source.size, (total, source), passes=True)
+
+    def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
+        if self.shape.norms == 4:
+            branch = self.norm(branch)
+        return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
+
+    def norm(self, value: Value, elements: int = 0) -> Value:
+        """A normalisation of `elements` per token (the hidden size), through fp32."""
+        elements = elements or self.shape.hidden
+        size = self.tokens * elements
+        width = value.size / size
+        trained = self.numerics.trained
+        if self.shape.norm == "layer":
+            weight = parameter(0, trained)
+            return self.tape.run(value.size, (value, weight), (value,))
+        if self.numerics.compiled:
+            width = self.numerics.compute if self.numerics.autocast else int(width)
+            return self.tape.run(width * size, (value, parameter(0, trained)), (value,))
+        if self.numerics.fused_norms:
+            return self._fused_norm(value, size, elements)
+        # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
+        exact = value if width == 4 else self.tape.run(4 * size, (value,))
+        rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
+        squares = self.tape.run(rows, (exact,), (exact,), forward=4 * size, backward=12 * size)
+        scaled = self.tape.run(4 * size, (exact, squares), (exact, squares), backward=4 * size)
+        weight = parameter(0, trained)
+        if self.shape.norm == "gemma":
+            keeps = (scaled,) if trained else ()
+            product = self.tape.run(
+                4 * size, (scaled, weight), keeps, backward=4 * size if trained else 0
+            )
+            return product if width == 4 else self.tape.run(width * size, (product,))
+        cast = scaled if width == 4 else self.tape.run(width * size, (scaled,))
+        keeps = (cast,) if trained else ()
+        scratch = width * size if trained else 0
+        return self.tape.run(width * size, (cast, weight), keeps, backward=scratch)
+
+    def _fused_norm(self, value: Value, size: float, elements: int) -> Value:
+        """One operation that keeps its input and a number a row: `kernels/norm.py`.
+
+        Forwards the wide copy lies beside the result, and beside its rounding. Backwards there are
+        wide copies of input and gradient, and for the gradient of the weight first their product,
+        which is summed and gone; where the stream is wide, the result is one of the copies.
+        """
+        trained, chained = self.numerics.trained, self.numerics.chained
+        narrow = value.size != 4 * size
+        heads = elements if elements == self.shape.hidden else self.shape.head_dim
+        inverse = Value(4.0 * size / heads, grad=False)
+        forward = 4 * size if narrow or self.shape.norm == "rms" else 0.0
+        if narrow and self.shape.norm == "rms":
+            forward += value.size
+        backward = (10 + 2 * trained if narrow else 8) * size
+        if chained:  # but for the gradient of the weight there is no C
+            forward, backward = 0.0, backward if trained else 0.0
+        given = (value, parameter(0, trained))
+        return self.tape.run(value.size, given, (value, inverse), forward, backward)
+
+    def _attention(self, value: Value) -> Value:
+        names = self.products.matrices
+        fused = next((n for n in ("qkv_proj", "query_key_value", "c_attn") if n in names), None)
+        if fused is None:
+            query, key, values = self._separate(value)
+        else:
+            query, key, values = self._split(self.products.linear(names[fused], value))
+        mixed = self._mix(query, key, values)
+        out = next(n for n in ("o_proj", "dense", "c_proj") if n in names)
+        # GPT-2 names both output matrices c_proj; they differ by their place.
+        matrix = next(m for m in self.shape.matrices if m.leaf == out)
+        return self.products.linear(matrix, mixed)
+
+    def _separate(self, value: Value) -> tuple[Value, Value, Value]:
+        """Query and key, rotated, and value, of a product each."""
+        names, shape = self.products.matrices, self.shape
+
+        def project(name: str, elements: int) -> Value:
+            made = self.products.linear(names[name], value)
+            return self.norm(made, elements) if shape.qk_norm else made
+
+        if self.numerics.fused_rotations:
+            query, key = project("q_proj", shape.query), project("k_proj", shape.key)
+            values = self.products.linear(names["v_proj"], value)
+            query, key = self._rotated_together(query, key)
+            return query, key, values
+        query = self._rotated(project("q_proj", shape.query))
+        key = self._rotated(project("k_proj", shape.key))
+        return query, key, self.products.linear(names["v_proj"], value)
+
+    def _split(self, joint: Value) -> tuple[Value, Value, Value]:
+        """Query, key and value as views of one product, which stays whole while one of them does.
+
+        Rotation copies the first two.
+        """
+        if self.shape.positions:
+            return joint, joint, joint
+        c = self.numerics.compute
+        q, k = self.tokens * self.shape.query * c, self.tokens * self.shape.key * c
+        query = self.tape.run(q, (joint,), forward=2 * q, backward=2 * q)
+        key = self.tape.run(k, (joint,), forward=2 * k, backward=2 * k)
+        return query, key, joint
+
+    def _rotated(self, value: Value) -> Value:
+        """Rotary positions: x cos + rotate(x) sin; nothing is kept but the tables."""
+        size = value.size
+        # backward: g cos, g sin, its two halves, each padded to the whole, summed
+        return self.tape.run(size, (value,), forward=3 * size, backward=3 * size)
+
+    def _rotated_together(self, query: Value, key: Value) -> tuple[Value, ...]:
+        """The same as one operation: `kernels/rotary.py`.
+
+        Where the tables are wider than what is rotated, that has a copy in their type, and so
+        has its result. Rows share the tables, which are repeated.
+        """
+        n, sizes = self.numerics, (query.size, key.size)
+        wider = n.residual / (query.size / (self.tokens * self.shape.query))
+        copies = [2 * wider * size if wider > 1 else 0.0 for size in sizes]
+        tables = float(self.tokens * self.shape.head_dim * n.residual) * (3 if self.rows > 1 else 1)
+        if n.chained:  # tables in fp32, and what they are repeated to
+            wide = 0 if n.residual == 4 else 8
+            repeated = 2 * n.residual if self.rows > 1 else 0
+            copies, tables = (
+                [0.0, 0.0],
+                float(self.tokens * self.shape.head_dim * (wide + repeated)),
+            )
+        most = max(0.0, copies[0] - sizes[1], copies[1]) + tables
+        return self.tape.run_many(sizes, (query, key), (), forward=most, backward=most)
+
+    def _mix(self, query: Value, key: Value, values: Value) -> Value:
+        tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
+        statistics = 4.0 * self.tokens * self.shape.heads
+        grouped = self.shape.heads != self.shape.kv_heads
+        if self.attention == "flash":
+            lse = Value(statistics, grad=False)
+            held = self._scores()
+            return self._attend(q, (query, key, values), [query, key, values, lse], held)
+        if grouped:  # repeated to all heads
+            key = tape.run(q, (key,), backward=0)
+            values = tape.run(q, (values,), backward=0)
+        if self.attention == "masked":
+            lse = Value(statistics, grad=False)
+            mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
+            return self._attend(q, (query, key, values), [query, key, values, lse, mask])
+        return self._written_out(query, key, values)
+
+    def _written_out(self, query: Value, key: Value, values: Value) -> Value:
+        """Scores, scaled, masked, through softmax in fp32, and the mean of values that they weigh.
+
+        Softmax widens what it is given and keeps its result, which lies beside the cast that
+        weighs; backwards it holds that with both gradients, all wide. GPT-2's widens nothing.
+        """
+        tape, c = self.tape, self.numerics.compute
+        width = c if self.shape.kind == "gpt2" and not self.numerics.autocast else 4
+        scores = float(self.rows * self.shape.heads * self.length**2)
+        scaled = tape.run(c * scores, (tape.run(c * scores, (query, key), (query, key)),))
+        if self.shape.capped_scores:
+            scaled = self.capped(scaled)
+        masked = tape.run(c * scores, (scaled,), passes=True)
+        wide = masked if c == width else tape.run(width * scores, (masked,))
+        weights = tape.run(width * scores, (wide,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(weights,))
+        if c != width:  # the name of the scores is held until their weights have it
+            weights = tape.run(c * scores, (weights,), holds=(masked,))
+        mixed = float(self.tokens * self.shape.query * c)
+        return tape.run(mixed, (weights, values), (weights, values))
+
+    def capped(self, value: Value) -> Value:
+        """cap x tanh(value / cap): the tanh is kept."""
+        size, tape = value.size, self.tape
+        tanh = tape.run(size, (tape.run(size, (value,)),))
+        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
+        return tape.run(size, (tanh,))
+
+    def _scores(self) -> float:
+        """What attention by products holds for one document in its backward pass.
+
+        Two rooms of scores; keys and values of the document, as they are and turned, with their
+        gradients in fp32.
+        """
+        if not self.scored:
+            return 0.0
+        shape, length = self.shape, self.scored
+        scores = 2 * shape.heads * length * score_block(shape.heads, length)
+        each = length * shape.kv_heads * shape.head_dim
+        return float(self.numerics.compute * (scores + 4 * each) + 4 * 2 * each)
+
+    def _attend(
+        self, size: float, inputs: tuple[Value, ...], keeps: list[Value], backward: float = 0.0
+    ) -> Value:
+        """Flash attention keeps its inputs, its output and one statistic per row and head."""
+        node = self.tape.run(size, inputs, keeps, backward=backward)
+        last = self.tape.nodes[-1]
+        self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
+        return node
+
+    def kept_selectively(self) -> float:
+        """Bytes per layer that operator-wise selective checkpointing keeps.
+
+        torchtitan's policy: the input, attention's output and statistics, and every second matrix
+        product in the order in which they run.
+        """
+        saved = sum(matrix.outputs for matrix in self.shape.matrices[::2])
+        c = self.numerics.compute
+        width = self.shape.hidden * self.numerics.residual + (saved + self.shape.query) * c
+        return self.tokens * (width + 4.0 * self.shape.heads)
+
+    def _feed_forward(self, value: Value) -> Value:
+        if self.shape.experts is not None:
+            return self._experts(value)
+        names = self.products.matrices
+        c, f = self.numerics.compute, self.shape.width
+        size = self.tokens * f * c
+        if not self.shape.gated:
+            first, second = [m for m in self.shape.matrices if m.name.startswith("mlp.")]
+            return self.products.linear(
+                second, self._activated(self.products.linear(first, value), size)
+            )
+        if "gate_up_proj" in names:
+            joint = self.products.linear(names["gate_up_proj"], value)
+            active = self.tape.run(size, (joint,), (joint,), backward=size)
+            product = self.tape.run(size, (active, joint), (active, joint))
+        elif self.numerics.compiled or self.numerics.fused_activations:
+            gate = self.products.linear(names["gate_proj"], value)
+            up = self.products.linear(names["up_proj"], value)
+            # `kernels/activation.py`: the gradient of act(gate) beside those of gate and up
+            scratch = 0.0 if self.numerics.compiled or self.numerics.chained else size
+            product = self.tape.run(size, (gate, up), (gate, up), backward=scratch)
+        else:
+            gate = self.products.linear(names["gate_proj"], value)
+            active = self._activated(gate, size)
+            up = self.products.linear(names["up_proj"], value)
+            product = self.tape.run(size, (active, up), (active, up))
+        return self.products.linear(names["down_proj"], product)
+
+    def _activated(self, value: Value, size: float) -> Value:
+        tape = self.tape
+        if self.shape.activation != "gelu_new":
+            return tape.run(size, (value,), (value,))
+        # 0.5 x (1 + tanh(c (x + 0.044715 x^3)))
+        half = tape.run(size, (value,))
+        cube = tape.run(size, (value,), (value,), backward=3 * size)
+        inner = tape.run(size, (tape.run(size, (value, tape.run(size, (cube,)))),))
+        tanh = tape.run(size, (inner,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(tanh,))
+        shifted = tape.run(size, (tanh,), passes=True)
+        return tape.run(size, (half, shifted), (half, shifted))
+
+    def _experts(self, value: Value) -> Value:
+        """Each token's copies through its experts, then summed with their routing weights."""
+        shape, n, tape = self.shape, self.numerics, self.tape
+        assert shape.experts is not None
+        chosen = self.tokens * shape.experts.active
+        # Autocast does not know products of groups: they run in the type of their weights.
+        h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
+        count = shape.experts.count
+        outer = self._expert_weight(count, 2 * f, h, 2)
+        inner = self._expert_weight(count, h, f, 1)
+        copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
+        trained = (copies,) if n.trained or n.expert_rank else ()
+        joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
+        active = tape.run(chosen * f * c, (joint,), (joint,))
+        product = tape.run(chosen * f * c, (active, joint), (active, joint))
+        trained = (product,) if n.trained or n.expert_rank else ()
+        down = tape.run(chosen * h * c, (product, inner), (*trained, inner))
+        # Routing weights are fp32, and so is what they multiply.
+        weighted = tape.run(4 * chosen * h, (down,), (down,))
+        return tape.run(value.size, (weighted,), holds=(value,))
+
+    def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
+        """All experts' weights, with their adapters' product added where they have them."""
+        n = self.numerics
+        size = count * outputs * inputs * n.weights
+        if not n.expert_rank:
+            return parameter(size, n.trained)
+        rank = count * fused * n.expert_rank
+        a = parameter(rank * inputs * n.adapters, True)
+        b = parameter(rank * outputs * n.adapters, True)
+        return self.tape.run(size, (a, b))

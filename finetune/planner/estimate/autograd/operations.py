@@ -1,0 +1,62 @@
+"""What a step does besides multiplying matrices: operations that are started, bytes they move."""
+
+import dataclasses
+
+from finetune.planner.estimate.autograd.layer import Layer
+from finetune.planner.estimate.autograd.tape import Tape
+from finetune.planner.estimate.autograd.traces import layer_of
+from finetune.planner.estimate.workload import Workload
+
+# Operations of transformers' layers by what they compute, as PyTorch starts them one by one.
+NORM, ROTATION, ATTENTION, UNIT, ADDITION = 6, 8, 3, 2, 1
+EXPERTS = 24
+ADAPTER, CAST, DROPPED, DORA = 4, 1, 2, 16
+HEAD = 24
+"""Last norm, head and loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """A step of one process, without its matrix products."""
+
+    started: float
+    moved: float
+    """Bytes that operations read and write."""
+
+
+def operations(workload: Workload, tokens: float) -> Operations:
+    """Operations of a step, and what they move for so many tokens of one process."""
+    passes = 3 + (workload.checkpointing in ("full", "attention"))
+    layers, steps = workload.shape.layers, workload.accumulation
+    started = steps * (passes * layers * _of_layer(workload) + 3 * HEAD)
+    layer = _bytes(layer_of(workload)) / workload.tokens
+    entries = workload.labelled * workload.shape.vocab * 3.0 * 4
+    moved = tokens * (passes * layers * layer + entries)
+    # AdamW reads and writes weights and two moments, and reads the gradient twice.
+    return Operations(started, moved + 8.0 * 4 * workload.trained)
+
+
+def _of_layer(workload: Workload) -> float:
+    """Operations of a layer's forward pass."""
+    shape, adapter = workload.shape, workload.adapter
+    found = NORM * (shape.norms + 2 * shape.qk_norm) + ATTENTION + UNIT + 2 * ADDITION
+    found += ROTATION * (shape.positions == 0) + len(shape.matrices)
+    if shape.experts is not None:
+        found += EXPERTS
+    if adapter is not None:
+        each = ADAPTER + CAST * (workload.scheme == "autocast") + DROPPED * adapter.dropout
+        found += len(adapter.ranks) * (each + DORA * adapter.dora)
+    elif workload.scheme == "autocast":
+        found += CAST * len(shape.matrices)
+    return float(found)
+
+
+def _bytes(layer: Layer) -> float:
+    """Bytes that a layer's operations read and write in its forward pass."""
+    tape: Tape = layer.build()[0]
+    return sum(
+        value.size
+        for node in tape.nodes
+        for value in (*node.inputs, *node.outputs)
+        if not value.leaf
+    )

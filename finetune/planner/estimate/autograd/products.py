@@ -1,0 +1,162 @@
+"""Matrix products of a layer with their adapters: each alone as PEFT runs it, or in groups."""
+
+from collections.abc import Mapping
+
+from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
+from finetune.planner.estimate.numerics import Numerics
+from finetune.planner.shapes.architecture import Architecture, Matrix
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Adapted matrices that `kernels.lora` computes together."""
+
+
+class Products:
+    """Runs a layer's products on its tape."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        shape: Architecture,
+        numerics: Numerics,
+        tokens: int,
+        ranks: Mapping[str, int],
+    ) -> None:
+        self.tape, self.numerics, self.tokens, self.ranks = tape, numerics, tokens, ranks
+        self.matrices = {matrix.leaf: matrix for matrix in shape.matrices}
+        self.waiting: dict[str, Value] = {}
+        """Products of a group that are made and not yet asked for."""
+
+    def linear(self, matrix: Matrix, value: Value) -> Value:
+        """A matrix product with its adapter, where it has one."""
+        n, tape = self.numerics, self.tape
+        if n.grouped_adapters and matrix.leaf in self.ranks:
+            return self._of_group(matrix, value)
+        size = self.tokens * matrix.outputs * n.compute
+        expanded = 2.0 * matrix.weights if n.dequantised else 0.0
+        given, weight = value, parameter(matrix.weights * n.weights, n.trained)
+        casts = n.autocast and value.size / (self.tokens * matrix.inputs) != n.compute
+        if casts:
+            given = tape.run(self.tokens * matrix.inputs * n.compute, (value,))
+        if n.autocast and n.trained and n.weights != n.compute:
+            weight = tape.run(matrix.weights * n.compute, (weight,))
+        keeps = [given] if n.trained or n.inputs_kept else []
+        if not weight.leaf:
+            keeps.append(weight)
+        output = tape.run(size, (given, weight), keeps, forward=expanded, backward=expanded)
+        rank = self.ranks.get(matrix.leaf, 0)
+        return self._adapter(matrix, rank, value, output) if rank else output
+
+    def _adapter(self, matrix: Matrix, rank: int, value: Value, output: Value) -> Value:
+        """LoRA: A and B on the same input, scaled, added to the product."""
+        n, tape = self.numerics, self.tape
+        given, held = value, [value]
+        inner = self.tokens * matrix.inputs
+        a = parameter(rank * matrix.inputs * n.adapters, True)
+        b = parameter(rank * matrix.outputs * n.adapters, True)
+        # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
+        if n.autocast and n.widened and value.size / inner != 4:
+            given = tape.run(4 * inner, (value,))
+            held.append(given)
+        if n.dropout:
+            mask = Value(given.size if n.wide_masks else inner, grad=False)
+            given = tape.run(given.size, (given,), (mask,), backward=given.size)
+        if n.autocast and given.size / inner == 4:
+            given = tape.run(2 * inner, (given,))
+        if n.autocast:
+            a = tape.run(a.size / 2, (a,))
+            b = tape.run(b.size / 2, (b,))
+        norm = self._norm_of_weight(matrix) if n.dora else None
+        low = tape.run(self.tokens * rank * n.compute, (given, a), (given, a))
+        high = tape.run(output.size, (low, b), (low, b))
+        if norm is not None:
+            return self._decomposed(matrix, given, output, high, norm, held)
+        scaled = tape.run(output.size, (high,))
+        return tape.run(output.size, (output, scaled), passes=True, holds=held)
+
+    def _norm_of_weight(self, matrix: Matrix) -> Value:
+        """What PEFT 0.21's DoRA holds of a whole weight until its layer has run.
+
+        The product of B and A, by way of the unit matrix, and the weight, both in the type of the
+        input; their sum is made in two steps and gone when it has a norm.
+        """
+        n, weights = self.numerics, float(matrix.weights)
+        width = 4 if n.autocast and n.widened else n.compute
+        copied = n.dequantised or n.weights != width
+        unit = float(n.compute * matrix.inputs**2)
+        held = unit + width * weights * (1 + copied)
+        return self.tape.run(held, (), forward=2 * width * weights)
+
+    def _decomposed(
+        self,
+        matrix: Matrix,
+        given: Value,
+        output: Value,
+        high: Value,
+        norm: Value,
+        held: list[Value],
+    ) -> Value:
+        """The base's product and the adapter's, each times magnitude over norm, added to the first.
+
+        The magnitudes are in fp32, and so is what they multiply. Where inputs are thinned, the
+        base's product is made once more, from a copy of its weight that the backward pass needs.
+        """
+        n, tape = self.numerics, self.tape
+        wide = output.size * (4 / n.compute if n.autocast else 1)
+        magnitude = parameter(matrix.outputs * n.adapters, True)
+        base = output
+        if n.dropout:
+            base = tape.run(
+                output.size, (given,), (Value(float(n.compute * matrix.weights), False),)
+            )
+        narrow = wide - output.size
+        scaled = tape.run(wide, (base, magnitude), (base,), backward=wide + narrow)
+        added = tape.run(wide, (high, magnitude), (high,), backward=wide + narrow)
+        added = tape.run(wide, (added,))
+        both = tape.run(wide, (scaled, added), passes=True, holds=(norm,))
+        total = tape.run(wide, (output, both), passes=True, holds=held)
+        return tape.run(output.size, (total,)) if narrow else total
+
+    def _of_group(self, matrix: Matrix, value: Value) -> Value:
+        """The product of an adapted matrix; the first of a group makes those of all."""
+        if matrix.leaf not in self.waiting:
+            names = next(
+                (g for g in GROUPS if g[0] == matrix.leaf and all(n in self.ranks for n in g)),
+                (matrix.leaf,),
+            )
+            made = self._grouped([self.matrices[name] for name in names], value)
+            self.waiting.update(zip(names, made, strict=True))
+        return self.waiting.pop(matrix.leaf)
+
+    def _grouped(self, matrices: list[Matrix], value: Value) -> tuple[Value, ...]:
+        """Adapted products of one input as one operation: `kernels/lora.py`.
+
+        It keeps its input as it is multiplied and the product with all A. Weights in 4 bits are
+        expanded one by one, the next before the last is forgotten; backwards one at a time.
+        """
+        n, tape, tokens = self.numerics, self.tape, self.tokens
+        inputs, c = matrices[0].inputs, n.compute
+        ranks = sum(self.ranks[matrix.leaf] for matrix in matrices)
+        sizes = [float(tokens * matrix.outputs * c) for matrix in matrices]
+        rows = value
+        if value.size != tokens * inputs * c:
+            rows = tape.run(tokens * inputs * c, (value,))
+        narrow = Value(float(tokens * ranks * c), grad=False)
+        downs = float(ranks * inputs * c)
+        expanded = [2.0 * m.weights if n.dequantised else 0.0 for m in matrices]
+        forward = [
+            downs + sum(expanded[max(0, i - 1) : i + 1]) - sum(sizes[i:])
+            for i in range(len(matrices))
+        ]
+        forward += [downs + expanded[i] - sum(sizes[i + 1 :]) for i in range(len(matrices))]
+        parameters = [
+            parameter(float(self.ranks[m.leaf] * side * n.adapters), True)
+            for m in matrices
+            for side in (m.inputs, m.outputs)
+        ]
+        return tape.run_many(
+            sizes,
+            (rows, *parameters),
+            (rows, narrow),
+            forward=max(forward),
+            backward=narrow.size + downs + max(expanded),
+        )

@@ -1,0 +1,58 @@
+"""A layer and the head of a workload, each run once on a tape."""
+
+import dataclasses
+
+from finetune.planner.estimate.autograd.head import Head, head
+from finetune.planner.estimate.autograd.layer import Layer
+from finetune.planner.estimate.autograd.tape import Trace, trace
+from finetune.planner.estimate.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """The layer and the head of a workload, each run once on its tape."""
+
+    layer: Trace
+    kept: float
+    """Bytes that each layer keeps from the forward to the backward pass."""
+    first: float
+    """The same for the first layer: without gradients of its input it keeps less."""
+    head: Head
+
+
+def traces(workload: Workload) -> Traces:
+    held = workload.checkpointing in ("full", "attention")
+    layer = _layer_trace(workload, held, enters=True)
+    # Frozen embeddings have no gradient; checkpoints need one all the same, and so ask for it.
+    enters = workload.adapter is None or held
+    first = layer if enters else _layer_trace(workload, held, enters=False)
+    stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
+    kept, least = (stream, stream) if held else (layer.saved, first.saved)
+    if workload.checkpointing == "attention":
+        # Its output in the type of the products, and one fp32 statistic per head.
+        shape = workload.shape
+        of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
+        kept, least = (each + workload.tokens * of_token for each in (kept, least))
+    if workload.checkpointing == "selective":
+        kept = least = layer_of(workload).kept_selectively()
+    if workload.activations_on_host and not workload.cpu:
+        kept = least = 0.0
+    return Traces(layer, kept, least, head(workload))
+
+
+def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
+    tape, source, result = layer_of(workload).build(enters)
+    return trace(tape, source, result, source_held=held)
+
+
+def layer_of(workload: Workload) -> Layer:
+    """The builder of a workload's layer, whose tape is not run yet."""
+    return Layer(
+        workload.shape,
+        workload.numerics,
+        workload.rows,
+        workload.length,
+        workload.attention,
+        workload.adapter.ranks if workload.adapter else {},
+        workload.scores,
+    )

@@ -1,0 +1,122 @@
+"""What to change when a workload does not fit, and the fewest changes after which it does."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from finetune.planner.estimate import advice, memory
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.workload import CHUNKED, Workload, lora
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something to change, and what it gives."""
+
+    what: str
+    setting: str
+    """As it is written in a recipe or on the command line."""
+    workload: Workload
+    gain: float
+    """Bytes by which the peak falls when this alone is changed."""
+    fits: bool
+
+
+def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change]:
+    """Single changes that lower the peak, those that cost nothing first."""
+    before = memory.timeline(workload).peak.total
+    found: list[Change] = []
+    for what, setting, changed in _levers(workload, machine, precision):
+        tried = advice.option(changed, machine)
+        gain = before - tried.peak.total
+        if gain > 0.01 * before:
+            found.append(Change(what, setting, changed, gain, tried.status != "no"))
+    return found
+
+
+def _levers(
+    workload: Workload, machine: Machine, precision: str
+) -> Iterator[tuple[str, str, Workload]]:
+    """What can be changed, in the order in which it should be tried."""
+
+    def with_(**fields: object) -> Workload:
+        return dataclasses.replace(workload, **fields)  # type: ignore[arg-type]
+
+    if workload.attention == "eager":
+        yield "fused attention", "model.attention=sdpa", with_(attention="flash")
+    if workload.rows > 1:
+        yield (
+            "one row at a time, with more accumulation",
+            "batch.micro_rows=1",
+            with_(rows=1, accumulation=workload.accumulation * workload.rows),
+        )
+    if workload.checkpointing == "none":
+        setting = "model.activation_checkpointing=true"
+        yield "recompute activations", setting, with_(checkpointing="full")
+    elif workload.checkpointing == "full" and not workload.activations_on_host:
+        setting = "model.activation_checkpointing=offload"
+        yield "let what is kept wait on the host", setting, with_(activations_on_host=True)
+    if workload.loss.logits:
+        yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=CHUNKED)
+    for layout in (*advice.layouts(machine), *advice.offloads(machine)):
+        if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
+            "optimizer"
+        ):
+            yield (
+                f"{layout.name}",
+                f"--backend {layout.name}",
+                advice.on(workload, layout, precision),
+            )
+    if workload.adapter is None:
+        if workload.update == "adamw":
+            yield "8-bit moments", "optim.name=adamw_8bit", with_(update="adamw_8bit")
+        adapter = lora(workload.shape, 16)
+        yield "train an adapter (LoRA)", "adapter.r=16", with_(adapter=adapter)
+        quantised = with_(adapter=adapter, quantization="nf4")
+        yield "QLoRA", "adapter.r=16 model.quantization=nf4", quantised
+    elif workload.quantization == "none":
+        setting = "model.quantization=nf4"
+        yield "frozen weights in 4 bits", setting, with_(quantization="nf4")
+    if workload.length > 512:
+        half = workload.length // 2
+        yield "rows of half the length", f"batch.max_length={half}", with_(length=half)
+
+
+def before_disk(
+    found: Iterable[advice.Option], machine: Machine, precision: str = "bf16"
+) -> list[Change]:
+    """Adapters and 4-bit weights that fit without offload, where only a disk does as it is.
+
+    The rules try them first: a step that reads its weights from a disk is many times longer.
+    """
+    options = list(found)
+    fitting = [each for each in options if each.status != "no"]
+    if not fitting or any(each.workload.layout.device != "nvme" for each in fitting):
+        return []
+    whole = [each for each in options if each.workload.layout.offload == "none"]
+    least = min(whole, key=lambda each: each.peak.total).workload
+    return [
+        change
+        for change in changes(least, machine, precision)
+        if change.fits
+        and change.workload.layout == least.layout
+        and (change.workload.adapter, change.workload.quantization)
+        != (least.adapter, least.quantization)
+    ]
+
+
+def shortest(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change] | None:
+    """The fewest changes after which the workload fits, or None where no two or three do."""
+    if advice.option(workload, machine).status != "no":
+        return []
+    start: list[tuple[list[Change], Workload]] = [([], workload)]
+    for _ in range(3):
+        following: list[tuple[list[Change], Workload]] = []
+        for made, current in start:
+            for change in changes(current, machine, precision):
+                path = [*made, change]
+                if change.fits:
+                    return path
+                following.append((path, change.workload))
+        following.sort(key=lambda pair: memory.timeline(pair[1]).peak.total)
+        start = following[:6]
+    return None

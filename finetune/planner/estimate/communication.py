@@ -1,0 +1,90 @@
+"""Bytes that a process sends in one optimizer step, under ring collectives.
+
+An all-gather or a reduce-scatter of S bytes over N processes sends S(N - 1)/N from each, an
+all-reduce twice that (arXiv:1910.02054 section 7; NCCL's ring). Latency is not counted.
+"""
+
+import dataclasses
+
+from finetune.planner.estimate.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """Bytes sent by one process in one optimizer step."""
+
+    parameters: float = 0.0
+    """All-gathers of weights."""
+    gradients: float = 0.0
+    """Reduce-scatters or all-reduces of gradients inside a sharding group."""
+    between: float = 0.0
+    """All-reduces of gradient shards between replicas (HSDP)."""
+
+    @property
+    def inside(self) -> float:
+        return self.parameters + self.gradients
+
+    @property
+    def total(self) -> float:
+        return self.inside + self.between
+
+
+def ring(processes: int) -> float:
+    """Share of a tensor that each process sends in an all-gather or reduce-scatter."""
+    return (processes - 1) / processes
+
+
+def volume(
+    layout: Layout,
+    weight_bytes: float,
+    trained_weight_bytes: float,
+    gradient_bytes: float,
+    accumulation: int = 1,
+    synchronise_each: bool = False,
+    kept_bytes: float = 0.0,
+) -> Volume:
+    """Bytes sent per process and optimizer step.
+
+    Args:
+        weight_bytes: all weights as they are gathered, frozen ones too.
+        trained_weight_bytes: the trained ones among them, which ZeRO-1 and 2 gather after a step.
+        gradient_bytes: gradients of trained weights as they are reduced.
+        synchronise_each: FSDP reduces after every micro-batch instead of keeping whole gradients.
+        kept_bytes: weights that FSDP keeps gathered from the forward to the backward pass.
+    """
+    share, steps = ring(layout.group), accumulation
+    if layout.engine == "single" or layout.processes == 1:
+        return Volume()
+    if layout.engine == "ddp":
+        return Volume(gradients=2 * gradient_bytes * share)
+    if layout.engine == "deepspeed":
+        # Stage 1 reduces once; 2 and 3 keep only their part, and so reduce every micro-batch.
+        reduced = gradient_bytes * (1 if layout.shard == "optimizer" else steps)
+        gathered = 2 * steps * weight_bytes if layout.shard == "params" else trained_weight_bytes
+        return Volume(gathered * share, reduced * share)
+    again = weight_bytes - kept_bytes if layout.shard == "params" else 0.0
+    reduces = steps if synchronise_each else 1
+    between = 2 * gradient_bytes / layout.group * ring(layout.replicas) * reduces
+    return Volume(steps * (weight_bytes + again) * share, reduces * gradient_bytes * share, between)
+
+
+def tensor_parallel(
+    layers: int, hidden: int, tokens: int, ways: int, recompute: bool, element: int = 2
+) -> float:
+    """Bytes sent per process and micro-batch by tensor parallel layers (arXiv:1909.08053).
+
+    Each layer all-reduces its output of tokens x hidden twice forwards and twice backwards; full
+    recomputation repeats the two of the forward pass.
+    """
+    reduces = 6 if recompute else 4
+    return layers * reduces * 2 * ring(ways) * tokens * hidden * element
+
+
+# torch 2.13 DistributedDataParallel: bucket_cap_mb, and the smaller first bucket.
+DDP_BUCKET = 25 * 2**20
+DDP_FIRST_BUCKET = 2**20
+
+
+def no_sync_saving(accumulation: int) -> float:
+    """Share of gradient traffic saved by reducing once per step instead of per micro-batch."""
+    return 1 - 1 / accumulation

@@ -1,0 +1,97 @@
+"""What `train` expects of itself, written beside the run and compared with what was measured."""
+
+import dataclasses
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner.estimate import advice, memory, timing
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a run knows of its data and its machine before the first step."""
+
+    length: int
+    """Tokens of the longest row."""
+    padded: bool
+    """Whether rows of a micro-batch are padded."""
+    labelled: int
+    """Tokens of a micro-batch that have a label, at most."""
+    slots: float
+    """Token slots of a step over all processes, on average."""
+    document: float
+    """Tokens of a document on average, over which attention runs."""
+    cpu: bool
+    chained: bool
+    """Whether cheap operations are compiled from C."""
+    scored: int
+    """Tokens of the longest document, where attention is by products on a CPU; else 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Peak memory and times of a run on the machine that it runs on."""
+
+    workload: Workload
+    facts: Facts
+    machine: Machine | None
+    """None where its speed is not known: only memory is predicted then."""
+    steps: int
+
+    def peak(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> int:
+        """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens.
+
+        `longest` are the tokens of its longest document, 0 where rows are not side by side.
+        """
+        scored = longest if self.workload.scored else 0
+        workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
+        workload = _of_length(workload, length, padded, labelled)
+        return round(memory.timeline(workload).peak.total)
+
+    def summary(self) -> dict[str, Any]:
+        """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
+        timeline = memory.timeline(self.workload)
+        found: dict[str, Any] = {
+            "peak_memory": round(timeline.peak.total),
+            "moment": timeline.peak.name,
+            "length": self.workload.length,
+        }
+        if self.machine is not None:
+            moved = advice.volume(self.workload)
+            each = self.facts.slots / self.workload.layout.processes
+            times = timing.times(self.workload, self.machine, moved, each, self.facts.document)
+            found |= {
+                "step_seconds": times.step,
+                "tokens_per_second": times.tokens_per_second,
+                "seconds": times.step * self.steps,
+                "machine": self.machine.gpu.name,
+                "flops_per_second": self.machine.gpu.flops,
+                "mfu": times.mfu,
+            }
+        return found
+
+
+def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
+    """What a plan will take, or None where the formulas do not know the model or its adapter."""
+    try:
+        workload = workload_of(plan, model_source(plan.recipe).shape)
+    except FinetuneError:
+        return None
+    workload = dataclasses.replace(
+        workload, cpu=facts.cpu, chained=facts.chained, scored=facts.scored
+    )
+    workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
+    return Forecast(workload, facts, machine, steps)
+
+
+def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:
+    """Rows of other lengths are padded, and a mask tells so."""
+    attention = workload.attention
+    if attention != "eager":
+        attention = "masked" if padded else "flash"
+    share = min(1.0, labelled / (workload.rows * length))
+    return dataclasses.replace(workload, length=length, attention=attention, labelled=share)

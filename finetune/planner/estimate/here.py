@@ -1,0 +1,124 @@
+"""The plan on this machine's CPU: memory, and the time of a step at its measured rate."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import psutil
+
+from finetune.errors import FinetuneError
+from finetune.planner.estimate import advice, hardware, memory, page, totals
+from finetune.planner.estimate.callbacks import Measure, Verification, Verify
+from finetune.planner.estimate.predict import (
+    Prediction,
+    local_rows,
+    model_source,
+    steps_of,
+    workload_of,
+)
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.plan import Plan, plan
+from finetune.recipe import Recipe
+
+
+def plain(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    verify: Verify | None,
+    measure: Measure | None,
+) -> int:
+    """The plan on this machine's CPU, as far as the shapes are known."""
+    processes = arguments.processes or arguments.gpus
+    settled = plan(recipe, arguments.backend, processes, arguments.precision)
+    here, problem = None, ""
+    try:
+        here = dataclasses.replace(
+            workload_of(settled, model_source(recipe).shape),
+            cpu=True,
+            chained=recipe.kernels.pointwise != "eager",
+        )
+    except FinetuneError as error:
+        problem = str(error)
+    found = verify(settled, dataclasses.replace(here, cpu=False)) if verify and here else None
+    prediction = None
+    if here is not None and measure is not None:
+        each = measure(settled.backend.precision) / settled.processes
+        memory_here = psutil.virtual_memory().total
+        cpu = hardware.processor(each, settled.processes, memory_here)
+        prediction = _prediction(settled, here, cpu, arguments.rows, arguments.row_tokens)
+    timeline = None if here is None else memory.timeline(here)
+    if arguments.json:
+        record: dict[str, Any] = dict(settled.summary())
+        record["memory"] = None if timeline is None else moments(timeline)
+        record["source"] = None if here is None else model_source(recipe).where
+        record["time"] = None if prediction is None else prediction.summary()["time"]
+        record |= {} if found is None else {"verification": found.summary()}
+        print(json.dumps(record, indent=2))
+        return status(found)
+    print(settled.explain())
+    if timeline is None:
+        print(f"memory       not predicted: {problem}")
+        return 0
+    print(f"shapes       {model_source(recipe).where}")
+    print(_page(timeline, settled.processes, psutil.virtual_memory().total, prediction))
+    if found is not None:
+        print(f"\n{found.page()}")
+    return status(found)
+
+
+def status(found: Verification | None) -> int:
+    """The exit status: 1 where a trace found the plan's numbers wrong."""
+    return 0 if found is None or found.agrees else 1
+
+
+def moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
+    """The moments of a step as plain values, for JSON."""
+    return [
+        {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
+        for moment in timeline.moments
+    ]
+
+
+def _prediction(
+    plan: Plan,
+    workload: Workload,
+    machine: hardware.Machine,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+) -> Prediction:
+    """What a plan takes on this machine's CPU; `workload` says that it is one."""
+    option, timeline = advice.option(workload, machine), memory.timeline(workload)
+    return Prediction(
+        plan, machine, model_source(plan.recipe), workload, timeline,
+        totals.of(timeline, workload, machine), option.usable, option.status, option.host,
+        0.0, option.moved, option.times,
+        steps_of(plan, rows or local_rows(plan.recipe), row_tokens),
+    )  # fmt: skip
+
+
+def _page(
+    timeline: memory.Timeline, processes: int, available: int, prediction: Prediction | None
+) -> str:
+    """Memory and time of a plan on a machine without a GPU."""
+    peak = timeline.peak
+    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
+    lines = [f"memory       {page.size(peak.total)} per process in '{peak.name}': {parts}"]
+    if prediction is not None:
+        times, gpu = prediction.times, prediction.machine.gpu
+        lines.append(
+            f"speed        {page.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
+            f"tokens/s on this CPU where every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
+            f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
+        )
+        if prediction.seconds is not None:
+            long = page.duration(prediction.seconds)
+            lines.append(f"whole run    {prediction.steps:,} steps, {long}")
+        else:
+            lines.append(f"whole run    {page.whole_run(prediction).removeprefix('whole run: ')}")
+    lines.append(
+        f"machine      no GPU here; {page.size(available)} of memory for {processes} processes. "
+        "Name a GPU to plan for it: --gpu H100-80 --gpus 8"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,273 @@
+"""Memory of one process as a timeline: each moment of a step with what is alive in it.
+
+The peak is the largest moment, not a sum of parts: log-probabilities and the gradients of the first
+layers are never alive together.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from finetune.planner.estimate.autograd.traces import traces
+from finetune.planner.estimate.sharding import deepspeed
+from finetune.planner.estimate.sharding.gathered import Gathered
+from finetune.planner.estimate.sharding.resident import state
+from finetune.planner.estimate.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One moment of a step: bytes by component."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The moments of a step in order."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def timeline(workload: Workload) -> Timeline:
+    """Every moment of a step in the steady state, when the optimizer's moments exist."""
+    return _Step(workload).timeline()
+
+
+class _Step:
+    """The quantities of one step, and the moments made of them."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.run = workload, traces(workload)
+        self.layers = workload.shape.layers
+        trained = workload.adapter is None
+        per_layer = workload.shape.layer_parameters if trained else self._adapter_layer()
+        self.trained_layer = per_layer
+        whole = 0 if workload.adapter is None else workload.adapter.whole
+        self.trained_outer = float(workload.shape.outer_parameters if trained else whole)
+        width = workload.gradient_width / workload.layout.share("grads")
+        # Offloaded gradients leave for the host as soon as they are reduced.
+        leaves = deepspeed.leave(workload)
+        immediate = workload.immediate or leaves
+        # DeepSpeed with fp32 accumulation: gradients lie in its buckets.
+        self.deepspeed = deepspeed.accumulates(workload) and not leaves
+        if self.deepspeed and workload.layout.shard != "optimizer":
+            immediate = True
+        self.immediate = immediate
+        self.layer_gradient = 0.0 if immediate else per_layer * width
+        self.outer_gradient = 0.0 if immediate else self.trained_outer * width
+        self.whole = self.layers * self.layer_gradient + self.outer_gradient
+        self.standing = 0.0
+        if self.deepspeed:
+            self.whole = deepspeed.reduced(workload)
+            self.standing = deepspeed.standing(workload)
+        self.gathered = Gathered(workload)
+        self.fsdp = self.gathered.fsdp
+        self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
+        # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
+        self.checkpointed = workload.checkpointing in ("full", "attention")
+
+    def _adapter_layer(self) -> float:
+        adapter = self.workload.adapter
+        return (self.workload.sharded - adapter.whole) / self.layers if adapter else 0.0
+
+    def earlier(self) -> float:
+        """Gradients of earlier micro-batches of the same step."""
+        if self.workload.accumulation == 1:
+            return 0.0
+        if (
+            self.fsdp and not self.workload.synchronise_each
+        ):  # no_sync: whole gradients in the type that they are reduced in
+            return float(self.workload.reduce_width) * self.workload.trained
+        return self.whole
+
+    def moment(self, name: str, **parts: float) -> Moment:
+        base = state(self.workload)
+        grown = max(self.earlier() + parts.pop("waiting", 0.0), parts.pop("gradients", 0.0))
+        return Moment(name, {**base, "gradients": self.standing + grown, **parts})
+
+    def timeline(self) -> Timeline:
+        run, kept = self.run, self._kept(self.layers)
+        casts = self._weight_casts()
+        stream = float(self.workload.tokens * self.workload.shape.hidden)
+        self.incoming = stream * self.workload.numerics.residual
+        inside = run.layer.passing if self.checkpointed else run.layer.forward
+        moments = [
+            self.moment(
+                "forward: last layer",
+                # The model's own frame holds the embedding's output while layers run.
+                activations=self._kept(self.layers - 1) + inside + self.incoming,
+                casts=casts,
+                units=self.gathered.forward(),
+            ),
+            self._head(kept, casts),
+            self.moment(
+                "forward: loss",
+                activations=kept,
+                loss=run.head.trace.forward,
+                casts=casts,
+                units=self.gathered.at_loss(),
+            ),
+            self._loss_and_head(kept),
+        ]
+        names = {0: "backward: last layer", 1: "backward: last layer but one"}
+        for index in sorted({0, 1, self.layers - 1} & set(range(self.layers))):
+            first = index == self.layers - 1
+            moments.append(self._layer("backward: first layer" if first else names[index], index))
+        moments.append(self._embedding())
+        if self.deepspeed:
+            moments.append(self._reduction())
+        step = self.moment("optimizer step", update=self._update())
+        # By now what earlier micro-batches left has been reduced.
+        whole = {**step.parts, "gradients": self.standing + self.whole}
+        moments.append(dataclasses.replace(step, parts=whole))
+        return Timeline(tuple(moments))
+
+    def _head(self, kept: float, casts: float) -> Moment:
+        """The head's forward pass until there are logits, or the gathering of its weights."""
+        name, run = "forward: head", self.run
+        held = {"activations": kept, "casts": casts}
+        arrives = self.moment(name, **held, loss=run.head.entering, units=self.gathered.arriving())
+        runs = self.moment(name, **held, loss=run.head.projected, units=self.gathered.at_loss())
+        return max(arrives, runs, key=lambda moment: moment.total)
+
+    def _loss_and_head(self, kept: float) -> Moment:
+        """Their backward pass; FSDP2 frees a head that is a unit of its own before the norm's."""
+        head, gathered = self.run.head, self.gathered
+        parts = {"activations": kept, **self._buckets(bool(self.trained_outer))}
+
+        def moment(most: float, units: float) -> Moment:
+            return self.moment(
+                "backward: loss and head", loss=most + self.loss, units=units, **parts
+            )
+
+        if not gathered.frees_head:
+            return moment(head.trace.backward, gathered.at_head())
+        apart = moment(head.apart, gathered.at_head())
+        norm = moment(head.trace.backward, gathered.ahead)
+        return max(apart, norm, key=lambda each: each.total)
+
+    def _kept(self, layers: int) -> float:
+        """What the first so many layers keep for the backward pass."""
+        return (layers - 1) * self.run.kept + self.run.first if layers else 0.0
+
+    def _layer(self, name: str, index: int) -> Moment:
+        """Backward pass of a layer, counted from the last."""
+        run, workload = self.run, self.workload
+        below = self._kept(self.layers - index - (0 if self.checkpointed else 1))
+        transient = run.layer.backward
+        if self.checkpointed:  # the layer's forward pass again, with the gradient that came in
+            transient = max(transient, run.layer.forward + self.incoming)
+        if workload.immediate:
+            transient -= run.layer.gradients
+        reduced = 0.0
+        # The previous unit's gradients, until their reduce-scatter has ended; what earlier
+        # micro-batches left lies in that type already.
+        if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
+            reduced = float(workload.reduce_width)
+            reduced *= self.trained_layer if index else self._trained_head()
+        return self.moment(
+            name,
+            gradients=self._early() + index * self.layer_gradient,
+            waiting=self._waiting(),
+            activations=below + transient,
+            loss=self.loss,
+            units=self.gathered.backward(index),
+            reduction=reduced,
+            **self._buckets(),
+        )
+
+    def _buckets(self, filling: bool = True) -> dict[str, float]:
+        """DeepSpeed's buckets while gradients come, and its copies where one is full already."""
+        if not (self.deepspeed and filling):
+            return {}
+        full = deepspeed.overflows(self.workload)
+        copies = deepspeed.reducing(self.workload) if full else 0.0
+        return {"buckets": deepspeed.filling(self.workload) + copies}
+
+    def _reduction(self) -> Moment:
+        """DeepSpeed's end of a backward pass."""
+        copies = deepspeed.reducing(self.workload)
+        buckets = deepspeed.filling(self.workload) + copies
+        return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
+
+    def _trained_head(self) -> float:
+        """Trained parameters of the head where it is a unit of its own."""
+        workload = self.workload
+        apart = workload.trains("head") and not (workload.root_unit or workload.tied)
+        return float(workload.shape.embedding) if apart else 0.0
+
+    def _early(self) -> float:
+        """Gradients while layers run backwards, besides those of layers that were reached."""
+        if self.deepspeed and deepspeed.overflows(self.workload):
+            return self.whole
+        return self._head_gradient()
+
+    def _head_gradient(self) -> float:
+        """Gradient of the head while layers run backwards."""
+        if not self.workload.trains("head") or self.immediate:
+            return 0.0
+        embedding = float(self.workload.shape.embedding)
+        if self.fsdp and self.workload.root_unit:
+            return embedding * self.workload.compute  # whole until the root unit has ended
+        width = self.workload.gradient_width / self.workload.layout.share("grads")
+        return embedding * width
+
+    def _waiting(self) -> float:
+        """The head's gradient until the embedding's comes, where they are added to earlier ones."""
+        tied = self.workload.tied and not self.fsdp and self.earlier()
+        return self._head_gradient() if tied else 0.0
+
+    def _embedding(self) -> Moment:
+        """Gradient of the embedding: one whole table, added to the head's where they are tied."""
+        workload, shape = self.workload, self.workload.shape
+        table = shape.embedding * workload.trained_width if workload.trains("embedding") else 0.0
+        extra = 2.0 * table if workload.tied else 0.0
+        if self.fsdp or workload.layout.share("grads") > 1:
+            extra = (2.0 if workload.tied else 1.0) * table
+        reduced = (
+            float(workload.reduce_width) * self.trained_outer
+            if self.fsdp and workload.root_unit
+            else 0.0
+        )
+        return self.moment(
+            "backward: embedding",
+            gradients=self._early() if self.deepspeed and self.immediate else self.whole,
+            waiting=self._waiting(),
+            activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
+            loss=self.loss,
+            units=self.gathered.at_embedding(),
+            reduction=extra + reduced,
+            **self._buckets(),
+        )
+
+    def _update(self) -> float:
+        workload = self.workload
+        if self.deepspeed:
+            return deepspeed.updating(workload)
+        if workload.layout.engine == "deepspeed" and workload.layout.offload == "none":
+            partition = workload.trained / workload.layout.share("optimizer")
+            return 4.0 * partition if workload.gradient_width == 2 else 0.0
+        if workload.stepping == "foreach":
+            return self.whole
+        if workload.stepping == "loop":  # sqrt of the second moment, and that divided: two copies
+            table = workload.shape.embedding if self.trained_outer else 0
+            largest = max([table, *(m.weights for m in workload.shape.matrices)])
+            return 2.0 * largest * workload.trained_width if workload.adapter is None else 0.0
+        return 0.0
+
+    def _weight_casts(self) -> float:
+        """Casts that autocast caches until its context ends: checkpoints do not free them."""
+        workload = self.workload
+        cast = workload.numerics.autocast and workload.adapter is None
+        if not (cast and self.checkpointed):
+            return 0.0
+        return 2.0 * self.layers * workload.shape.linear_weights

@@ -1,0 +1,216 @@
+"""A prediction as a page to read: the verdict, the moments, a table, what to change."""
+
+from collections.abc import Iterable, Sequence
+
+from finetune.planner.estimate import filled
+from finetune.planner.estimate.advice import Option
+from finetune.planner.estimate.changes import Change
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.predict import Prediction
+
+BAR = 36
+
+
+def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
+    """The whole page as text."""
+    parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
+    if changes:
+        parts.append(what_to_change(changes))
+    return "\n\n".join(parts)
+
+
+def size(count: float) -> str:
+    """Bytes in GB, and in MB below one."""
+    return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
+def machine_words(machine: Machine) -> str:
+    nodes = f" in {machine.nodes} nodes" if machine.nodes > 1 else ""
+    return f"{machine.count} x {machine.gpu.name}{nodes}"
+
+
+def network_words(machine: Machine) -> str:
+    """What a GPU is taken to have to other nodes."""
+    return (
+        f"{machine.network / 1e9:.3g} GB/s between nodes for each GPU (one port of a whole node: "
+        "--network 10gbe/node)"
+    )
+
+
+def verdict(prediction: Prediction) -> str:
+    """Whether it fits, how fast it is, and what binds it."""
+    words = {
+        "safe": "fits",
+        "tight": "fits, but tightly: a longer row may not",
+        "no": "DOES NOT FIT",
+    }
+    totals, times = prediction.totals, prediction.times
+    name = prediction.workload.layout.name
+    lines = [
+        f"{name} on {machine_words(prediction.machine)}: {words[prediction.status]}",
+        f"  memory   {size(totals.allocated)} of {size(prediction.usable)} usable per GPU, most in "
+        f"'{prediction.timeline.peak.name}'",
+        f"           reserved about {size(totals.reserved)}, process about {size(totals.process)} "
+        f"({size(totals.low)} to {size(totals.high)})",
+        f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
+        f"by {times.bound}",
+    ]
+    wider = filled.micro_tokens(prediction.plan, prediction.workload, prediction.machine)
+    if wider is not None:
+        lines.append(
+            f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "
+            "same steps"
+        )
+    for note in machine_notes(prediction.machine, prediction.workload.compute == 2):
+        lines.append(f"  note     {note}")
+    if prediction.arithmetic_only:
+        lines.append(f"  note     arithmetic: this toolkit has no backend of {name}")
+    if prediction.machine.nodes > 1:
+        lines.append(f"  network  {network_words(prediction.machine)}")
+    if prediction.host:
+        known = prediction.machine.host_memory
+        limit = f" of {size(known)}" if known else ", give --host-ram to check it"
+        lines.append(f"  host     {size(prediction.host)} per node{limit}")
+    if prediction.disk:
+        lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
+    return "\n".join(lines)
+
+
+def emulated(machine: Machine) -> str:
+    """How a GPU of before 2020 computes bf16."""
+    gpu = machine.gpu
+    return (
+        f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
+        f"{gpu.flops * gpu.single / 1e12:.3g} TFLOPS instead of {gpu.flops / 1e12:.3g}, and the "
+        "time here is counted so; --precision fp32 is as fast and takes more memory. This toolkit "
+        "has no fp16, the 16-bit type of its tensor cores, which needs loss scaling"
+    )
+
+
+def machine_notes(machine: Machine, bf16: bool) -> list[str]:
+    """What to know about a machine's GPUs."""
+    slow = [emulated(machine)] if bf16 and not machine.gpu.bf16 else []
+    return [*slow, *([machine.gpu.note] if machine.gpu.note else [])]
+
+
+def moments(prediction: Prediction) -> str:
+    """A bar per moment, as long as its share of what is usable."""
+    lines = ["moments of a step"]
+    peak, largest = prediction.timeline.peak, prediction.timeline.peak.total
+    scale = max(prediction.usable, largest)
+    limit = round(BAR * prediction.usable / scale)
+    for moment in prediction.timeline.moments:
+        filled = round(BAR * moment.total / scale)
+        bar = "#" * filled + "." * max(0, limit - filled)
+        mark = "  <- peak" if moment is peak else ""
+        lines.append(f"  {moment.name:27} {bar:{BAR}} {size(moment.total):>9}{mark}")
+    return "\n".join(lines)
+
+
+def table(prediction: Prediction) -> str:
+    """What is alive at the peak."""
+    lines = ["at the peak"]
+    for name, count in prediction.timeline.peak.parts.items():
+        if count >= 5e5:
+            lines.append(f"  {name:27} {size(count):>9}")
+    shape, workload = prediction.source.shape, prediction.workload
+    share = workload.trained / shape.parameters
+    lines.append(
+        f"model: {shape.parameters:,} parameters, {workload.trained:,} trained ({share:.2%}); "
+        f"shapes from {prediction.source.where}"
+    )
+    return "\n".join(lines)
+
+
+def time(prediction: Prediction) -> str:
+    """Seconds and bytes of a step, and the whole run."""
+    times, volume = prediction.times, prediction.volume
+    hidden = f"{times.overlap:.0%} of communication runs beside it"
+    lines = [
+        "one step",
+        f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
+        f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
+        f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
+    ]
+    if times.bound == "launches":
+        lines.append(
+            f"  launches      {duration(times.launches)}: operations are started one by one, and "
+            "the GPU waits; more rows in a micro-batch take no longer"
+        )
+    if volume.total:
+        lines.append(
+            f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"
+        )
+    if times.offload:
+        disk = ", reads and writes of the disk" if prediction.disk else ""
+        how = f"copies over PCIe, AdamW on CPU{disk}"
+        lines.append(f"  offload       {duration(times.offload)}: {how}")
+    if times.break_even:
+        here = prediction.workload.tokens
+        bound = "bound" if here < times.break_even else "not bound"
+        lines.append(
+            f"                {bound} by PCIe: a micro-step has {here:,} tokens, and copies take "
+            f"as long as computing at {times.break_even:,.0f}"
+        )
+    return "\n".join([*lines, whole_run(prediction)])
+
+
+def whole_run(prediction: Prediction) -> str:
+    """Steps, time and cost of all of it."""
+    if prediction.seconds is None or prediction.gpu_hours is None:
+        packing = prediction.plan.recipe.batch.packing
+        more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
+        return f"whole run: unknown until the rows are counted; give --rows{more}"
+    cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
+    return (
+        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
+        f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
+    )
+
+
+def what_to_change(changes: Sequence[Change]) -> str:
+    """Single changes and what each gives."""
+    lines = ["what to change, and what it alone gives"]
+    return "\n".join(lines + [_change(change) for change in changes])
+
+
+def before_disk(changes: Sequence[Change]) -> str:
+    """What to try before weights are read from a disk."""
+    lines = ["before a disk, change this, which fits without offload"]
+    return "\n".join(lines + [_change(change) for change in changes])
+
+
+def _change(change: Change) -> str:
+    fits = "fits" if change.fits else "not enough alone"
+    return f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})"
+
+
+def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
+    """The backends that fit, best first, with the reason for the first."""
+    rows = list(options)
+    more = len(rows) - shown
+    if not rows:
+        return "no backend fits"
+    lines = [
+        reason,
+        "",
+        f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
+    ]
+    for each in rows[:shown]:
+        workload = each.workload
+        tight = "  tight" if each.status == "tight" else ""
+        lines.append(
+            f"  {each.name:22} {workload.rows:4} {workload.checkpointing:9} "
+            f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
+        )
+    if more > 0:
+        lines.append(f"  and {more} that are slower or less simple: --json has all")
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""Tensor x pipeline x data parallel layouts, as arithmetic: what they hold, keep and waste."""
+
+import dataclasses
+from typing import Literal
+
+from finetune.errors import FinetuneError
+from finetune.planner.shapes.architecture import Architecture
+
+Recompute = Literal["none", "tp", "tp_sp", "tp_selective", "tp_sp_selective", "full_recompute"]
+
+
+def bubble(stages: int, microbatches: int, virtual: int = 1) -> float:
+    """Share of a step in which a pipeline stage waits (arXiv:2104.04473, section 2.2).
+
+    (p - 1) / (v m + p - 1), where v is the number of model chunks per stage.
+    """
+    return (stages - 1) / (virtual * microbatches + stages - 1)
+
+
+def attention_term(heads: int, length: int, hidden: int) -> float:
+    """5 a s / h of arXiv:2205.05198: what scores cost beside the 34 of the rest."""
+    return 5 * heads * length / hidden
+
+
+def selective_saving(heads: int, length: int, hidden: int) -> float:
+    """Share of activations that recomputing attention alone saves (arXiv:2205.05198)."""
+    term = attention_term(heads, length, hidden)
+    return term / (34 + term)
+
+
+def megatron_activations(
+    length: int, rows: int, hidden: int, heads: int, ways: int, variant: Recompute
+) -> float:
+    """Bytes that a GPT layer of Megatron keeps (arXiv:2205.05198, Table 2).
+
+    GPT-2's block in 16 bits with dropout; a Llama block of transformers keeps other tensors.
+    """
+    unit = length * rows * hidden
+    term = attention_term(heads, length, hidden)
+    factors: dict[Recompute, float] = {
+        "none": 34 + term,
+        "tp": 10 + 24 / ways + term / ways,
+        "tp_sp": 34 / ways + term / ways,
+        "tp_selective": 10 + 24 / ways,
+        "tp_sp_selective": 34 / ways,
+        "full_recompute": 2,
+    }
+    return unit * factors[variant]
+
+
+def megatron_flops(batch: int, length: int, layers: int, hidden: int, vocab: int) -> float:
+    """FLOPs of an iteration, recomputation not counted (arXiv:2205.05198, appendix A)."""
+    inner = 1 + length / (6 * hidden) + vocab / (12 * hidden * layers)
+    return 72 * batch * layers * length * hidden**2 * inner
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Processes as tensor x pipeline x data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual: int = 1
+    """Model chunks per pipeline stage."""
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def name(self) -> str:
+        return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
+
+
+def check(grid: Grid, shape: Architecture, processes: int, per_node: int, fast: bool) -> None:
+    """Refuse a layout that cannot run.
+
+    Args:
+        per_node: GPUs in a node.
+        fast: whether the GPUs of a node are joined by NVLink or its like.
+
+    Raises:
+        FinetuneError: with every reason and the numbers.
+    """
+    problems: list[str] = []
+    if grid.processes != processes:
+        problems.append(
+            f"layout: {grid.tensor} x {grid.pipeline} x {grid.data} = {grid.processes}, "
+            f"but there are {processes} GPUs"
+        )
+    if shape.heads % grid.tensor:
+        problems.append(f"layout: {shape.heads} heads do not divide over {grid.tensor} GPUs")
+    elif shape.kv_heads % grid.tensor and grid.tensor % shape.kv_heads:
+        problems.append(f"layout: {shape.kv_heads} key heads do not divide over {grid.tensor} GPUs")
+    if grid.tensor > per_node:
+        problems.append(
+            f"layout: tensor parallel over {grid.tensor} GPUs, but a node has {per_node}; its "
+            "all-reduces in every layer must not leave the node"
+        )
+    if grid.tensor > 1 and not fast:
+        problems.append(
+            "layout: tensor parallel needs NVLink between the GPUs of a node; use fsdp_full_shard"
+        )
+    if shape.layers < grid.pipeline:
+        problems.append(f"layout: {shape.layers} layers do not fill {grid.pipeline} stages")
+    if problems:
+        raise FinetuneError(*problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridMemory:
+    """Bytes on one GPU of a 3D layout."""
+
+    states: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.logits
+
+
+def grid_memory(
+    grid: Grid, shape: Architecture, rows: int, length: int, microbatches: int, kept: float
+) -> GridMemory:
+    """Mixed precision with the optimizer sharded over the data parallel group (ZeRO-1).
+
+    The first stage holds most: as many micro-batches are in flight as there are stages.
+
+    Args:
+        kept: bytes that one layer keeps for one micro-batch without tensor parallelism.
+    """
+    per_stage = -(-shape.layers // grid.pipeline)
+    outer = shape.outer_parameters / (1 if grid.pipeline == 1 else 2)
+    held = (per_stage * shape.layer_parameters + outer) / grid.tensor
+    states = held * (2 + 2 + 12 / grid.data)
+    flying = min(grid.pipeline, microbatches)
+    activations = per_stage * flying * kept / grid.tensor
+    logits = 12.0 * rows * length * shape.vocab / grid.tensor
+    return GridMemory(states, activations, logits)

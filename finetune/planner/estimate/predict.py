@@ -1,0 +1,385 @@
+"""A plan on a machine, in numbers: memory, communication, time, and whether it fits."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.errors import FinetuneError
+from finetune.planner.estimate import advice, communication, hardware, layout, memory, totals
+from finetune.planner.estimate.adapters import named_expert_size
+from finetune.planner.estimate.numerics import AttentionKind
+from finetune.planner.estimate.sharding import nvme
+from finetune.planner.estimate.timing import Times
+from finetune.planner.estimate.workload import CHUNKED, OURS, Adapter, Workload, lora
+from finetune.planner.kernels import Choice
+from finetune.planner.plan import Plan, synchronises_each
+from finetune.planner.shapes import published
+from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.shapes.config_files import config_paths
+from finetune.planner.shapes.read_config import read
+from finetune.recipe import Recipe
+
+LETTERS = 4
+"""Letters of English that a token stands for, on average."""
+HUB_SECONDS = 5
+"""How long the hub may take to answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The shapes of a recipe's model, and where they were read."""
+
+    shape: Architecture
+    where: str
+
+
+def model_source(recipe: Recipe) -> Source:
+    """The shapes of a recipe's model: its config, a folder, the hub's cache, our table, the hub.
+
+    Raises:
+        FinetuneError: none of them has it, or the architecture is not known.
+    """
+    config, where = config_of(recipe)
+    shape = read(config, where)
+    if recipe.model.add_tokens:
+        shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
+    return Source(shape, where)
+
+
+def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
+    """Rows of the tables that `model.add_tokens` grows, as `finetune.models.vocabulary` gives them.
+
+    A model often has more rows than its tokenizer has tokens, and then none is added. Where the
+    tokenizer is not on this machine, each token counts as one more row, which is the most.
+    """
+    model = recipe.model
+    name = model.tokenizer or model.name
+    for config in config_paths(name, model.revision) if name else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            file = config.with_name("tokenizer.json")
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            known = {**stored["model"]["vocab"]}
+            known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
+            return max(known.values()) + 1 + len(set(model.add_tokens) - known.keys())
+    return shape.vocab + len(model.add_tokens)
+
+
+def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
+    """The fields of a recipe's `config.json`, and where they were read.
+
+    Raises:
+        FinetuneError: it is nowhere on this machine, and the hub does not give it.
+    """
+    model = recipe.model
+    if model.config is not None:
+        return model.config, "model.config"
+    if model.name is None:
+        raise FinetuneError("model: give model.name or model.config: its shape is not known")
+    for path in config_paths(model.name, model.revision):
+        if path.is_file():
+            return _config(path), str(path)
+    known = published.find(model.name)
+    if known is not None:
+        return known, published.source(model.name)
+    return _download(model.name, model.revision), "the hub"
+
+
+def _download(name: str, revision: str | None) -> Any:
+    """A model's config.json, and nothing else of it, from the hub.
+
+    One request: `hf_hub_download` (huggingface_hub 1.x) tries six times, 24 s without a network.
+
+    Raises:
+        FinetuneError: there is no such file, or no network.
+    """
+    # A third of a second, for names that are found nowhere else.
+    from huggingface_hub import constants, get_token, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise FinetuneError(
+            f"model.name: no such folder: {name}; give a folder with config.json, or a hub id"
+        ) from None
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(name, "config.json", revision=revision)
+        request = urllib.request.Request(url)
+        if token := get_token():  # not for where the hub may redirect to
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise FinetuneError(
+            f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
+            f"it is in no table of ours, and the hub did not give it ({reason}); name a local "
+            "folder that has one, or give model.config"
+        ) from None
+
+
+def _config(path: Path) -> Any:
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")
+    return cast("dict[str, Any]", found)
+
+
+def workload_of(plan: Plan, shape: Architecture) -> Workload:
+    """What one process of a plan trains."""
+    recipe, backend = plan.recipe, plan.backend
+    place = layout.of_backend(backend, plan.processes)
+    kinds: dict[str, AttentionKind] = {"eager": "eager"}
+    return Workload(
+        shape=shape,
+        rows=recipe.batch.most_micro_rows,
+        length=recipe.batch.max_length,
+        scheme=advice.scheme_of(place, backend.precision),
+        layout=place,
+        adapter=_adapter(recipe, shape),
+        quantization=recipe.model.quantization,
+        checkpointing=recipe.model.checkpointing,
+        activations_on_host=recipe.model.activation_checkpointing == "offload",
+        attention=kinds.get(recipe.model.attention, "flash"),
+        loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
+        update=recipe.optim.name,
+        accumulation=plan.accumulation,
+        synchronise_each=synchronises_each(recipe),
+        wide_gradients=True,
+        fused_norms=Choice("norm", "fused") in plan.kernels,
+        fused_activations=Choice("activation", "fused") in plan.kernels,
+        fused_rotations=Choice("rotary", "fused") in plan.kernels,
+        grouped_adapters=Choice("lora", "grouped") in plan.kernels,
+    )
+
+
+def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
+    given = recipe.adapter
+    if given is None:
+        return None
+    made = lora(
+        shape,
+        given.r,
+        given.targets,
+        width=4,  # PEFT keeps adapters in fp32
+        dropout=given.dropout > 0,
+        dora=given.use_dora,
+        excluded=given.exclude_modules,
+        only_layers=given.layers_to_transform,
+        rank_pattern=given.rank_pattern,
+        saved=given.modules_to_save,
+    )
+    rows = _rows(given.trainable_token_indices, shape)
+    made = dataclasses.replace(made, parameters=made.parameters + rows)
+    if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
+        return made
+    layers = len(given.layers_to_transform) or shape.layers
+    inner = layers * named_expert_size(shape, given.r, given.r, given.target_parameters)
+    return dataclasses.replace(
+        made, parameters=made.parameters + inner, experts=given.r if inner else 0
+    )
+
+
+Tokens = tuple[int | str, ...]
+
+
+def _rows(tokens: Tokens | dict[str, Tokens], shape: Architecture) -> int:
+    """Parameters of the rows that `adapter.trainable_token_indices` trains."""
+    if isinstance(tokens, dict):
+        return shape.hidden * sum(len(each) for each in tokens.values())
+    return shape.hidden * len(tokens) * (1 if shape.tied else 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A plan on a machine: every number in bytes and seconds."""
+
+    plan: Plan
+    machine: hardware.Machine
+    source: Source
+    workload: Workload
+    timeline: memory.Timeline
+    totals: totals.Totals
+    usable: float
+    status: advice.Status
+    host: float
+    """Bytes of host memory per node."""
+    disk: float
+    """Bytes on a node's disk, besides checkpoints."""
+    volume: communication.Volume
+    times: Times
+    steps: int | None
+    """Optimizer steps of the run, where the number of rows is known."""
+
+    @property
+    def arithmetic_only(self) -> bool:
+        """Whether no backend of this toolkit runs it: copies of a sharded model (HSDP)."""
+        return self.workload.layout.replicas > 1
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run."""
+        return None if self.steps is None else self.steps * self.times.step
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.machine.count / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price."""
+        if self.gpu_hours is None or self.machine.price is None:
+            return None
+        return self.gpu_hours * self.machine.price
+
+    def page(self) -> str:
+        """What `finetune plan` prints of it."""
+        from finetune.planner.estimate import (
+            changes,  # they read predictions
+            page,  # they read predictions
+        )
+
+        safe = self.status == "safe"
+        precision = self.plan.backend.precision
+        found = [] if safe else changes.changes(self.workload, self.machine, precision)
+        return page.page(self, found)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, in bytes and seconds, for JSON."""
+        times, volume = self.times, self.volume
+        return {
+            "machine": _machine_summary(self.machine),
+            "arithmetic_only": self.arithmetic_only,
+            "model": {
+                "source": self.source.where,
+                "parameters": self.source.shape.parameters,
+                "active_parameters": self.source.shape.active_parameters,
+                "trained_parameters": self.workload.trained,
+            },
+            "memory": {
+                "moments": [
+                    {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
+                    for moment in self.timeline.moments
+                ],
+                "peak": self.timeline.peak.name,
+                **dataclasses.asdict(self.totals),
+                "usable": self.usable,
+                "status": self.status,
+                "host_per_node": self.host,
+                "disk_per_node": self.disk,
+            },
+            "communication": {**dataclasses.asdict(volume), "total": volume.total},
+            "time": {
+                **dataclasses.asdict(times),
+                "tokens_per_second": times.tokens_per_second,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "gpu_hours": self.gpu_hours,
+                "cost": self.cost,
+            },
+        }
+
+
+def _machine_summary(machine: hardware.Machine) -> dict[str, Any]:
+    fields = dataclasses.asdict(machine)
+    fields["gpu"] = dataclasses.asdict(machine.gpu)
+    return fields
+
+
+def predict(
+    plan: Plan,
+    machine: hardware.Machine,
+    rows: int | None = None,
+    replicas: int = 1,
+    row_tokens: int | None = None,
+) -> Prediction:
+    """What a plan takes on a machine.
+
+    Args:
+        rows: rows of the training set, for the length of the whole run.
+        row_tokens: of a row on average, which packs are counted by; by default what is known.
+        replicas: groups of processes that each hold a whole sharded copy (HSDP).
+
+    Raises:
+        FinetuneError: the model's shape is not known, or the machine has other processes.
+    """
+    if machine.count != plan.processes:
+        raise FinetuneError(
+            f"--gpus {machine.count}: the plan runs {plan.processes} processes, one per GPU"
+        )
+    source = model_source(plan.recipe)
+    workload = workload_of(plan, source.shape)
+    place = dataclasses.replace(workload.layout, replicas=replicas)
+    workload = dataclasses.replace(workload, layout=place)
+    option = advice.option(workload, machine)
+    timeline = memory.timeline(workload)
+    return Prediction(
+        plan,
+        machine,
+        source,
+        workload,
+        timeline,
+        totals.of(timeline, workload, machine),
+        option.usable,
+        option.status,
+        option.host,
+        nvme.disk(workload) * machine.per_node,
+        option.moved,
+        option.times,
+        steps_of(plan, rows, row_tokens),
+    )
+
+
+def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int | None:
+    """Steps of a run over a data set of so many rows; None where that does not say."""
+    recipe = plan.recipe
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    if rows is None or not recipe.batch.packing:
+        return None if rows is None else plan.steps(rows)
+    each = row_tokens or known_row_tokens(recipe)
+    if each is None:
+        return None
+    length = recipe.batch.max_length
+    # Best fit leaves a hundredth of a pack empty where rows are short against it.
+    return plan.steps(math.ceil(rows * min(each, length) / length))
+
+
+def known_row_tokens(recipe: Recipe) -> int | None:
+    """Tokens of a row on average: of a published data set, or by the letters of local JSONL."""
+    if len(recipe.data) == 1 and recipe.data[0].source in published.ROW_TOKENS:
+        return published.ROW_TOKENS[recipe.data[0].source]
+    rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
+    if rows is None:
+        return None
+    whole = sum(Path(data.source).stat().st_size for data in recipe.data)
+    lines = sum(_lines(Path(data.source)) for data in recipe.data)
+    return max(1, round(whole / lines / LETTERS))
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def local_rows(recipe: Recipe) -> int | None:
+    """Rows of a recipe's data where all of it is local JSONL, counted by lines; else None."""
+    total = 0
+    for data in recipe.data:
+        path = Path(data.source)
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        rows = _lines(path)
+        total += min(rows, data.first or rows) * data.repeat
+    return total - (recipe.eval_rows or 0) if total else None

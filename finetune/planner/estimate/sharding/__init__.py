@@ -1,0 +1,1 @@
+"""What each sharding engine keeps in memory."""

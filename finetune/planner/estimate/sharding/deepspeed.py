@@ -1,0 +1,109 @@
+"""Where DeepSpeed 0.19 keeps gradients in bf16 training, with fp32 accumulation as here.
+
+Read in `bf16_optimizer.py` (ZeRO-1), `zero/stage_1_and_2.py` (ZeRO-2), `zero/stage3.py` and
+`engine.py`; `python -m benchmarks memory` compares the sums with measured ones. P trained
+parameters on N processes, buckets of B elements (the engine here asks for P where that is less):
+
+              stands always       while gradients come   when they are reduced
+    ZeRO-1    4 P                 2 P                    a copy of all in bf16, and one in fp32
+    ZeRO-2    -                   2 B                    2 min(B, P), and 4 P / N from then on
+    ZeRO-3    4 P / N and 2 B     -                      2 min(B, P) and 4 min(B, P) / N
+
+With the optimizer on the host the fp32 gradients that it reads stand there besides, 4 P / N. ZeRO-2
+keeps its own on the device all the same; on the host it has what it writes in bf16, 2 P / N, and
+there and on the device room for the largest parameter in bf16.
+"""
+
+from finetune.planner.estimate.workload import Workload
+
+# DeepSpeed's default: elements of a bucket of gradients, which is allocated whole.
+REDUCE_BUCKET = 500_000_000
+# Its default for ZeRO-3: elements that are updated at a time.
+SUB_GROUP = 1_000_000_000
+
+
+def accumulates(workload: Workload) -> bool:
+    """Whether this page holds: bf16, and an engine that sets `data_types.grad_accum_dtype`."""
+    return workload.wide_gradients and workload.scheme == "deepspeed"
+
+
+def _share(workload: Workload) -> float:
+    return workload.trained / workload.layout.group
+
+
+def standing(workload: Workload) -> float:
+    """Bytes of gradients that are there in every moment."""
+    whole = {"optimizer": 4.0 * workload.trained, "params": 4.0 * _share(workload)}
+    found = whole.get(workload.layout.shard, 0.0) + _passing(workload)
+    return found + _on_host(workload) if workload.cpu else found  # the memory that is counted
+
+
+def leave(workload: Workload) -> bool:
+    """Whether reduced gradients are held on the host, apart from the device's memory."""
+    offloaded = workload.layout.offload != "none" and not workload.cpu
+    return offloaded and not (accumulates(workload) and workload.layout.shard == "grads")
+
+
+def _on_host(workload: Workload) -> float:
+    """Bytes that offloading keeps there beside the optimizer's states."""
+    if workload.layout.offload == "none" or workload.layout.device == "nvme":
+        return 0.0
+    written = 2.0 * _share(workload) if workload.layout.shard == "grads" else 0.0
+    return 4.0 * _share(workload) + written + _passing(workload)
+
+
+def _passing(workload: Workload) -> float:
+    """Bytes of the room that ZeRO-2 has for a gradient on its way; matrices of adapters are small.
+
+    It stands on the device, and once more on the host.
+    """
+    passes = workload.layout.offload != "none" and workload.layout.shard == "grads"
+    return 2.0 * workload.shape.embedding if passes and workload.adapter is None else 0.0
+
+
+def reduced(workload: Workload) -> float:
+    """Bytes of gradients, besides those that stand, once a backward pass has ended."""
+    whole = {"optimizer": 2.0 * workload.trained, "grads": 4.0 * _share(workload)}
+    return whole.get(workload.layout.shard, 0.0)
+
+
+def overflows(workload: Workload) -> bool:
+    """Whether a bucket is full before the backward pass has ended."""
+    return workload.layout.shard != "optimizer" and workload.trained > REDUCE_BUCKET
+
+
+def _bucket(workload: Workload) -> float:
+    """Bytes of a bucket."""
+    return 2.0 * min(REDUCE_BUCKET, workload.trained)
+
+
+def standing_bucket(workload: Workload) -> float:
+    """Bytes of the bucket that ZeRO-3 allocates when it starts."""
+    return _bucket(workload) if workload.layout.shard == "params" else 0.0
+
+
+def filling(workload: Workload) -> float:
+    """Bytes of buckets from the first gradient of a backward pass to its end."""
+    if workload.layout.shard == "grads":
+        return _bucket(workload)
+    return standing_bucket(workload)
+
+
+def reducing(workload: Workload) -> float:
+    """Bytes of the copies that reducing gradients makes, besides the bucket."""
+    trained, bucket = workload.trained, _bucket(workload)
+    match workload.layout.shard:
+        case "optimizer":
+            # Matrices and vectors are joined where both fit into a bucket; all go as bf16.
+            joined = workload.adapter is None and trained <= REDUCE_BUCKET
+            return 2.0 * trained + (4.0 * trained if joined else 0.0)
+        case "params":
+            return bucket + 2.0 * bucket / workload.layout.group
+        case _:
+            return bucket
+
+
+def updating(workload: Workload) -> float:
+    """Bytes of fp32 gradients that the optimizer's step copies: ZeRO-3 joins those of a group."""
+    whole = workload.layout.shard == "params" and workload.layout.offload == "none"
+    return 4.0 * min(SUB_GROUP, _share(workload)) if whole else 0.0

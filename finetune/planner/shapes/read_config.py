@@ -1,0 +1,266 @@
+"""Reads the shapes of a decoder from its `config.json`.
+
+Only architectures whose every parameter is known here are read; any other is refused, since a
+guessed shape would make each number that follows wrong without a word.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.planner.shapes.architecture import Activation, Architecture, Experts, Matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A config's fields, read with every problem noted instead of raised."""
+
+    values: Mapping[str, Any]
+    problems: list[str]
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1; a missing one without a default is a problem."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(f"{name}: got {value!r}, expected a whole number of at least 1")
+        return 1
+
+    def one_of(self, *names: str) -> int:
+        """The size of the first of several names that is given; of the first where none is."""
+        given = [name for name in names if self.values.get(name) is not None]
+        return self.size((given or [*names])[0])
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        return default if value is None else bool(value)
+
+    def capped(self, name: str) -> bool:
+        """Whether a cap is set: transformers has one where the config says nothing, as Gemma-2."""
+        return self.values.get(name, 1) is not None
+
+    def activation(self, default: str) -> Activation:
+        names: dict[str, Activation] = {
+            "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
+            "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+        }  # fmt: skip
+        # Gemma computes with `hidden_activation` whatever its older `hidden_act` says.
+        name = self.values.get("hidden_activation") or self.values.get("hidden_act") or default
+        if str(name) not in names:
+            known = ", ".join(names)
+            self.problems.append(f"hidden_act: got {name!r}, the formulas know {known}")
+        return names.get(str(name), "silu")
+
+
+def _attention(h: int, q: int, k: int, bias: bool, out_bias: bool) -> list[Matrix]:
+    return [
+        Matrix("self_attn.q_proj", h, q, bias),
+        Matrix("self_attn.k_proj", h, k, bias),
+        Matrix("self_attn.v_proj", h, k, bias),
+        Matrix("self_attn.o_proj", q, h, out_bias),
+    ]
+
+
+def _gated(h: int, f: int, bias: bool) -> list[Matrix]:
+    return [
+        Matrix("mlp.gate_proj", h, f, bias),
+        Matrix("mlp.up_proj", h, f, bias),
+        Matrix("mlp.down_proj", f, h, bias),
+    ]
+
+
+def _llama(kind: str, fields: _Fields) -> Architecture:
+    """Llama and the families that differ from it by a bias, a norm or an activation."""
+    gemma = kind in ("gemma", "gemma2", "gemma3_text")
+    qwen3 = kind in ("qwen3", "qwen3_moe")
+    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    # transformers: Llama takes as many key heads as heads; other classes have a number of their own
+    kv = fields.size("num_key_value_heads", heads if kind == "llama" else None)
+    implied = h // heads if not (gemma or qwen3) or kind == "qwen3_moe" else None
+    if implied is not None and fields.values.get("head_dim") is None and h % heads:
+        fields.problems.append(f"hidden_size: {h} does not divide into {heads} heads")
+    head_dim = fields.size("head_dim", implied)
+    bias = kind == "qwen2" or fields.flag("attention_bias", False)
+    out_bias = kind != "qwen2" and fields.flag("attention_bias", False)
+    width = fields.size("intermediate_size")
+    experts = _experts(kind, fields, width)
+    mlp = [] if experts else _gated(h, width, fields.flag("mlp_bias", False))
+    return Architecture(
+        kind=kind,
+        layers=fields.size("num_hidden_layers"),
+        hidden=h,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=head_dim,
+        width=width,
+        vocab=fields.size("vocab_size"),
+        tied=fields.flag("tie_word_embeddings", gemma),
+        matrices=(*_attention(h, heads * head_dim, kv * head_dim, bias, out_bias), *mlp),
+        experts=experts,
+        activation=fields.activation("gelu_pytorch_tanh" if gemma else "silu"),
+        norm="gemma" if gemma else "rms",
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        qk_norm=qwen3 or kind == "gemma3_text",
+        capped_scores=caps_scores(fields.values),
+        capped_logits=kind == "gemma2" and fields.capped("final_logit_softcapping"),
+        context=fields.size("max_position_embeddings", 2048),
+    )
+
+
+def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
+    if kind == "mixtral":
+        count = fields.one_of("num_local_experts", "num_experts")
+        return Experts(count, fields.size("num_experts_per_tok"), width)
+    if kind == "qwen3_moe":
+        if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
+            fields.problems.append(
+                "mlp_only_layers, decoder_sparse_step: the formulas know models whose every "
+                "layer has experts"
+            )
+        # transformers 5 reads either name, and writes the second.
+        count = fields.one_of("num_experts", "num_local_experts")
+        chosen = fields.size("num_experts_per_tok")
+        return Experts(count, chosen, fields.size("moe_intermediate_size"))
+    return None
+
+
+def _phi3(kind: str, fields: _Fields) -> Architecture:
+    """Phi-3: Llama with q, k, v in one matrix, and gate and up in one."""
+    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv, f = fields.size("num_key_value_heads", heads), fields.size("intermediate_size")
+    head_dim = fields.size("head_dim", h // heads)
+    matrices = (
+        Matrix("self_attn.qkv_proj", h, (heads + 2 * kv) * head_dim),
+        Matrix("self_attn.o_proj", heads * head_dim, h),
+        Matrix("mlp.gate_up_proj", h, 2 * f),
+        Matrix("mlp.down_proj", f, h),
+    )
+    return Architecture(
+        kind=kind,
+        layers=fields.size("num_hidden_layers"),
+        hidden=h,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=head_dim,
+        width=f,
+        vocab=fields.size("vocab_size"),
+        tied=fields.flag("tie_word_embeddings", False),
+        matrices=matrices,
+        activation=fields.activation("silu"),
+        context=fields.size("max_position_embeddings", 4096),
+    )
+
+
+def _gpt_neox(kind: str, fields: _Fields) -> Architecture:
+    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    f, bias = fields.size("intermediate_size"), fields.flag("attention_bias", True)
+    matrices = (
+        Matrix("attention.query_key_value", h, 3 * h, bias),
+        Matrix("attention.dense", h, h, bias),
+        Matrix("mlp.dense_h_to_4h", h, f, True),
+        Matrix("mlp.dense_4h_to_h", f, h, True),
+    )
+    return Architecture(
+        kind=kind,
+        layers=fields.size("num_hidden_layers"),
+        hidden=h,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=h // heads,
+        width=f,
+        vocab=fields.size("vocab_size"),
+        tied=fields.flag("tie_word_embeddings", False),
+        matrices=matrices,
+        gated=False,
+        activation=fields.activation("gelu"),
+        norm="layer",
+        context=fields.size("max_position_embeddings", 2048),
+        prefix="gpt_neox.layers",
+    )
+
+
+def _gpt2(kind: str, fields: _Fields) -> Architecture:
+    h, heads = fields.size("n_embd", 768), fields.size("n_head", 12)
+    f, positions = fields.size("n_inner", 4 * h), fields.size("n_positions", 1024)
+    matrices = (
+        Matrix("attn.c_attn", h, 3 * h, True),
+        Matrix("attn.c_proj", h, h, True),
+        Matrix("mlp.c_fc", h, f, True),
+        Matrix("mlp.c_proj", f, h, True),
+    )
+    return Architecture(
+        kind=kind,
+        layers=fields.size("n_layer", 12),
+        hidden=h,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=h // heads,
+        width=f,
+        vocab=fields.size("vocab_size", 50257),
+        tied=fields.flag("tie_word_embeddings", True),
+        matrices=matrices,
+        gated=False,
+        activation="gelu_new",
+        norm="layer",
+        positions=positions,
+        context=positions,
+        prefix="transformer.h",
+    )
+
+
+READERS: dict[str, Callable[[str, _Fields], Architecture]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "qwen3_moe": _llama,
+    "mixtral": _llama,
+    "gemma": _llama,
+    "gemma2": _llama,
+    "gemma3_text": _llama,
+    "smollm3": _llama,
+    "phi3": _phi3,
+    "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
+}
+"""Architectures whose every parameter the formulas know, checked against transformers 5.23."""
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Whether attention caps its scores, as Gemma 2 does in transformers without a word of it."""
+    default = 50.0 if config.get("model_type") == "gemma2" else None
+    return config.get("attn_logit_softcapping", default) is not None
+
+
+def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """The shapes of a model from the fields of its `config.json`.
+
+    Raises:
+        FinetuneError: the architecture is not known, or a field is missing or impossible; with
+            every problem.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS:
+        known = ", ".join(sorted(READERS))
+        raise FinetuneError(
+            f"{where}: model_type: got {kind!r}; the formulas know {known}"
+            f"{did_you_mean(str(kind), READERS)}; `finetune plan` traces any other that "
+            "transformers has"
+        )
+    if config.get("quantization_config"):
+        raise FinetuneError(
+            f"{where}: quantization_config: the weights are already quantised; name the original "
+            "model and set model.quantization"
+        )
+    fields = _Fields(config, [])
+    shape = READERS[kind](kind, fields)
+    if shape.heads % shape.kv_heads:
+        fields.problems.append(
+            f"num_key_value_heads: {shape.heads} heads do not divide into groups of "
+            f"{shape.kv_heads}"
+        )
+    if fields.problems:
+        raise FinetuneError(*(f"{where}: {problem}" for problem in fields.problems))
+    return shape

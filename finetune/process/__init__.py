@@ -1,0 +1,1 @@
+"""How a process of the toolkit starts, prints and ends."""

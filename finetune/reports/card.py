@@ -1,0 +1,265 @@
+"""The model card: what was trained, from what, how far, and what nobody checked.
+
+Every statement comes from the run's record or from the folder that the card describes.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import yaml
+
+from finetune.planner.shapes.config_files import config_paths
+from finetune.planner.shapes.prequantised import stored_kind
+from finetune.reports.tables import cell
+from finetune.runs import units
+from finetune.runs.environment import public
+from finetune.runs.metrics import History, read_history
+from finetune.runs.run import Run, of_record, read_object, write_whole
+from finetune.runs.summary import (
+    base_model,
+    exact_answers,
+    hub_name,
+    read_samples,
+    technique,
+    title,
+)
+
+Kind = Literal["adapter", "merged", "model"]
+
+Row = tuple[str, str]
+
+
+def write_card(
+    run: Run, folder: Path, *, kind: Kind | None = None, step: int | None = None
+) -> Path:
+    """Write `README.md` into a folder that holds weights of a run; returns its path.
+
+    `kind` is what the folder holds: a PEFT adapter (the default for a recipe with an adapter), a
+    model with the adapter merged into it, or a whole model. `step` is the checkpoint that the
+    weights are from; by default the best evaluation's, else the newest.
+    """
+    recipe, history = read_object(run.recipe), read_history(run)
+    kind = kind or ("adapter" if recipe.get("adapter") else "model")
+    step = step or run.best_step() or run.newest() or history.step
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=False,  # Markdown: `code` and `plain` quote what comes from the record
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    with of_record(run.root):
+        text = templates.get_template("card.md.jinja").render(
+            front=yaml.safe_dump(front_matter(recipe, kind), sort_keys=False, allow_unicode=True),
+            title=plain(title(recipe)),
+            base=code(base_model(recipe)),
+            kind=kind,
+            technique=technique(recipe),
+            quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
+            stored=_stored_kind(recipe.get("model") or {}),
+            step=f"{step:,}",
+            best=history.best is not None and history.best.step == step,
+            training=[row(*pair) for pair in _training(recipe, history)],
+            data=[row(*cells) for cells in _data(run, history)],
+            sources=[row(*cells) for cells in _sources(recipe)],
+            losses=[row(*cells) for cells in _losses(history)],
+            evaluated=bool(history.evaluated),
+            answers=exact_answers(read_samples(run)),
+            software=[row(*pair) for pair in _software(read_object(run.environment))],
+            code=_loading(recipe, kind, folder),
+            stops=_stops(folder),
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "README.md"
+    write_whole(path, text)
+    return path
+
+
+def front_matter(recipe: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """The card's metadata as the hub reads it; names that are not the hub's are left out."""
+    model, adapter = recipe.get("model") or {}, recipe.get("adapter")
+    base = hub_name(model.get("name"))
+    quantized = model.get("quantization", "none") != "none"
+    lora = ["qlora" if quantized else "lora"] if adapter else []
+    front: dict[str, Any] = {}
+    if base:
+        front["base_model"] = base
+    front["library_name"] = "peft" if kind == "adapter" else "transformers"
+    front["pipeline_tag"] = "text-generation"
+    front["tags"] = ["finetune", *filter(None, [recipe.get("method")]), *lora]
+    datasets = [hub_name(source.get("source")) for source in recipe.get("data", ())]
+    if any(datasets):
+        front["datasets"] = list(dict.fromkeys(filter(None, datasets)))
+    return front
+
+
+def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
+    rows: list[Row] = []
+    if history.starts:
+        start = history.starts[-1]
+        share = units.share(start.trainable_parameters, start.parameters)
+        batch = f"{start.rows_per_step} = {start.shares} x {start.processes} processes"
+        rows += [
+            (
+                "Trained parameters",
+                f"{start.trainable_parameters:,} of {start.parameters:,} ({share})",
+            ),
+            ("Optimizer steps", f"{history.step:,} of {start.steps:,}"),
+            ("Packs a step" if start.packing else "Rows a step", batch),
+            *([("Layout of a micro-batch", plain(start.padding))] if start.padding else []),
+            ("Backend and precision", plain(f"{start.backend}, {start.precision}")),
+            ("Wall time", units.duration(history.seconds)),
+            ("Peak memory of one process", units.size(history.peak_memory)),
+        ]
+    batch_fields = recipe.get("batch") or {}
+    if "max_length" in batch_fields:
+        rows.append(("Longest row, tokens", cell(batch_fields["max_length"])))
+    for section in ("optim", "adapter"):
+        for name, value in (recipe.get(section) or {}).items():
+            if value not in (None, [], {}, ""):
+                rows.append((plain(f"{section}.{name}"), code(_written(public(value)))))
+    model = recipe.get("model") or {}
+    for name, value in (model.get("chat_template_kwargs") or {}).items():
+        rows.append(("Chat template", code(f"{name}={_written(public(value))}")))
+    if model.get("adapter"):
+        rows.append(("Trained further from", code(public(str(model["adapter"])))))
+    if "seed" in recipe:
+        rows.append(("Seed", cell(recipe["seed"])))
+    return rows
+
+
+_COUNTS = (
+    "rows", "documents", "tokens", "trained_tokens", "dropped", "left_out", "truncated", "split",
+    "duplicates",
+)  # fmt: skip
+
+
+def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
+    """(what, for training, held out): counted while preparing, else as training began."""
+    counted = read_object(run.data)
+    train, held_out = counted.get("train", {}), counted.get("eval", {})
+    names = [name for name in _COUNTS if name in train]
+    if names:
+        return [
+            (name.replace("_", " "), cell(train[name]), cell(held_out.get(name))) for name in names
+        ]
+    if not history.starts:
+        return []
+    start = history.starts[-1]
+    return [
+        ("rows", cell(start.train_rows), cell(start.eval_rows)),
+        ("trained tokens", cell(start.trained_tokens), "-"),
+    ]
+
+
+def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(source, format, use) of the recipe's data."""
+    return [
+        (code(public(str(data.get("source")))), code(str(data.get("format"))), use)
+        for name, use in (("data", "training"), ("eval_data", "held out"))
+        for data in recipe.get(name, ())
+    ]
+
+
+def _losses(history: History) -> list[tuple[str, str, str]]:
+    """(what, step, loss): the ends of both curves, and the best evaluation."""
+    trained, evaluated = history.trained, history.evaluated
+    rows: list[tuple[str, int, float]] = []
+    if trained:
+        rows.append(("training, first step", trained[0].step, trained[0].loss))
+        rows.append(("training, last step", trained[-1].step, trained[-1].loss))
+    if evaluated:
+        rows.append(("held-out rows, first", evaluated[0].step, evaluated[0].loss))
+        rows.append(("held-out rows, last", evaluated[-1].step, evaluated[-1].loss))
+    if history.best:
+        rows.append(("held-out rows, best", history.best.step, history.best.loss))
+    return [(what, f"{step:,}", units.loss(loss)) for what, step, loss in rows]
+
+
+def _software(environment: Mapping[str, Any]) -> list[Row]:
+    versions = dict(environment.get("versions", {}))
+    if "python" in environment:
+        versions = {"python": environment["python"], **versions}
+    rows = [(plain(name), code(str(version))) for name, version in versions.items()]
+    return [*rows, *(("device", code(str(device))) for device in environment.get("devices", ()))]
+
+
+def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
+    """Python that loads the folder it is run in and continues a prompt.
+
+    An adapter is given the stop tokens of its folder: PEFT takes those of the base model.
+    """
+    trusting = (recipe.get("model") or {}).get("trust_remote_code")
+    more = ", trust_remote_code=True" if trusting else ""
+    auto = "AutoPeftModelForCausalLM" if kind == "adapter" else "AutoModelForCausalLM"
+    load = f'model = {auto}.from_pretrained(".", dtype="auto"{more})'
+    imports = f"from transformers import {auto}, AutoTokenizer"
+    arguments = "max_new_tokens=64"
+    if kind == "adapter":
+        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
+        if (folder / "generation_config.json").exists():
+            imports += ", GenerationConfig"
+            load += '\nsettings = GenerationConfig.from_pretrained(".")  # where answers end'
+            arguments = "generation_config=settings, max_new_tokens=64"
+    if (folder / "chat_template.jinja").exists():
+        prompt = (
+            'messages = [{"role": "user", "content": "Hello!"}]\n'
+            "inputs = tokenizer.apply_chat_template(\n"
+            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
+        )
+    else:
+        prompt = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+    generate = (
+        f"output = model.generate(**inputs, {arguments})\n"
+        'answer = output[0, inputs["input_ids"].shape[1] :]\n'
+        "print(tokenizer.decode(answer, skip_special_tokens=True))"
+    )
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
+    return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _stored_kind(model: Mapping[str, Any]) -> str | None:
+    """How the base's own files are quantised, where they are and its config.json is here."""
+    name = model.get("name")
+    for path in config_paths(name, model.get("revision")) if name else ():
+        if path.is_file():
+            return stored_kind(read_object(path))
+    return None
+
+
+def _stops(folder: Path) -> tuple[list[int], str]:
+    """Ids of the tokens at which answers end, and their names; none where no file names them."""
+    found = read_object(folder / "generation_config.json").get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    added = read_object(folder / "tokenizer.json").get("added_tokens", ())
+    names = {each["id"]: each["content"] for each in added}
+    return ids, " or ".join(f"{code(names[id])} ({id})" if id in names else str(id) for id in ids)
+
+
+def _written(value: Any) -> str:
+    """A field as a recipe's YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def code(text: str) -> str:
+    """Text as Markdown shows it unchanged: in more backticks than it has in a row itself."""
+    text = " ".join(text.split())
+    longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def plain(text: str) -> str:
+    """Text of a heading: what Markdown or HTML would act on is escaped."""
+    return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
+
+
+def row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"

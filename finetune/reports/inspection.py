@@ -1,0 +1,191 @@
+"""Rows as the model sees them, each token marked as trained or not, in a terminal or on a page."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from finetune.cache import cache
+from finetune.data.audit import describe, mistakes
+from finetune.data.chat.render import load_chat
+from finetune.data.order import permutation
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import FinetuneError
+from finetune.models.model import load_tokenizer
+from finetune.recipe import Recipe
+
+BROKEN = "\ufffd"
+"""What a part of a character decodes to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A token; several where only together they are whole characters."""
+
+    text: str
+    ids: list[int]
+    trained: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """What a row of the data became."""
+
+    place: str
+    pieces: list[Piece]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def trained(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces if piece.trained)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A few rows, and counts over all of them."""
+
+    counts: dict[str, Any]
+    """{"train": ..., "eval": ...}"""
+    mistakes: list[str]
+    notes: list[str]
+    rows: list[list[Document]]
+    """Rows in the order of the training, each with its documents; one where nothing is packed."""
+
+
+def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
+    """Rows of a recipe's data as its model sees them, and the counts of all.
+
+    Raises:
+        FinetuneError: the data cannot be prepared.
+    """
+    tokenizer = load_tokenizer(recipe)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    return inspect_rows(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)
+
+
+def inspect_rows(
+    recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> Inspection:
+    """The first rows that a recipe trains on, and the counts of its data."""
+    counts = {name: prepared.counts[name] for name in ("train", "eval")}
+    notes: list[str] = []
+    if prepared.counts["pad_is_eos"]:
+        notes.append(
+            "the padding token is the end token: here padding is known by its place, so the end is "
+            "trained; a collator that masks it by its id would never train it"
+        )
+    if prepared.bad_rows is not None:
+        notes.append(f"the bad rows that were dropped are listed in {prepared.bad_rows}")
+    train = prepared.train
+    chosen = permutation(len(train), recipe.seed, 0)[:rows] if len(train) else np.empty(0, int)
+    shown = [
+        [_document(prepared, tokenizer, int(number)) for number in train.numbers(int(index))]
+        for index in chosen
+    ]
+    return Inspection(counts, list(mistakes(counts["train"])), notes, shown)
+
+
+def _document(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int) -> Document:
+    ids, trained = prepared.train.documents.document(number)
+    return Document(prepared.place(number), list(pieces(tokenizer, ids.tolist(), trained.tolist())))
+
+
+def pieces(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]
+) -> Iterator[Piece]:
+    """Tokens with their texts, which together are the text of all of them.
+
+    A token is decoded behind the one before it: alone, some tokenizers drop its leading space.
+    """
+    before, held = list[int](), list[int]()
+    for place, token in enumerate(ids):
+        held.append(token)
+        lead = _decode(tokenizer, before)
+        text = _decode(tokenizer, [*before, *held]).removeprefix(lead)
+        last = place + 1 == len(ids) or trained[place + 1] != trained[place]
+        if text.endswith(BROKEN) and not last and len(held) < 4:
+            continue
+        yield Piece(text, held, trained[place])
+        before, held = held, []
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+# For people.
+
+
+def show(inspection: Inspection, console: Console) -> None:
+    """Print rows, trained tokens in green; without colours they stand in double brackets."""
+    for number, row in enumerate(inspection.rows, 1):
+        for document in row:
+            share = f"{document.tokens} tokens, {document.trained} trained"
+            console.print(
+                f"[bold]row {number}[/]  {escape(document.place)}  [dim]{share}[/]", soft_wrap=True
+            )
+            console.print(_coloured(document, console.is_terminal), soft_wrap=True)
+            console.print()
+    for name, counts in inspection.counts.items():
+        for line in describe(counts):
+            console.print(f"{name:<6} {line}", markup=False, highlight=False, soft_wrap=True)
+        roles = ", ".join(f"{count:,} {role}" for role, count in counts["roles"].items())
+        if roles:
+            console.print(f"{'':<6} {roles}", markup=False, highlight=False, soft_wrap=True)
+    for note in inspection.notes:
+        console.print(f"note   {note}", markup=False, highlight=False, soft_wrap=True)
+    for mistake in inspection.mistakes:
+        console.print(f"[bold red]mistake[/] {escape(mistake)}", highlight=False, soft_wrap=True)
+
+
+def _coloured(document: Document, colours: bool) -> Text:
+    text, inside = Text(), False
+    for piece in document.pieces:
+        if piece.trained != inside and not colours:
+            text.append("⟦" if piece.trained else "⟧")
+        inside = piece.trained
+        text.append(visible(piece.text), style="bold green" if piece.trained else "dim")
+    return text.append("⟧") if inside and not colours else text
+
+
+def visible(text: str) -> str:
+    """Text of which no character steers a terminal: those are shown by their symbols in Unicode."""
+    return "".join(
+        chr(0x2400 + ord(each)) if ord(each) < 0x20 and each not in "\n\t"
+        else BROKEN if 0x7F <= ord(each) < 0xA0 else each
+        for each in text
+    )  # fmt: skip
+
+
+def write_page(inspection: Inspection, title: str, path: Path) -> None:
+    """Write one HTML page that needs nothing beside it.
+
+    Raises:
+        FinetuneError: it cannot be written there.
+    """
+    folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
+    summary = {name: describe(counts) for name, counts in inspection.counts.items()}
+    page = environment.get_template("inspection.html.jinja")
+    text = page.render(title=title, inspection=inspection, summary=summary)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FinetuneError(f"--html {path}: it cannot be written ({error.strerror})") from None
+
+
+def to_json(inspection: Inspection) -> dict[str, Any]:
+    """The same as plain values."""
+    return dataclasses.asdict(inspection)

@@ -1,0 +1,186 @@
+"""A run as one page: what `finetune report` makes of the record.
+
+The page needs nothing beside it: no script, no font, no request. Each section is there when the
+record holds what it shows, so a run in progress, a killed one and one without evaluation all have
+a page.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from finetune.reports.curves import MANY, Curve, Point, draw, finite, smooth
+from finetune.reports.sections import sections
+from finetune.reports.tables import cell
+from finetune.runs import units
+from finetune.runs.environment import command_line, public
+from finetune.runs.metrics import History, read_history
+from finetune.runs.run import Run, of_record, read_object, write_whole
+from finetune.runs.summary import (
+    exact_answers,
+    is_exact,
+    read_samples,
+    throughput,
+    title,
+    verdict,
+)
+
+SHOWN_SAMPLES = 50
+"""Generations that the page shows; the file has them all."""
+
+
+def report(run: Run) -> Path:
+    """Write `report.html` from the record; returns its path.
+
+    Raises FinetuneError where a record is not of a known shape.
+    """
+    history = read_history(run)
+    recipe, samples = read_object(run.recipe), read_samples(run)
+    with of_record(run.recipe):
+        heading, lines = title(recipe), _recipe_lines(public(recipe))
+    with of_record(run.metrics):
+        told = verdict(history, time.time())
+        state, tiles, charts = _state(history), _tiles(history), _charts(history)
+    with of_record(run.samples):
+        exact = exact_answers(samples)
+    with of_record(run.environment):
+        command = command_line(read_object(run.environment).get("command", []))
+    parts = sections(run, history)
+    with of_record(run.root):
+        text = (
+            templates()
+            .get_template("report.html.jinja")
+            .render(
+                name=run.root.resolve().name,
+                title=heading,
+                verdict=told,
+                state=state,
+                made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
+                tiles=tiles,
+                charts=charts,
+                sections=parts,
+                samples=samples[:SHOWN_SAMPLES],
+                exact=exact,
+                more_samples=len(samples) - SHOWN_SAMPLES,
+                recipe=lines,
+                command=command,
+            )
+        )
+    write_whole(run.report, text)
+    return run.report
+
+
+def templates() -> jinja2.Environment:
+    """The pages of a record, with the filters that they use."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,  # prompts and answers may hold HTML
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters["cell"] = cell
+    found.tests["exact"] = is_exact
+    return found
+
+
+def _state(history: History) -> str:
+    """The word on the badge."""
+    if not history.starts:
+        return "not started"
+    if history.trained and not math.isfinite(history.trained[-1].loss):
+        return "not finite"
+    return history.end.reason if history.end else "no end recorded"
+
+
+def _tiles(history: History) -> list[tuple[str, str, str]]:
+    """The numbers that a person looks for first: (name, value, small print)."""
+    if not history.starts:
+        return []
+    start, best, rates = history.starts[-1], history.best, throughput(history.trained)
+    tiles = [("steps", f"{history.step:,}", f"of {start.steps:,}")]
+    if best is not None:
+        tiles.append(("best eval loss", units.loss(best.loss), f"at step {best.step:,}"))
+    if history.trained:
+        tiles.append(("training loss", units.loss(history.trained[-1].loss), "last step"))
+    if rates is not None:
+        tiles.append(("speed", units.count(rates.tokens_per_second), "tokens per second"))
+        tiles.append(("memory", units.size(history.peak_memory), "peak, one process"))
+    tiles.append(("time", units.duration(history.seconds), "in all"))
+    trainable = units.share(start.trainable_parameters, start.parameters)
+    tiles.append(("trained", units.count(start.trainable_parameters), f"parameters, {trainable}"))
+    return tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A drawing with its name; `legend` holds the curves that it shows."""
+
+    name: str
+    size: Literal["wide", "small"]
+    drawing: Markup
+    legend: Sequence[Curve] = ()
+
+
+def _charts(history: History) -> list[Chart]:
+    """The curves that have a value."""
+    trained = history.trained
+    losses: list[Point] = [(record.step, record.loss) for record in trained]
+    measured: list[Point] = [(record.step, record.loss) for record in history.evaluated]
+    curves = [Curve("training loss", losses, "raw" if len(losses) >= MANY else "smooth")]
+    if len(losses) >= MANY:
+        curves.append(Curve("smoothed", smooth(losses), "smooth"))
+    curves.append(Curve("evaluation loss", measured, "dots"))
+    best = (history.best.step, history.best.loss) if history.best else None
+    curves = [curve for curve in curves if finite(curve.points)]
+    drawing = draw(curves, label="loss", show=_short, size="wide", best=best)
+    charts = [Chart("loss", "wide", drawing, curves)]
+    scale, unit = (2**30, "GiB") if history.peak_memory >= 2**30 else (2**20, "MiB")
+    for name, points, show in (
+        ("learning rate", [(r.step, r.lr) for r in trained], units.learning_rate),
+        ("load-balancing loss", [(r.step, r.router_aux_loss) for r in trained], _short),
+        ("gradient norm", [(r.step, r.grad_norm) for r in trained], _short),
+        ("tokens per second", [(r.step, r.tokens_per_second) for r in trained], _thousands),
+        (f"memory, {unit}", [(r.step, r.memory / scale) for r in trained], _short),
+    ):
+        curve = Curve(name, points, "smooth")
+        drawing = draw([curve], label=name, show=show, from_zero=True)
+        charts.append(Chart(name, "small", drawing))
+    return [chart for chart in charts if chart.drawing]
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:g}K" if abs(value) >= 1000 else f"{value:g}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _recipe_lines(recipe: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
+    """The recipe as YAML, one block a section: lines of (key with its indent, value)."""
+    plain = {
+        name: value
+        for name, value in recipe.items()
+        if not isinstance(value, Mapping | list) or not value
+    }
+    parts = [plain, *({name: value} for name, value in recipe.items() if name not in plain)]
+    blocks = []
+    for part in filter(None, parts):
+        text = yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=60)
+        blocks.append([_key_and_value(line) for line in text.splitlines()])
+    return blocks
+
+
+def _key_and_value(line: str) -> tuple[str, str]:
+    key, colon, value = line.partition(": ")
+    if colon or line.endswith(":"):
+        return key + colon, value
+    return "", line

@@ -1,0 +1,220 @@
+"""The parts of a run's page that are tables: what each of them takes from the record."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.reports.proof_page import proof_tables
+from finetune.reports.tables import Cell, Table, cell_of, tables, words
+from finetune.runs import units
+from finetune.runs.metrics import History
+from finetune.runs.run import Run, of_record, read_object
+from finetune.runs.summary import throughput
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    tables: Sequence[Table] = ()
+
+
+def sections(run: Run, history: History) -> list[Section]:
+    """Every part that the record has something for, in the page's order."""
+    return [section for section in _sections(run, history) if section.tables]
+
+
+def _sections(run: Run, history: History) -> Iterator[Section]:
+    def data() -> list[Table]:
+        return list(tables(read_object(run.data))) or _data(history)
+
+    def environment() -> list[Table]:
+        known = read_object(run.environment)
+        return list(tables({name: value for name, value in known.items() if name != "command"}))
+
+    parts: list[tuple[str, Path, Callable[[], Sequence[Table]]]] = [
+        ("Evaluations", run.metrics, lambda: _evaluations(history)),
+        ("Checkpoints", run.metrics, lambda: _checkpoints(run, history)),
+        ("Throughput and memory", run.metrics, lambda: _rates(history)),
+        ("Data", run.data, data),
+        ("Backend", run.realised, lambda: [*_backend(history), *_realised(run)]),
+        ("Plan", run.plan, lambda: _plan(run, history)),
+        ("Proofs", run.proof, lambda: proof_tables(read_object(run.proof))),
+        ("Environment", run.environment, environment),
+    ]
+    for name, record, made in parts:
+        with of_record(record):
+            yield Section(name, made())
+
+
+def _evaluations(history: History) -> list[Table]:
+    evaluated, best = history.evaluated, history.best
+    if not evaluated:
+        return []
+    rows: list[tuple[Cell, ...]] = []
+    for before, record in zip([None, *evaluated], evaluated, strict=False):
+        change = f"{record.loss - before.loss:+.4f}" if before else None
+        rows.append(
+            (
+                record.step,
+                units.loss(record.loss),
+                change,
+                f"{math.exp(min(record.loss, 700)):.4g}",
+                record.tokens,
+                units.duration(record.seconds),
+                "best" if record is best else "",
+            )
+        )
+    columns = ("step", "loss", "change", "perplexity", "tokens", "time", "")
+    return [Table(rows, columns)]
+
+
+def _rates(history: History) -> list[Table]:
+    rates = throughput(history.trained)
+    if rates is None:
+        return []
+    evaluating = sum(record.seconds for record in history.evaluated)
+    saving = sum(record.seconds for record in history.saved)
+    other = max(0.0, history.seconds - rates.step_seconds - evaluating - saving)
+    speed = [
+        ("tokens per second", f"{rates.tokens_per_second:,.1f}"),
+        ("tokens", rates.real_tokens),
+        (
+            "tokens with a loss",
+            f"{rates.trained_tokens:,} ({units.share(rates.trained_tokens, rates.real_tokens)})",
+        ),
+        ("padding", units.share(rates.slots - rates.real_tokens, rates.slots)),
+        ("median step", units.duration(rates.median_seconds)),
+        ("slowest step", f"{units.duration(rates.slowest_seconds)} (step {rates.slowest_step:,})"),
+        ("peak memory of one process", units.size(history.peak_memory)),
+    ]
+    spent = [
+        (name, units.duration(seconds), units.share(seconds, history.seconds))
+        for name, seconds in (
+            ("steps", rates.step_seconds),
+            ("evaluations", evaluating),
+            ("checkpoints", saving),
+            ("other", other),
+            ("in all", history.seconds),
+        )
+    ]
+    return [Table(speed), Table(spent, ("time spent on", "time", "share"))]
+
+
+def _checkpoints(run: Run, history: History) -> list[Table]:
+    there, best = run.steps(), run.best_step()
+    losses = {record.step: record.loss for record in history.evaluated}
+    saved = {record.step: record for record in history.saved}
+    rows: list[tuple[Cell, ...]] = []
+    for step in sorted({*there, *saved}):
+        record = saved.get(step)
+        marks = [
+            word
+            for word, holds in (("best", step == best), ("newest", step == run.newest()))
+            if holds
+        ]
+        rows.append(
+            (
+                step,
+                units.loss(losses[step]) if step in losses else None,
+                units.size(record.bytes) if record else None,
+                units.duration(record.seconds) if record else None,
+                "kept" if step in there else "removed",
+                ", ".join(marks),
+            )
+        )
+    columns = ("step", "eval loss", "size", "time to save", "", "")
+    return [Table(rows, columns)] if rows else []
+
+
+def _data(history: History) -> list[Table]:
+    if not history.starts:
+        return []
+    start = history.starts[-1]
+    return [
+        Table(
+            [
+                ("rows for training", start.train_rows),
+                ("rows held out", start.eval_rows),
+                ("tokens with a loss", start.trained_tokens),
+            ]
+        )
+    ]
+
+
+def _backend(history: History) -> list[Table]:
+    if not history.starts:
+        return []
+    rows: list[tuple[Cell, ...]] = []
+    for start in history.starts:
+        batch = f"{start.rows_per_step} = {start.micro_rows} x {start.accumulation}"
+        batch += f" x {start.processes}"
+        rows.append((start.step, start.backend, start.precision, start.processes, batch))
+    columns = (
+        "from step",
+        "backend",
+        "precision",
+        "processes",
+        "rows = micro x accum. x processes",
+    )
+    return [Table(rows, columns)]
+
+
+def _realised(run: Run) -> list[Table]:
+    """What Accelerate built, and the elements that each rank holds."""
+    realised = read_object(run.realised)
+    ranks = realised.pop("ranks", [])
+    held = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
+    built = list(tables(realised))
+    return [*built, *tables(held, "elements held by each rank")] if held else built
+
+
+def _plan(run: Run, history: History) -> list[Table]:
+    """What was predicted, beside what the record says of the same name."""
+    plan = read_object(run.plan)
+    if history.measured and plan.get("prediction"):  # for rows as long as those that were counted
+        counted = history.measured[-1].predicted
+        plan = plan | {"prediction": plan["prediction"] | {"peak_memory": counted}}
+    measured = _measured(history)
+    compared: list[tuple[Cell, ...]] = []
+    for name, predicted in _leaves(plan):
+        if name in measured:
+            known = measured[name]
+            ratio = None
+            if isinstance(predicted, int | float) and isinstance(known, int | float) and predicted:
+                ratio = f"{known / predicted:.2f}"
+            compared.append((words(name), cell_of(name, predicted), cell_of(name, known), ratio))
+    columns = ("", "predicted", "measured", "measured / predicted")
+    beside = [Table(compared, columns, "predicted and measured")] if compared else []
+    return [*beside, *tables({k: v for k, v in plan.items() if k not in measured})]
+
+
+def _measured(history: History) -> dict[str, Cell]:
+    """What can be compared with a plan, by the names of the record."""
+    if not history.starts:
+        return {}
+    names = ("backend", "precision", "processes", "micro_rows", "accumulation", "rows_per_step")
+    names += ("steps", "trainable_parameters", "parameters", "train_rows", "trained_tokens")
+    start = dataclasses.asdict(history.starts[-1])
+    measured: dict[str, Cell] = {name: start[name] for name in names}
+    if start["padding"]:
+        measured["padding"] = start["padding"]
+    rates = throughput(history.trained)
+    if rates is not None:
+        counted = history.measured[-1].peak if history.measured else history.peak_memory
+        measured["peak_memory"] = counted
+        measured["tokens_per_second"] = rates.tokens_per_second
+        measured["step_seconds"] = rates.median_seconds
+        measured["seconds"] = history.seconds
+    return measured
+
+
+def _leaves(value: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _leaves(inner)
+        elif not isinstance(inner, list):
+            yield name, inner

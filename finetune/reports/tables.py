@@ -1,0 +1,111 @@
+"""JSON records of any shape as tables that can be read."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from finetune.runs import units
+
+Cell = str | int | float | bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under named columns, or name and value without a heading row."""
+
+    rows: Sequence[Sequence[Cell]]
+    columns: Sequence[str] = ()
+    heading: str = ""
+
+    def numeric(self, column: int) -> bool:
+        """Whether a column is aligned to the right: every cell that says something has a digit
+        first, after its sign."""
+        said = [cell(row[column]) for row in self.rows if row[column] not in (None, "")]
+        return bool(said) and all(text.lstrip("+-")[:1].isdigit() for text in said)
+
+
+def tables(record: Any, heading: str = "") -> Iterator[Table]:
+    """A JSON record as tables: its plain values, then one for each part that has parts itself.
+
+    Parts with the same names, such as `train` and `eval`, stand beside each other in one table.
+    """
+    if isinstance(record, list):
+        yield from _listed(record, heading)
+        return
+    plain = _plain(record)
+    if plain:
+        yield Table([(words(k), cell_of(k, v)) for k, v in plain.items()], heading=heading)
+    parts = {name: value for name, value in record.items() if name not in plain}
+    alike = _alike(parts)
+    if alike:
+        first = next(iter(alike.values()))
+        rows = [[words(k), *(cell_of(k, part[k]) for part in alike.values())] for k in first]
+        yield Table(rows, ["", *map(words, alike)], heading)
+    for name, value in parts.items():
+        rest = value
+        if name in alike:
+            rest = {k: v for k, v in value.items() if k not in alike[name]}
+        if rest:  # an empty part says nothing
+            inner = f"{heading}, {words(name)}" if heading else words(name)
+            yield from tables(rest, inner)
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What fits into a cell: neither a mapping, nor a list that has parts or is empty."""
+    return {name: value for name, value in record.items() if value != [] and _is_plain(value)}
+
+
+def _alike(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The plain values of each part where there are several parts and they have the same names."""
+    found = {name: _plain(value) for name, value in parts.items() if isinstance(value, Mapping)}
+    names = {tuple(plain) for plain in found.values()}
+    return found if len(found) > 1 and len(names) == 1 and names != {()} else {}
+
+
+def _listed(rows: Sequence[Any], heading: str) -> Iterator[Table]:
+    """Mappings as rows under the union of their names; other things a row each."""
+    if not all(isinstance(row, Mapping) for row in rows):
+        yield Table([(cell_of("", row),) for row in rows], heading=heading)
+        return
+    names = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    cells = [[cell_of(name, row.get(name)) for name in names] for row in rows]
+    yield Table(cells, [words(name) for name in names], heading)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value fits into a cell: not a mapping, nor a list that has one."""
+    if isinstance(value, list):
+        return all(not isinstance(item, Mapping | list) for item in value)
+    return not isinstance(value, Mapping)
+
+
+def cell_of(name: str, value: Any) -> Cell:
+    """A cell of a JSON record; bytes are known by their name."""
+    if isinstance(value, list) and _is_plain(value):
+        return ", ".join(cell(item) for item in value)
+    if isinstance(value, list | Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name.endswith(("bytes", "memory"))
+    ):
+        return units.size(value)
+    return value
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def cell(value: Cell) -> str:
+    """A value as a table shows it: whole numbers exactly, others to six digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else value

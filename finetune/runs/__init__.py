@@ -1,0 +1,1 @@
+"""The run directory: its files, and the records in them."""

@@ -1,0 +1,181 @@
+"""Whether a checkpoint is what was written: its manifest's format, and each file's size and hash.
+
+A manifest comes from a disk, so it is read as data from a stranger: its shape is checked, and a
+name that would leave the folder is refused.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.runs.run import Run
+
+FORMAT = 1
+"""Of the layout that `finetune.checkpoints.checkpoint` writes; 1 more where an old reader would be wrong."""
+
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+
+KEYS = {"format", "step", "progress", "backend", "processes", "shapes", "scalars", "files"}
+"""Of every manifest. Newer ones hold `recipe` besides, and `sha256`: the hash of all the others."""
+
+
+class OtherFormat(FinetuneError):
+    """A checkpoint of another version of this toolkit."""
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the hash of itself."""
+    text = json.dumps({key: manifest[key] for key in manifest if key != "sha256"}, sort_keys=True)
+    return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _seal_problems(manifest: dict[str, Any]) -> list[str]:
+    if "sha256" not in manifest:
+        other = sorted((manifest.keys() ^ KEYS) - {"recipe"})
+        return [f"damaged, unknown or missing: {', '.join(other)}"] if other else []
+    whole = sealed(manifest)["sha256"] == manifest["sha256"]
+    return [] if whole else ["damaged, its own sha256 is not that of what it holds"]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        FinetuneError: it cannot be read, is no manifest, is of another format, or is of another
+            step than its folder's name says.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FinetuneError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(manifest, dict):
+        raise FinetuneError(f"{path}: expected keys and values, got {type(manifest).__name__}")
+    found = manifest.get("format")
+    if found is None:
+        raise FinetuneError(f"{path}: no format: it is no manifest of a checkpoint")
+    if found != FORMAT:
+        raise OtherFormat(
+            f"{path}: a checkpoint of format {found!r}, this version reads format {FORMAT}; "
+            "continue it with the version of finetune in its environment.json, or start anew in "
+            "another --output"
+        )
+    wrong = _shape_problems(manifest) or _seal_problems(manifest)
+    if wrong:
+        raise FinetuneError(*(f"{path}: {problem}" for problem in wrong))
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named is not None and int(named[1]) != manifest["step"]:
+        raise FinetuneError(
+            f"{path}: it is the checkpoint of step {manifest['step']}, under the name of another"
+        )
+    return manifest
+
+
+def _shape_problems(manifest: dict[str, Any]) -> list[str]:
+    """What is not as `finetune.checkpoints.checkpoint` writes it."""
+    problems: list[str] = []
+    for key in ("progress", "shapes", "scalars", "files"):
+        if not isinstance(manifest.get(key), dict):
+            problems.append(f"{key}: expected keys and values, got {manifest.get(key)!r}")
+    if problems:
+        return problems
+    for name, shape in manifest["shapes"].items():
+        if not isinstance(shape, list) or not all(
+            type(size) is int and size >= 0 for size in shape
+        ):
+            problems.append(f"shapes: {name}: got {shape!r}, expected sizes")
+    for name, values in manifest["scalars"].items():
+        if not isinstance(values, dict) or not all(
+            isinstance(value, int | float) for value in values.values()
+        ):
+            problems.append(f"scalars: {name}: got {values!r}, expected numbers by name")
+    for name, entry in manifest["files"].items():
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts or "\0" in name:
+            problems.append(f"files: {name!r} leaves the checkpoint's folder")
+        fits = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
+        if not fits or type(entry.get("bytes")) is not int:
+            problems.append(f"files: {name!r}: expected bytes and sha256, got {entry!r}")
+    step = manifest.get("step")
+    if type(step) is not int or step < 0 or manifest["progress"].get("step") != step:
+        problems.append(f"step: got {step!r}, progress has {manifest['progress'].get('step')!r}")
+    return problems
+
+
+def damage(folder: Path) -> list[str]:
+    """What of a checkpoint is not as it was written, by comparing every file with its hash.
+
+    Raises:
+        FinetuneError: it is of another format.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except OtherFormat:
+        raise
+    except FinetuneError as error:
+        return list(error.problems)
+    return differing(folder, manifest["files"])
+
+
+def differing(folder: Path, files: dict[str, Any]) -> list[str]:
+    """Each of a manifest's files that is not there as it was written, one line a file."""
+    problems: list[str] = []
+    for name, known in files.items():
+        path = folder / name
+        if not _is_file(path):
+            problems.append(f"{path}: missing, though the manifest lists it")
+        elif path.stat().st_size != known["bytes"]:
+            size = path.stat().st_size
+            problems.append(f"{path}: damaged, {size} bytes instead of {known['bytes']}")
+        elif sha256(path) != known["sha256"]:
+            problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
+    return problems
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def newest_intact(
+    run: Run, foreign: Callable[[dict[str, Any]], list[str]] = lambda _: []
+) -> tuple[int | None, dict[int, list[str]]]:
+    """Step of the newest checkpoint that is whole, and the damage of the newer ones by step.
+
+    Args:
+        run: whose checkpoints are looked at.
+        foreign: what in a manifest belongs to another run; counts as damage.
+
+    Raises:
+        FinetuneError: the newest is of another format, which is no damage.
+    """
+    damaged: dict[int, list[str]] = {}
+    for step in reversed(run.steps()):
+        folder = run.checkpoint(step)
+        found = damage(folder) or foreign(read_manifest(folder))
+        if not found:
+            return step, damaged
+        damaged[step] = found
+    return None, damaged
+
+
+def set_aside(run: Run, step: int) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for a good one; returns its folder."""
+    folder = run.checkpoint(step)
+    aside = folder.with_name(f"damaged-{folder.name}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"damaged-{folder.name}-{number}")
+    return folder.rename(aside)

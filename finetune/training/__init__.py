@@ -1,0 +1,1 @@
+"""Train: the worker's stages, the loop, and what each step needs."""

@@ -1,0 +1,123 @@
+"""Memory of this process as the record counts it."""
+
+import contextlib
+import ctypes
+import gc
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.profiler_util import MEMORY_EVENT_NAME
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from finetune.kernels.cpu import pool
+
+MAPS = Path("/proc/self/maps")
+CORE = Path(torch.__file__).parent / "lib" / "libc10.so"
+SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
+"""A variable of libc10 (torch 2.13): while it is true, PyTorch keeps the size of each block that it
+has on a CPU, so that a block from before a profile is known when it is freed."""
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated on an accelerator, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Meter:
+    """The peak of what tensors take, counted over a forward and backward pass and the update.
+
+    On CUDA it is PyTorch's own count. On a CPU it is what PyTorch has allocated, in its pool and
+    elsewhere, less what it had before the model was loaded, plus weights that are still mapped from
+    their file. Libraries, and code that oneDNN writes for each shape, are not tensors; resident
+    memory would count them, and blocks that glibc keeps. Made before the model is loaded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()  # what an earlier training of this process left, which would be freed later
+        self.counts = device.type == "cpu" and _keep_sizes()
+        self.before = allocated() if self.counts else 0
+        self.peak: int | None = None
+        """Bytes; None until it was measured, and where PyTorch does not count (`SWITCH`)."""
+
+    @contextlib.contextmanager
+    def measuring(self, model: nn.Module) -> Iterator[None]:
+        """Inside, memory is counted."""
+        if isinstance(model, DistributedDataParallel):
+            # Its second forward pass would do so (torch 2.13), between two counts.
+            model.reducer._rebuild_buckets()
+        if self.device.type == "cuda":
+            yield
+            self.peak = torch.cuda.max_memory_allocated(self.device)
+        elif not self.counts:
+            yield
+        else:
+            held = allocated() - self.before + mapped(model)
+            with _profile() as profiled:
+                yield
+            self.peak = held + _highest_sum(profiled)
+
+
+def _keep_sizes() -> bool:
+    """Let PyTorch keep the sizes of its blocks from now on; whether it can."""
+    try:
+        ctypes.c_bool.in_dll(ctypes.CDLL(str(CORE)), SWITCH).value = True
+    except (OSError, ValueError):  # another build of PyTorch
+        return False
+    return True
+
+
+def _profile() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def allocated() -> int:
+    """Bytes that tensors on the CPU have, of those that were made since sizes are kept."""
+    with _profile() as profiled:
+        probe = torch.empty(1)
+    nodes = _results(profiled).experimental_event_tree()
+    while nodes:
+        found = nodes.pop()
+        about = found.extra_fields
+        if type(about).__name__ == "_ExtraFields_Allocation" and about.alloc_size > 0:
+            return about.total_allocated - probe.nbytes + pool.handed_out()
+        nodes += found.children
+    raise AssertionError("a tensor was made while memory was profiled")
+
+
+def mapped(model: nn.Module) -> int:
+    """Bytes of weights that lie in the pages of a file (safetensors maps what it loads)."""
+    ranges = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in MAPS.read_text().splitlines()
+        if ".safetensors" in line
+    ]
+    weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+    return sum(
+        size for at, size in weights.items() if any(low <= at < high for low, high in ranges)
+    )
+
+
+def _results(profiled: profile) -> torch.autograd._ProfilerResult:
+    inner = profiled.profiler
+    assert inner is not None
+    assert inner.kineto_results is not None
+    return inner.kineto_results
+
+
+def _highest_sum(profiled: profile) -> int:
+    """The largest sum of allocations less releases."""
+    events = [e for e in _results(profiled).events() if e.name() == MEMORY_EVENT_NAME]
+    total = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        highest = max(highest, total)
+    return highest

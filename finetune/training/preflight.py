@@ -1,0 +1,206 @@
+"""What can be known to be wrong before anything is loaded: the plan, and what a recipe names here.
+
+No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from finetune import backend as backends
+from finetune import catalog
+from finetune.data.formats import find_format
+from finetune.data.sources import HUB_NAME, find_sources
+from finetune.errors import FinetuneError
+from finetune.models import starting_adapter
+from finetune.planner import Plan, limits, plan
+from finetune.process.quiet import forget_launch
+from finetune.recipe import Model, Recipe
+
+
+def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
+    """The recipe of a name and overrides, beside a backend that is named or left to the recipe.
+
+    A recipe that goes on from an adapter has the section of that adapter.
+
+    Raises:
+        FinetuneError: with every mistake in these words.
+    """
+    problems = [] if backend is None else _problems_of(lambda: backends.load(backend))
+    try:
+        found = starting_adapter.settle(catalog.resolve(recipe, overrides))
+    except FinetuneError as error:
+        raise FinetuneError(*error.problems, *problems) from None
+    if problems:
+        raise FinetuneError(*problems)
+    return found
+
+
+def check(
+    recipe: Recipe,
+    machine: backends.Backend,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    files: bool = True,
+) -> Plan:
+    """The plan of a recipe whose formats exist and, with `files`, whose data and model do too.
+
+    Raises:
+        FinetuneError: with every problem of the plan, the formats and the files.
+    """
+    problems: list[str] = []
+    try:
+        recipe = starting_adapter.settle(recipe)
+    except FinetuneError as error:
+        problems += error.problems
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, adapter=None))
+    if files:
+        problems += missing_files(recipe)
+    else:
+        for data in (*recipe.data, *recipe.eval_data):
+            problems += _problems_of(lambda name=data.format: find_format(name))
+    try:
+        settled = plan(recipe, machine, processes, precision)
+    except FinetuneError as error:  # some problems are found by both
+        raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
+    if problems:
+        raise FinetuneError(*problems)
+    return settled
+
+
+def below_a_plan(recipe: Recipe) -> Iterator[str]:
+    """Lines under a printed plan: what of a mixture of experts is adapted, and missing files."""
+    fields = limits.fields_of(recipe)
+    if recipe.adapter is not None and limits.expert_count(fields) > 1:
+        from finetune.models import (
+            experts,  # torch, for the seconds of which other plans do not wait
+        )
+
+        for note in experts.planned(recipe, fields):
+            yield f"note         {note}"
+    for problem in missing_files(recipe):
+        yield f"not here     {problem}"
+
+
+def check_files(recipe: Recipe) -> None:
+    """Refuse a recipe whose data or model is not where it says.
+
+    Raises:
+        FinetuneError: with every problem.
+    """
+    problems = missing_files(recipe)
+    if recipe.model.name is None and recipe.model.tokenizer is None:
+        problems.append("model: give model.name or model.tokenizer, whose tokenizer reads the data")
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def missing_files(recipe: Recipe) -> list[str]:
+    """What a recipe names and this machine lacks; what may lie on the hub is not looked for."""
+    missing = _problems_of(lambda: find_sources(recipe)) if recipe.data else []
+    return [*_missing_folders(recipe.model), *missing, *_missing_trackers(recipe)]
+
+
+def _missing_trackers(recipe: Recipe) -> list[str]:
+    return [
+        f"trackers: '{name}' is not installed; run: pip install {name}"
+        for name in recipe.trackers
+        if importlib.util.find_spec(name) is None
+    ]
+
+
+def _problems_of(look: Callable[[], object]) -> list[str]:
+    try:
+        look()
+    except FinetuneError as error:
+        return list(error.problems)
+    return []
+
+
+def check_here(
+    recipe: Recipe, backend: str | None = None, precision: backends.Precision | None = None
+) -> Plan:
+    """The plan of this process: as `accelerate launch` started it, else as one process.
+
+    Raises:
+        FinetuneError: as `check` does, or the backend needs processes that nobody started.
+    """
+    launched = backends.launched()
+    if launched is not None:
+        return check(recipe, _as_named(launched, backend), launched.processes, precision)
+    machine = backends.load(backend or recipe.backend)
+    several = machine.engine != "single"
+    count = backends.started(named=several and backend is not None)
+    if count is not None:
+        return check(recipe, machine if several else backends.load("ddp"), count, precision)
+    if backend is not None and several:
+        raise FinetuneError(
+            f"--backend {machine.name}: `finetune train` alone is one process; start it with "
+            f"`finetune launch --backend {machine.name}`, `torchrun --nproc-per-node 2 -m finetune "
+            f"train`, or `accelerate launch --config_file {machine.path} -m finetune train`"
+        )
+    forget_launch()
+    return check(recipe, backends.load(backend or "single"), 1, precision)
+
+
+def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
+    """The backend of a process of `accelerate launch`, which may name it again but not another.
+
+    Raises:
+        FinetuneError: it names another.
+    """
+    if name is None:
+        return launched
+    asked = backends.load(name)
+    differing = [each for each in asked.same_as(launched) if not each.startswith("precision")]
+    if differing:
+        raise FinetuneError(
+            f"--backend {name}: accelerate launch started another one ({'; '.join(differing)}); "
+            f"give it --config_file {asked.path}, or leave --backend out"
+        )
+    return launched
+
+
+def _not_a_model(folder: Path) -> list[str]:
+    """Why a folder cannot be `model.name`: it has no model, or an adapter instead."""
+    config = folder / starting_adapter.CONFIG
+    if config.is_file():
+        fields = _problems_of(lambda: starting_adapter.read_config(folder))
+        base = (
+            "ITS_BASE"
+            if fields
+            else starting_adapter.read_config(folder).get("base_model_name_or_path")
+        )
+        return [
+            f"model.name: {folder} holds an adapter, not a model; to train it further, set "
+            f"model.name={base} model.adapter={folder}"
+        ]
+    if (folder / "config.json").is_file():
+        return []
+    if (folder / "recipe.json").is_file():
+        return [
+            f"model.name: {folder} is a run; to train its adapter further, set "
+            f"model.adapter={folder} and name its base here; of a run without an adapter, name "
+            f"{folder / 'final'}"
+        ]
+    return [f"model.name: the folder {folder} holds no model (no config.json)"]
+
+
+def _missing_folders(model: Model) -> list[str]:
+    """Names that can be no id of the hub and are no folder either."""
+    named = {"model.name": model.name, "model.tokenizer": model.tokenizer}
+    problems: list[str] = []
+    for field, name in named.items():
+        if name is None or os.path.isdir(name):  # a name may be too long for `Path.is_dir`
+            if field == "model.name" and name:
+                problems += _not_a_model(Path(name))
+        elif os.path.isfile(name):
+            problems.append(f"{field}: {name} is a file; name the folder that it lies in")
+        elif not HUB_NAME.fullmatch(name):
+            problems.append(
+                f"{field}: no such folder: {name}; give a folder with config.json, or a hub id "
+                "such as HuggingFaceTB/SmolLM2-135M"
+            )
+    return problems

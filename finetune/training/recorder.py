@@ -1,0 +1,317 @@
+"""What a training writes of itself: what was asked, what was expected, and what every step was."""
+
+import dataclasses
+import math
+import shutil
+import time
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+
+from finetune import catalog
+from finetune.checkpoints.checkpoint import Progress
+from finetune.data.filling import filling_notes
+from finetune.data.order import cut, rows_of_step
+from finetune.data.prepare import Prepared
+from finetune.data.store import Rows
+from finetune.distributed.engine import Engine
+from finetune.errors import FinetuneError
+from finetune.kernels import chains
+from finetune.kernels.cpu.attention import by_products
+from finetune.kernels.matmul_rate import matmul_flops
+from finetune.models import model
+from finetune.planner import Plan
+from finetune.planner.estimate import hardware
+from finetune.planner.estimate.forecast import Facts, Forecast, forecast
+from finetune.planner.estimate.timing import step_flops
+from finetune.planner.padding import Padding
+from finetune.reports.display import Display
+from finetune.runs.environment import environment
+from finetune.runs.metrics import (
+    Ended,
+    Evaluated,
+    Measured,
+    Metrics,
+    Saved,
+    Skipped,
+    Start,
+    Trained,
+    unwritable,
+)
+from finetune.runs.run import Run, write_json
+from finetune.runs.trackers import open_trackers, track
+from finetune.training.loop import EvalResult, StepResult
+from finetune.training.nonfinite import places, verdict
+
+COUNTED_STEPS = 8
+"""Steps whose rows are looked at for the slots of an average step."""
+Reason = Literal["finished", "early stop", "interrupted"]
+
+
+class Recorder:
+    """The record of one run. Every rank has one and calls it alike; the first of them writes."""
+
+    def __init__(self, engine: Engine, run: Run, data: Prepared, steps: int) -> None:
+        self.engine = engine
+        self.run = run
+        self.data = data
+        self.plan = engine.plan
+        self.steps = steps
+        mine = matmul_flops(engine.device, model.compute_dtype(engine.plan))
+        (self.flops,) = engine.sum([mine])
+        """FLOP/s of matrix products alone, of all processes together."""
+        self.forecast = expected(engine, data, steps, self.flops / engine.world)
+        self.tokens, self.spent = 0, 0.0
+
+    def write_request(self) -> None:
+        """Once data and model are known to be good: a mistake leaves the directory free."""
+        write_json(self.run.recipe, catalog.to_fields(self.plan.recipe))
+        prediction = self.forecast.summary() if self.forecast is not None else None
+        write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
+        write_json(self.run.environment, environment(accelerators()))
+        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
+        if self.data.bad_rows is not None:
+            shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
+
+    def open(
+        self,
+        progress: Progress,
+        resumed: int | None,
+        parameters: tuple[int, int],
+        notes: list[str],
+        padding: Padding,
+    ) -> None:
+        """Begin the metrics, the display and the trackers.
+
+        Args:
+            padding: how rows are laid out in a micro-batch.
+            parameters: trainable, and all.
+            notes: what a person should know although nothing is wrong.
+        """
+        engine, recipe = self.engine, self.plan.recipe
+        self.parameters = parameters
+        notes = [*notes, *filling_notes(self.data.train, recipe, padding, self.steps)]
+        self.display = Display(self.run, speaks=engine.speaks, notes=notes)
+        listeners = [self.display.show]
+        if recipe.trackers:
+            open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
+            listeners.append(track(engine.accelerator))
+        self.metrics = Metrics(self.run, speaks=engine.speaks, listeners=listeners)
+        self.metrics.resume_at(progress.step)
+        self.begun = time.perf_counter()
+        self.metrics.write(
+            Start(
+                step=progress.step,
+                processes=engine.world,
+                backend=self.plan.backend.name,
+                precision=self.plan.backend.precision,
+                micro_rows=recipe.batch.micro_rows,
+                accumulation=self.plan.accumulation,
+                rows_per_step=recipe.batch.rows,
+                steps=self.steps,
+                trainable_parameters=parameters[0],
+                parameters=parameters[1],
+                train_rows=len(self.data.train),
+                eval_rows=len(self.data.eval),
+                trained_tokens=self.data.counts["train"]["trained_tokens"],
+                packing=recipe.batch.packing,
+                padding=padding.line(),
+                micro_tokens=recipe.batch.micro_tokens,
+                resumed_from=resumed,
+            )
+        )
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.display.close()
+
+    def step(self, progress: Progress, result: StepResult, peak: int) -> None:
+        """The line of a step that was taken.
+
+        Args:
+            peak: bytes of memory of the process that held most so far.
+        """
+        self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
+        self.metrics.write(
+            Trained(
+                step=progress.step,
+                loss=result.loss,
+                router_aux_loss=result.balance,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                trained_tokens=result.trained_tokens,
+                real_tokens=result.real_tokens,
+                slots=result.slots,
+                seconds=result.seconds,
+                tokens_per_second=result.real_tokens / result.seconds,
+                memory=peak,
+                data_seconds=result.data_seconds,
+                mfu=self._mfu(result),
+                epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
+            )
+        )
+
+    def _mfu(self, result: StepResult) -> float:
+        """FLOPs that the step needed over those of matrix products alone in the same time."""
+        if self.forecast is None:
+            return math.nan
+        recipe = self.plan.recipe
+        needed = step_flops(
+            self.forecast.workload.shape,
+            tokens=result.real_tokens,
+            trained_tokens=result.trained_tokens,
+            length=float(self.data.train.documents.lengths.mean()),
+            adapter=self.parameters[0] if recipe.adapter is not None else 0,
+        )
+        return needed / (result.seconds * self.flops)
+
+    def skipped(self, progress: Progress, result: StepResult, suspects: list[int]) -> None:
+        """What became of a step that was not taken.
+
+        Raises:
+            TrainingFailure: the recipe stops here.
+        """
+        rows, step = places(suspects, self.data), progress.step
+        loss, norm = result.loss, result.grad_norm
+        told = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
+        self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=told))
+
+    def memory(self, step: int, result: StepResult, counted: int | None) -> None:
+        """What a step held, beside what the plan says of such a step.
+
+        Args:
+            counted: bytes on this rank; None where they could not be counted.
+        """
+        mine = [counted or 0, *result.shape, int(result.padded), result.labelled, result.longest]
+        peak, rows, length, padded, labelled, longest = self.engine.largest(mine)
+        if not peak:
+            return
+        predicted = None
+        if self.forecast is not None:
+            predicted = self.forecast.peak(rows, length, bool(padded), labelled, longest)
+        # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
+        each = max(rows, self.plan.recipe.batch.most_micro_rows)
+        length = -(-rows * length // each)
+        self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
+
+    def evaluated(self, step: int, result: EvalResult, best: bool) -> None:
+        self.metrics.write(
+            Evaluated(
+                step=step,
+                loss=result.loss,
+                tokens=result.tokens,
+                best=best,
+                seconds=result.seconds,
+            )
+        )
+
+    def saved(self, records: list[Saved]) -> None:
+        for record in records:
+            self.metrics.write(record)
+
+    def end(self, step: int, reason: Reason, peak: int) -> None:
+        self.metrics.write(
+            Ended(
+                step=step,
+                seconds=time.perf_counter() - self.begun,
+                reason=reason,
+                peak_memory=peak,
+                tokens_per_second=self.tokens / self.spent if self.spent else 0.0,
+            )
+        )
+
+    def realised(self, parameters: tuple[int, int], stored: dict[str, int]) -> None:
+        """What the engine built, and what every rank holds of it; meaningful after a step.
+
+        Raises TrainingFailure where it cannot be written.
+        """
+        ranks = self.engine.gather(dataclasses.asdict(self.engine.held()))
+        if not self.engine.speaks:
+            return
+        accelerator = self.engine.accelerator
+        found = {
+            "distributed_type": accelerator.distributed_type.value,
+            "processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "device": str(accelerator.device),
+            "trainable_parameters": parameters[0],
+            "parameters": parameters[1],
+            "stored": stored,
+            "ranks": ranks,
+        }
+        try:
+            write_json(self.run.realised, found)
+        except OSError as error:
+            raise unwritable(self.run.realised, error) from error
+
+
+def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Forecast | None:
+    """What a run will take, for the rows that it has; None for a model without formulas.
+
+    Args:
+        flops: FLOP/s that one process reaches with matrix products alone.
+    """
+    cpu, machine = engine.device.type == "cpu", None
+    if cpu:
+        machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
+    elif installed := _installed():
+        machine = hardware.machine(installed[0], engine.world)
+    return forecast(engine.plan, steps, facts(engine, data, steps), machine)
+
+
+def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
+    """What the planner is told of a run's rows, and of how they will be computed."""
+    recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
+    batch, lengths = recipe.batch, rows.lengths
+    padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
+    most = np.sort(rows.labelled)[-batch.most_micro_rows :]
+    dtype = model.compute_dtype(plan)
+    tokens = tokens_of_run(plan, data, steps)
+    chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
+    cpu = engine.device.type == "cpu"
+    products = cpu and rows.side_by_side and by_products(dtype, chained)
+    return Facts(
+        length=int(lengths.max()),
+        padded=bool(padded),
+        labelled=int(most.sum()),
+        slots=_slots(plan, rows, steps),
+        document=float(rows.documents.lengths.mean()),
+        cpu=cpu,
+        chained=chained and cpu,
+        scored=int(rows.documents.lengths.max()) if products else 0,
+    )
+
+
+def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
+    """Tokens of all steps together."""
+    share = plan.recipe.batch.rows * steps / len(data.train)
+    return data.counts["train"]["tokens"] * share
+
+
+def _slots(plan: Plan, rows: Rows, steps: int) -> float:
+    """Token slots of a step, counted over the first few."""
+    batch, seed = plan.recipe.batch, plan.recipe.seed
+    found: list[int] = []
+    for step in range(min(steps, COUNTED_STEPS)):
+        chosen = rows_of_step(step, len(rows), batch.rows, seed)
+        for each in cut(
+            chosen, rows.lengths, batch.micro_rows, batch.micro_tokens, rows.side_by_side
+        ):
+            lengths = rows.lengths[each]
+            found.append(int(lengths.sum() if rows.side_by_side else lengths.max() * len(each)))
+    return sum(found) / min(steps, COUNTED_STEPS)
+
+
+def _installed() -> list[hardware.GPU]:
+    try:
+        return hardware.installed()
+    except FinetuneError:  # a GPU whose speed nobody has told: memory is predicted all the same
+        return []
+
+
+def accelerators() -> list[str]:
+    """Names of the accelerators of this machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]

@@ -1,0 +1,269 @@
+"""What `train` makes sure of before the first step, told in six lines.
+
+Everything here could also fail hours later: a full disk, ranks that are not alike, a checkpoint
+that cannot be read back.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from finetune import catalog
+from finetune.checkpoints import checkpoint
+from finetune.checkpoints.checkpoint import Progress
+from finetune.data.prepare import Prepared
+from finetune.distributed.engine import Engine
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.models import soundness, starting_adapter
+from finetune.models.load_checks import token_rows
+from finetune.models.model import compute_dtype
+from finetune.planner import Plan
+from finetune.planner.estimate.hardware import installed, machine
+from finetune.planner.estimate.predict import predict
+from finetune.runs import units
+from finetune.runs.environment import TRACKERS, versions
+from finetune.runs.manifest import damage
+from finetune.runs.run import Run
+
+T = TypeVar("T")
+
+
+class Job(Protocol):
+    """What of a training is looked at: see `finetune.training.worker.Training`."""
+
+    engine: Engine
+    run: Run
+    plan: Plan
+    data: Prepared
+    tokenizer: PreTrainedTokenizerBase
+    progress: Progress
+    steps: int
+    resumed: int | None
+    base: str | None
+
+    def on_one(self, work: Callable[[], T]) -> T: ...
+
+
+def make_sure(job: Job) -> str:
+    """Look at everything, on every rank together; returns the six lines.
+
+    Raises:
+        FinetuneError: something stands in the way of the training.
+    """
+    engine, saving = job.engine, job.plan.recipe.saving
+    ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
+    size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
+    lines = {
+        "ranks": ranks,
+        "memory": memory_line(job.plan, engine.device),
+        "disk": job.on_one(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
+        "model": check_model(job),
+        "start": f"after step {job.resumed}, whose checkpoint is intact"
+        if job.resumed is not None
+        else "from the beginning",
+        "rehearsal": rehearse(job) if saving.rehearse else "not asked for (saving.rehearse=true)",
+    }
+    return "\n".join(f"{name:<9}  {line}" for name, line in lines.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What has to be the same on every rank."""
+
+    recipe: str
+    base: str | None
+    data: str
+    libraries: str
+    settings: str
+
+
+def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
+    """This rank's; the data by the hash that names its folder, and the rows it really sees."""
+    fields = catalog.to_fields(plan.recipe)
+    if plan.recipe.model.adapter is not None:
+        fields["starting_adapter"] = starting_adapter.identity(plan.recipe.model.adapter)["sha256"]
+    rows = hashlib.sha256()
+    for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
+        rows.update(seen.tobytes())
+    return Identity(
+        recipe=_short(json.dumps(fields, sort_keys=True)),
+        base=base,
+        data=_short(
+            f"{data.folder.name} {rows.hexdigest()} {json.dumps(data.counts, sort_keys=True)}"
+        ),
+        libraries=libraries(plan.backend.engine),
+        settings=_short(json.dumps({**plan.summary(), "notes": None}, sort_keys=True)),
+    )
+
+
+def libraries(engine: str) -> str:
+    """What takes part in the mathematics of an engine, torch first; finetune by its own source."""
+    found = versions()
+    apart = {*TRACKERS, "finetune"} | (set() if engine == "deepspeed" else {"deepspeed"})
+    names = sorted(found.keys() - apart, key=lambda name: (name != "torch", name))
+    named = [f"{name} {found[name]}" for name in names]
+    return ", ".join([*named, f"finetune {_source()}"])
+
+
+def _source() -> str:
+    package = Path(__file__).parent
+    texts = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        texts.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return texts.hexdigest()[:12]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def agree(everybody: list[Identity]) -> str:
+    """Compare what every rank has, rank 0 first; returns the line.
+
+    Raises:
+        FinetuneError: with every rank and field that differ from rank 0.
+    """
+    first = dataclasses.asdict(everybody[0])
+    problems = [
+        f"rank {rank} has other {field} than rank 0: {theirs} instead of {first[field]}"
+        for rank, other in enumerate(everybody)
+        for field, theirs in dataclasses.asdict(other).items()
+        if theirs != first[field]
+    ]
+    if problems:
+        raise FinetuneError(*problems)
+    alike = f"recipe {first['recipe']}, data {first['data']}, {first['libraries'].split(', ')[0]}"
+    return f"{len(everybody)} alike: {alike}" if everybody[1:] else f"1: {alike}"
+
+
+def checkpoint_bytes(engine: Engine, tokens: int) -> int:
+    """Size of one checkpoint: fp32 weights, optimizer state, and what is usable by itself."""
+    recipe = engine.plan.recipe
+    trained = sum(checkpoint.whole_shape(p).numel() for _, p in engine.trained())
+    state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
+    usable = 4 if recipe.adapter is not None or engine.plan.backend.precision == "fp32" else 2
+    # A tokenizer's JSON takes up to about 100 bytes a token.
+    return int(trained * (4 + state[recipe.optim.name] + usable)) + 100 * tokens + 2**16
+
+
+def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) -> str:
+    """Room for the checkpoints that will lie there at once; returns the line.
+
+    That is: the newest `keep`, the best, and the one that is being written; then the result.
+
+    Raises:
+        FinetuneError: there is less.
+    """
+    coming = 1 if every is None else max(1, steps // every)
+    count = min(keep + 2, coming + 1)
+    there = sum(
+        file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file()
+    )  # counted as room: what is kept replaces it
+    needed = max(0, size * count + size // 3 - there)
+    free = shutil.disk_usage(run.root).free
+    told = f"{units.size(free)} free, the checkpoints to come take up to {units.size(needed)}"
+    if needed > free:
+        raise FinetuneError(
+            f"{run.root}: {told} ({count} of {units.size(size)} and the result); make room, choose "
+            "another --output, or lower saving.keep"
+        )
+    return told
+
+
+def memory_line(plan: Plan, device: torch.device) -> str:
+    """The plan's peak against what this machine has."""
+    if device.type != "cuda":
+        available = psutil.virtual_memory().available
+        return f"no accelerator; {units.size(available)} of host memory available"
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        cards = installed()
+        predicted = predict(plan, machine(cards[0], plan.processes)).timeline.peak.total
+    except (FinetuneError, IndexError):
+        return f"{units.size(free)} of {units.size(total)} free; no prediction for this model"
+    told = f"{units.size(predicted)} predicted, {units.size(free)} of {units.size(total)} free"
+    return told if predicted <= free else f"{told}: it may run out of memory"
+
+
+def check_model(job: Job) -> str:
+    """Look at a forward pass of a few tokens, on every rank together; returns the line.
+
+    Raises:
+        FinetuneError: it fails, the model is not causal, or its weights are not finite.
+    """
+    engine = job.engine
+    rows = token_rows(engine.module) or len(job.tokenizer)
+    with soundness.explained(
+        "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
+    ):
+        found = soundness.causality(
+            engine.model, rows, engine.device, compute_dtype(job.plan), job.data.train.side_by_side
+        )
+        engine.reshard()
+        engine.gather_frozen_units()
+    if not found.finite:
+        refuse_weights_not_finite(engine)
+        return "logits of a few tokens are not finite, although its weights are"
+    if found.leak:
+        raise FinetuneError(
+            f"model: '{engine.module.config.model_type}' cannot be trained here: "
+            f"{soundness.described(found.leak)}; {soundness.DECODER_ONLY}"
+        )
+    return "causal, logits finite; a gradient reaches all that is trained"
+
+
+def refuse_weights_not_finite(engine: Engine) -> None:
+    """Look at all weights, on every rank together.
+
+    Raises:
+        FinetuneError: some hold NaN or infinity.
+    """
+    of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
+    names = sorted({name for names in of_ranks for name in names})
+    if names:
+        model = engine.plan.recipe.model
+        raise FinetuneError(soundness.blame(names, model.name or "model.config"))
+
+
+def rehearse(job: Job) -> str:
+    """Write a checkpoint of the real state beside the others, and read it back; returns the line.
+
+    Raises:
+        TrainingFailure: it could not be written, or what came back is not what was written.
+    """
+    engine, progress = job.engine, job.progress
+    place = Run(job.run.root / ".rehearsal")
+    begun = time.perf_counter()
+    size = checkpoint.save(engine, place, progress, job.tokenizer)
+    written = time.perf_counter()
+    folder = place.checkpoint(progress.step)
+
+    def verify() -> None:
+        found = damage(folder)
+        if found:
+            raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
+
+    job.on_one(verify)
+    differing = checkpoint.compare(engine, folder)
+    everybody = checkpoint.gather(engine, differing)
+    job.on_one(lambda: shutil.rmtree(place.root))
+    wrong = sorted({name for names in everybody for name in names})
+    if wrong:
+        raise TrainingFailure(
+            f"rehearsal: {len(wrong)} parameters came back from {folder} with other values than "
+            f"they have, the first is {wrong[0]}"
+        )
+    seconds = written - begun
+    return (
+        f"{units.size(size)} written in {seconds:.2f} s and read back in "
+        f"{time.perf_counter() - written:.2f} s, equal"
+    )

@@ -1,0 +1,443 @@
+"""One process of a training run: builds the stages of a plan and drives the loop."""
+
+import contextlib
+import dataclasses
+import datetime
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate.state import AcceleratorState
+from transformers.utils import logging as transformers_logging
+
+from finetune import backend as backends
+from finetune.cache import cache, keep_compiled
+from finetune.checkpoints import checkpoint
+from finetune.checkpoints import handover as serving
+from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
+from finetune.checkpoints.checkpoint import Progress
+from finetune.checkpoints.resume import Resume, card, claim, finished, locked, refuse_other_data
+from finetune.checkpoints.saver import Saver, restore_best
+from finetune.data.audit import MEANT, beyond_context, identity, mistakes
+from finetune.data.chat.render import load_chat
+from finetune.data.prepare import Prepared, prepare
+from finetune.distributed.engine import Engine
+from finetune.distributed.heartbeat import Heartbeat
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
+from finetune.exporters.publish import describe, publish
+from finetune.kernels import chains
+from finetune.kernels.cpu import pool
+from finetune.kernels.cpu.attention import release
+from finetune.models import adapters, experts, model, starting_adapter, vocabulary
+from finetune.models import load_checks as loading
+from finetune.models.packed_attention import layout
+from finetune.planner import Plan
+from finetune.process.loopback import listen_on_loopback
+from finetune.process.signals import Interruption
+from finetune.recipe import Recipe
+from finetune.runs.run import Run
+from finetune.training import optim
+from finetune.training.feed import Feed
+from finetune.training.loop import StepResult, StepRows, evaluate, feeding, train_step
+from finetune.training.memory_meter import Meter, peak_bytes
+from finetune.training.preflight import check_here
+from finetune.training.profiler import STEP, Profile
+from finetune.training.recorder import Reason, Recorder, tokens_of_run
+from finetune.training.startup_checks import make_sure, refuse_weights_not_finite
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is carried out; none of it changes what is learned."""
+
+    output: Path
+    resume: Resume = False
+    """Whether to go on from the newest intact checkpoint; `auto`: where there is one."""
+    nvme_path: Path | None = None
+    """Folder on a local disk for a backend that offloads to NVMe; by default inside the run."""
+    timeout_minutes: float = 30.0
+    """How long a rank waits for the others before it gives up."""
+    profile: bool = False
+    """Trace one step with torch's profiler, and say where its time went."""
+    plot: bool = True
+    """Draw `loss.png` at the end."""
+
+
+def train(
+    recipe: Recipe,
+    backend: str | None = None,
+    precision: backends.Precision | None = None,
+    output: str | Path | None = None,
+    resume: Resume = False,
+    options: Options | None = None,
+) -> Run:
+    """Train in this process, or as one of the processes that `accelerate launch` started.
+
+    A run that is to be resumed and has nothing left to do is returned as it is.
+
+    Raises:
+        FinetuneError: the request cannot be honoured; nothing was changed.
+        TrainingFailure: training was started and could not go on.
+        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
+    """
+    settled = check_here(recipe, backend, precision)
+    options = options or Options(Path(output or "runs/latest"), resume)
+    listen_on_loopback()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
+    if options.resume and finished(run, settled):
+        if backends.rank() == 0:
+            finish(run, options.plot)
+        return run
+    try:
+        timeout = datetime.timedelta(minutes=options.timeout_minutes)
+        with Interruption() as interruption:
+            engine = Engine(settled, nvme, timeout)
+            return Training(engine, run, options, interruption).go()
+    finally:
+        if settled.processes == 1:
+            # A notebook trains again, perhaps with another plan, or goes on with something else.
+            pool.use_pool(False)
+            release()
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def finish(run: Run, plot: bool) -> None:
+    """Say that a run is complete, after writing what a kill after its last record left out."""
+    if not card(run).is_file():
+        with locked(run):
+            describe(run, plot)
+    print(f"{run.root}: complete, nothing to resume", flush=True)
+
+
+class Training:
+    """The stages of one run on one rank, in the order in which `go` takes them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: Run,
+        options: Options,
+        interruption: Interruption | None = None,
+    ) -> None:
+        self.engine = engine
+        self.run = run
+        self.options = options
+        self.interruption = interruption or Interruption()  # one that hears nothing
+        self.held = contextlib.ExitStack()
+        """The run directory, on the rank that writes the record."""
+        self.plan: Plan = engine.plan
+        self.recipe: Recipe = engine.plan.recipe
+
+    def go(self) -> Run:
+        """Train to the end; returns the run."""
+        self.heartbeat = self._heartbeat()
+        with self.held:
+            self.heartbeat.start()
+            try:
+                self._prepare()
+                self._train()
+            except Interrupted:
+                if not self.interruption.deferring:  # torch's agent so ends those left behind
+                    lost = self.heartbeat.bereaved()
+                    if lost is not None:
+                        raise lost from None
+                self.heartbeat.stop()
+                self.engine.close()
+                raise
+            except FinetuneError:
+                raise
+            except Exception as error:  # what a collective raises when another rank is lost
+                self.interruption.defer()
+                explained = self.heartbeat.explain(error)
+                if explained is None:
+                    raise
+                raise explained from None
+            finally:
+                self.heartbeat.stop()
+        self.engine.close()
+        return self.run
+
+    def _prepare(self) -> None:
+        self.resumed = self.on_one(self._claim)
+        self.tokenizer = model.load_tokenizer(self.recipe)
+        self.data = self._data()
+        if self.resumed is not None:
+            refuse_other_data(self.run, self.resumed, identity(self.data.counts))
+        self.steps = self.plan.steps(len(self.data.train))
+        self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
+        self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
+        self.meter = Meter(self.engine.device)
+        self.progress = self._build()
+        (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
+        told = make_sure(self)
+        if self.engine.speaks:
+            print(told, flush=True)
+
+    def _claim(self) -> int | None:
+        self.held.enter_context(locked(self.run))
+        return claim(self.run, self.plan, self.options.resume)
+
+    def _train(self) -> None:
+        left = self.steps - self.progress.step
+        if self.options.profile and left <= STEP:
+            self.notes.append(
+                f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
+                f"and {left} are left"
+            )
+        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
+        try:
+            self._loop()
+        finally:
+            self.recorder.close()
+
+    def _heartbeat(self) -> Heartbeat:
+        def lost(error: TrainingFailure) -> None:
+            print(f"error [rank {self.engine.rank}]: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_status)  # the main thread may wait for the lost rank for ever
+
+        return Heartbeat(
+            self.engine,
+            backends.meeting_point(),
+            backends.launcher(),
+            dumps=self.run.flight_records,
+            on_orphan=self._end_as_orphan,
+            on_loss=lost,
+            standing=self.run.standing,
+        )
+
+    def _end_as_orphan(self) -> None:
+        if not self.interruption.asked:  # else it is ending already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_one(self, work: Callable[[], T]) -> T:
+        """Do something on one rank; all get its result, or raise its error."""
+        return self.engine.on_first(work)
+
+    def _data(self) -> Prepared:
+        chosen = self.recipe.model
+        self.chat = chat = load_chat(
+            self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
+        )
+        self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
+        folder = cache("data")
+        counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
+        # Once on each machine, which may have a disk of its own.
+        check = self.engine.accelerator.is_local_main_process and not self.engine.speaks
+        prepared = prepare(self.recipe, chat, folder, check=check)
+        if prepared.counts != counts:
+            raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
+        problems = list(mistakes(counts["train"]))
+        if problems and self.recipe.data_checks == "refuse":
+            raise FinetuneError(*problems)
+        return prepared
+
+    def _build(self) -> Progress:
+        """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
+        engine = self.engine
+        compiled = self._settle_compiled()
+        network = model.build(engine, self.recipe.seed)
+        self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
+        self.padding = layout(self.recipe, network.config)
+        self.data = self.data.side_by_side(self.padding.free)
+        vocabulary_notes = self._fit_vocabulary(network)
+        self.tokenizer = serving.settle(network, self.chat, self.data.train)
+        self.parameters = model.counts(network)
+        self.stored = model.stored(network)
+        self.notes = [
+            *self.plan.notes(), *self._origin(), *vocabulary_notes,
+            *self._check_context(network), *model.kernel_notes(network, self.plan), *compiled,
+            *experts.notes(network, self.recipe),
+        ]  # fmt: skip
+        self.on_one(self.recorder.write_request)
+        folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
+        if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
+            # Such an adapter took its product out of the base: to undo that, the product is kept.
+            network.save_pretrained(self.run.initial_adapter)
+            serving.follow_umask(self.run.initial_adapter)
+        if folder is not None:
+            if self.recipe.adapter is not None:
+                refuse_other_base(folder, self.recipe.model)
+            checkpoint.load_weights(network, folder)
+        rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
+        engine.prepare(network, rules)
+        self.notes += engine.notes
+        rows = identity(self.data.counts)
+        if folder is None:
+            return Progress(data=rows, base=self.base)
+        checkpoint.load_state(engine, folder)
+        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
+        self.on_one(lambda: restore_best(self.run, progress))
+        return progress
+
+    def _origin(self) -> list[str]:
+        """Record the adapter that training goes on from; a note of it."""
+        if self.recipe.model.adapter is None:
+            return []
+        is_new = self.resumed is None
+        return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
+
+    def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
+        """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""
+        rows = loading.token_rows(network)
+        highest = int(self.data.train.documents.ids.max())
+        vocabulary.refuse_tokens_without_rows(self.recipe, self.tokenizer, rows, highest)
+        note = vocabulary.replace_pad(self.tokenizer, rows)
+        self.pad_id = vocabulary.pad_id(self.tokenizer, rows)
+        return [] if note is None else [note]
+
+    def _check_context(self, network: torch.nn.Module) -> list[str]:
+        """Refuse rows longer than the model's context; notes of those that are to pass."""
+        context = loading.context_length(network.config)
+        if context is None:
+            return []
+        learned = loading.has_learned_positions(network, context)
+        problem = beyond_context((self.data.train, self.data.eval), context, learned)
+        if problem is None:
+            return []
+        if learned or self.recipe.data_checks == "refuse":
+            raise FinetuneError(problem)
+        return [problem.removesuffix(f"; {MEANT}")]
+
+    def _settle_compiled(self) -> list[str]:
+        """Decide what is compiled for this machine; returns what is to be said of it."""
+        keep_compiled(chains.usual_folder)
+        kernels = self.recipe.kernels
+        dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
+        device, tokens = self.engine.device, tokens_of_run(self.plan, self.data, self.steps)
+        chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
+        chains.compile_chains(chained)
+        pooled, of_pool = pool.settle(kernels.allocator, device, tokens)
+        pool.use_pool(pooled)
+        return [note for note in (of_chains, of_pool) if note is not None]
+
+    def _loop(self) -> None:
+        self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
+        self.interruption.defer()
+        with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
+            stop = self._take_steps(feed)
+        self._finish_saving()
+        self._end("early stop" if stop else "finished")
+
+    def _take_steps(self, feed: Feed[StepRows]) -> bool:
+        """Train until the last step or out of patience; returns whether it was the patience."""
+        first, stop = self.progress.step, self._patience_is_over()
+        profile = self._profile()
+        while self.progress.step < self.steps and not stop:
+            step = self.progress.step
+            self.heartbeat.step = step + 1
+            # The second step of a start is the first that begins with the optimizer's moments.
+            counted = step == min(first + 1, self.steps - 1)
+            measuring = self.meter.measuring(self.engine.model) if counted else None
+            with profile.of_step(step - first):
+                result = train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+            self.progress = dataclasses.replace(self.progress, step=step + 1)
+            self.peak, interrupted = result.largest
+            self._record(result)
+            if counted:
+                self.recorder.memory(step + 1, result, self.meter.peak)
+            if step == first:
+                self.recorder.realised(self.parameters, self.stored)
+            better = self._evaluate_if_due(step + 1 == self.steps)
+            stop = self._patience_is_over()
+            done = stop or step + 1 == self.steps
+            self._save_if_due(done or bool(interrupted), better)
+            self.recorder.saved(self.saver.written())
+            if interrupted and not done:
+                self._finish_saving()
+                self._end_interrupted()
+        return stop
+
+    def _noticed(self) -> list[int]:
+        """What each rank brings to the meeting of a step: its peak, whether it was interrupted."""
+        return [peak_bytes(self.engine.device), int(self.interruption.asked)]
+
+    def _profile(self) -> Profile:
+        adapter, forecast = self.recipe.adapter, self.recorder.forecast
+        ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
+        return Profile(
+            self.run.profile if self.options.profile else None,
+            self.engine.rank,
+            print if self.engine.speaks else None,
+            vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
+            ranks=frozenset(ranks),
+        )
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        self.recorder.saved(self.saver.written())
+
+    def _patience_is_over(self) -> bool:
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.progress.stale >= patience
+
+    def _record(self, result: StepResult) -> None:
+        if result.suspects is None:
+            self.recorder.step(self.progress, result, self.peak)
+            return
+        if not self.progress.skipped:
+            refuse_weights_not_finite(self.engine)
+        self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
+        self.recorder.skipped(self.progress, result, result.suspects)
+
+    def _end_interrupted(self) -> None:
+        self.recorder.end(self.progress.step, "interrupted", self.peak)
+        raise Interrupted(
+            f"interrupted by {self.interruption.name} after step {self.progress.step} of "
+            f"{self.steps}, which is saved: continue with --resume, or --resume auto"
+        )
+
+    def _end(self, reason: Reason) -> None:
+        """Write the result and the end of the record."""
+        self.on_one(lambda: self._finish_record(self._publish))
+        self.recorder.end(self.progress.step, reason, self.peak)
+        self.on_one(lambda: self._finish_record(self._describe))
+        self.engine.accelerator.wait_for_everyone()
+
+    def _finish_record(self, work: Callable[[], None]) -> None:
+        causes = checkpoint.causes_of([checkpoint.attempt(work)])
+        if causes:
+            raise TrainingFailure(
+                f"{self.run.root}: trained to the end, but the result could not be written "
+                f"({causes}); its checkpoint is whole: make room or allow writing, and resume"
+            )
+
+    def _publish(self) -> None:
+        with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
+            publish(self.run)
+
+    def _describe(self) -> None:
+        describe(self.run, self.options.plot)
+
+    def _evaluate_if_due(self, done: bool) -> bool:
+        """Evaluate where it is due; returns whether it was the best so far."""
+        every = self.recipe.evaluation.every
+        due = done or (every is not None and self.progress.step % every == 0)
+        if not due or not len(self.data.eval):
+            return False
+        result = evaluate(self.engine, self.data.eval, self.pad_id)
+        best = self.progress.best_loss
+        better = math.isfinite(result.loss) and (best is None or result.loss < best)
+        if better:
+            self.progress = dataclasses.replace(
+                self.progress, best_loss=result.loss, best_step=self.progress.step, stale=0
+            )
+        else:
+            self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)
+        self.recorder.evaluated(self.progress.step, result, better)
+        return better
+
+    def _save_if_due(self, done: bool, better: bool) -> None:
+        every = self.recipe.saving.every
+        due = done or (every is not None and self.progress.step % every == 0)
+        if not (due or better):
+            return
+        self.saver.save(self.progress, better)

@@ -1,0 +1,1 @@
+"""Check that promises hold: proofs, memory, and the doctor."""

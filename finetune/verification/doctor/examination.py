@@ -1,0 +1,237 @@
+"""Ask a model every question that decides whether it is trained right, on two layers of it."""
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from finetune.data.chat.render import load_chat
+from finetune.distributed.engine import Engine
+from finetune.errors import FinetuneError
+from finetune.models import soundness, targets
+from finetune.models.load_checks import token_rows
+from finetune.models.model import load_tokenizer
+from finetune.models.packed_attention import layout
+from finetune.models.quantization import quantised_notes
+from finetune.planner import plan
+from finetune.recipe import Data, Recipe
+from finetune.runs.run import Run
+from finetune.verification.doctor import twins
+from finetune.verification.doctor.finding import Finding
+from finetune.verification.doctor.subject import ROWS, described, small
+from finetune.verification.proofs.exports import Delivery, check_deliveries
+from finetune.verification.proofs.matrix import FP32
+from finetune.verification.proofs.small_recipe import Subject
+
+LOSS, GRADIENT = 1e-5, 1e-3
+"""Largest relative differences of a mean loss, and of a whole gradient, that fp32 rounding gives.
+
+Sums in another order differ by about 1e-7 a product; a gradient passes through two layers of them,
+and a wrong mask, scale or position differs by more than one part in a hundred."""
+
+
+class Examination:
+    """The questions, and what earlier answers leave for later ones."""
+
+    def __init__(self, recipe: Recipe, folder: Path, cache: Path, alone: bool = True) -> None:
+        """`alone`: whether the result is loaded elsewhere here; else the caller asks for that."""
+        self.alone = alone
+        self.asked = recipe
+        self.folder = folder
+        self.cache = cache
+        self.about = ""
+        """The shrunk model in a line."""
+        self.notes: tuple[str, ...] = ()
+        """What the shrunk model and its data differ in from what was asked for."""
+
+    def findings(self) -> Iterator[Finding]:
+        """Answers in order; the first that leaves nothing more to ask ends them."""
+        yield self._ask("plan", self._plan)
+        prepared = self._ask("two layers of it", self._prepare)
+        yield prepared
+        if not prepared.passed:
+            return
+        answered = dict[str, bool]()
+        for name, question, needs in (
+            ("loss", self._loss, None),
+            ("gradients", self._gradients, "loss"),
+            ("causal", self._causal, "loss"),
+            ("adapted", self._adapted, "loss"),
+            ("quantised", self._quantised, "loss"),
+            ("experts", self._experts, "loss"),
+            ("documents side by side", self._side_by_side, "loss"),
+            ("activation checkpointing", self._checkpointing, "loss"),
+            ("two steps", self._train, None),
+            ("saved, reloaded, merged", self._reload, "two steps"),
+            ("stop tokens", self._stops, "two steps"),
+        ):
+            if question == self._reload and not self.alone:
+                continue
+            if needs is not None and not answered[needs]:
+                yield Finding(name, None, f"not asked, because of `{needs}`")
+                continue
+            finding = self._ask(name, question)
+            answered[name] = finding.passed is True
+            yield finding
+
+    def _ask(self, name: str, question: Callable[[], tuple[bool | None, str]]) -> Finding:
+        """The answer; whatever a model's code raises is an answer as well."""
+        quiet = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                passed, why = question()
+        except FinetuneError as error:
+            return Finding(name, False, "; ".join(error.problems), refused=True)
+        except Exception as error:  # code of transformers, PEFT or the model's repository
+            first = str(error).strip().split("\n")[0]
+            return Finding(name, False, f"{type(error).__name__}: {first}")
+        return Finding(name, passed, why)
+
+    def _plan(self) -> tuple[bool, str]:
+        # A model that is named alone has no data, and the plan is the same for any data.
+        data = self.asked.data or (Data("rows.jsonl", "messages"),)
+        settled = plan(dataclasses.replace(self.asked, data=data))
+        notes = "".join(f"; {note}" for note in settled.notes())
+        count = settled.processes
+        return True, f"{settled.backend.name}, {count} process{'es' * (count > 1)}{notes}"
+
+    def _prepare(self) -> tuple[bool, str]:
+        self.subject: Subject = small(self.asked, self.folder, self.cache)
+        self.recipe: Recipe = self.subject.recipe
+        self.about, self.notes = described(self.subject), self.subject.notes
+        self.pad_id = load_tokenizer(self.recipe).pad_token_id or 0
+        self.rows = self.subject.data.train
+        return True, self.about
+
+    def _outcome(
+        self, recipe: Recipe, look: Callable[[Engine], None] | None = None
+    ) -> twins.Outcome:
+        with twins.ours(recipe, self.folder / "offload") as engine:
+            free = layout(recipe, engine.module.config).free
+            rows = dataclasses.replace(self.rows, padding_free=free)
+            found = twins.outcome(engine, recipe, rows, self.pad_id)
+            if look is not None:
+                look(engine)
+        return found
+
+    def _look(self, engine: Engine) -> None:
+        """Keep of the model what later questions are about."""
+        network: Any = engine.module
+        is_adapted = isinstance(network, PeftModel)
+        base: Any = network.get_base_model() if is_adapted else network
+        kind = self.recipe.model.quantization
+        self.values = twins.values(network)
+        self.config = network.peft_config["default"] if is_adapted else None
+        self.layout = layout(self.recipe, base.config)
+        self.has_experts = targets.has_experts(base)
+        self.balance = base.balance
+        self.reach = targets.reach(network, base).line() if is_adapted else None
+        self.packed = quantised_notes(base, kind)
+        self.left_out = [note for note in engine.notes if note.startswith("left out")]
+        rows = token_rows(network) or 0
+        self.causality = soundness.causality(
+            engine.model, rows, engine.device, side_by_side=self.layout.free
+        )
+
+    def _loss(self) -> tuple[bool, str]:
+        # Plain transformers balances experts over a whole forward pass, not by document.
+        model = dataclasses.replace(self.recipe.model, router_aux_loss="none")
+        alone = dataclasses.replace(self.recipe, model=model)
+        self.ours = self._outcome(alone, self._look)
+        self.plain = twins.plain_outcome(self.recipe, self.rows, self.values, self.config)
+        loss, self.gradient_apart = self.ours.apart(self.plain)
+        return loss <= LOSS, (
+            f"{self.ours.loss:.6f}, in transformers{self._and_peft} {self.plain.loss:.6f} "
+            f"({loss:.1e} apart)"
+        )
+
+    @property
+    def _and_peft(self) -> str:
+        return "" if self.recipe.adapter is None else " + PEFT"
+
+    def _gradients(self) -> tuple[bool, str]:
+        missing = sorted(self.plain.gradients.keys() - self.ours.gradients.keys())
+        told = f"; none of {missing[0]}" if missing else ""
+        return self.gradient_apart <= GRADIENT, (
+            f"{len(self.ours.gradients)} tensors, {self.gradient_apart:.1e} from those of "
+            f"transformers{self._and_peft}{told}"
+        )
+
+    def _causal(self) -> tuple[bool, str]:
+        if self.causality.leak:
+            return False, soundness.described(self.causality.leak)
+        return True, "later tokens do not move the logits of earlier ones"
+
+    def _adapted(self) -> tuple[bool | None, str]:
+        if self.reach is None:
+            return None, "all weights are trained"
+        return True, "; ".join([self.reach, *self.left_out])
+
+    def _quantised(self) -> tuple[bool | None, str]:
+        return (True, self.packed[0]) if self.packed else (None, "the base is not quantised")
+
+    def _experts(self) -> tuple[bool | None, str]:
+        if not self.has_experts:
+            return None, "the model is not a mixture of experts"
+        if self.balance is None:
+            return True, "no load-balancing loss is added"
+        return True, f"the load-balancing loss is added times {self.balance.coefficient:g}"
+
+    def _compared(self, changed: Recipe) -> tuple[bool, str]:
+        """The same rows under a change that must change nothing."""
+        model = dataclasses.replace(changed.model, router_aux_loss="none")
+        alone = dataclasses.replace(changed, model=model)
+        loss, gradient = self._outcome(alone).apart(self.ours)
+        return loss <= LOSS and gradient <= GRADIENT, (
+            f"loss {loss:.1e} and gradient {gradient:.1e} from rows by themselves"
+        )
+
+    def _side_by_side(self) -> tuple[bool | None, str]:
+        if not self.layout.free:
+            return (False if self.recipe.batch.packing else None), self.layout.line()
+        batch = dataclasses.replace(self.recipe.batch, packing=False, padding_free=False)
+        model = dataclasses.replace(self.recipe.model, attention="eager")  # what every model has
+        passed, why = self._compared(dataclasses.replace(self.recipe, batch=batch, model=model))
+        return passed, why.replace("rows by themselves", "padded rows")
+
+    def _checkpointing(self) -> tuple[bool | None, str]:
+        model = dataclasses.replace(self.recipe.model, activation_checkpointing=True)
+        passed, why = self._compared(dataclasses.replace(self.recipe, model=model))
+        return passed, why.replace("rows by themselves", "a step that keeps activations")
+
+    def _train(self) -> tuple[bool, str]:
+        from finetune.training.worker import train
+
+        self.run: Run = train(self.recipe, "single", "fp32", self.folder / "run")
+        losses = [record["loss"] for record in self.run.read_metrics("train")]
+        return True, f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+
+    @property
+    def delivery(self) -> Delivery:
+        """The finished run, to be loaded without this project."""
+        return Delivery("own", "single", self.subject, self.run, bf16=False)
+
+    def _reload(self) -> tuple[bool, str]:
+        (check,) = check_deliveries([self.delivery], FP32)
+        return bool(check.passed), check.summary
+
+    def _stops(self) -> tuple[bool | None, str]:
+        tokenizer = load_tokenizer(self.recipe)
+        chosen = self.recipe.model
+        chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
+        picked = (self.rows.row(index) for index in range(min(ROWS, len(self.rows))))
+        ends = {int(ids[said][-1]) for ids, said in picked} & chat.end_tokens
+        named = ", ".join(repr(tokenizer.decode([end])) for end in sorted(ends))
+        if not ends:
+            return False, "rows are not trained to end, so the model would never stop"
+        stored = json.loads((self.run.final / "generation_config.json").read_text("utf-8"))
+        stops = stored.get("eos_token_id")
+        lost = ends - set(stops if isinstance(stops, list) else [stops])
+        if lost:
+            return False, f"trained to end with {named}, but final/ stops at {stops}"
+        return True, f"trained to end with {named}, and final/ stops there"

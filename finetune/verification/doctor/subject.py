@@ -1,0 +1,99 @@
+"""Turn what the user named into a recipe that this machine runs in seconds."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune import catalog
+from finetune.data.sources import HUB_NAME
+from finetune.errors import FinetuneError
+from finetune.methods import SFT
+from finetune.recipe import Model, Recipe
+from finetune.verification.proofs.small_recipe import Shape, Subject, make_subject
+
+ROWS = 4
+"""Rows of the micro-batch that losses and gradients are compared on."""
+SHAPE = Shape(processes=1, steps=2)
+
+
+def named(word: str, overrides: list[str]) -> Recipe:
+    """The recipe of a name or file, or LoRA on a model folder or a hub id.
+
+    Raises:
+        FinetuneError: the word is neither, or an override is wrong.
+    """
+    if Path(word).is_dir() and not (Path(word) / "config.json").is_file():
+        raise FinetuneError(f"{word}: the folder has no config.json; name a model or a recipe")
+    is_model = Path(word).is_dir() or (
+        "/" in word and not Path(word).suffix and HUB_NAME.fullmatch(word) is not None
+    )
+    if not is_model:
+        return catalog.resolve(word, overrides)
+    return catalog.override(SFT(Model(word)).with_lora(), overrides)
+
+
+def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
+    """The recipe on its model shrunk to two layers, in a folder that transformers loads.
+
+    Dropout is off, of the adapter and of the model, and rows are as long as a proof's. Data and a
+    tokenizer that are not on this machine are generated.
+
+    Raises:
+        FinetuneError: the data cannot be prepared.
+    """
+    adapter = recipe.adapter
+    if adapter is not None:
+        recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(adapter, dropout=0.0))
+    subject = make_subject(recipe, SHAPE, folder, cache)
+    model = subject.recipe.model
+    if model.config is not None:  # from scratch: the same weights for both sides come from a folder
+        model = _written(model, subject.recipe.seed, folder / "from_scratch")
+    model = _without_dropout(model, folder / "without_dropout")
+    return dataclasses.replace(subject, recipe=dataclasses.replace(subject.recipe, model=model))
+
+
+def _written(model: Model, seed: int, home: Path) -> Model:
+    fields: dict[str, Any] = dict(model.config or {})
+    torch.manual_seed(seed)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
+    network.save_pretrained(home)
+    AutoTokenizer.from_pretrained(model.tokenizer).save_pretrained(home)
+    return dataclasses.replace(model, name=str(home.resolve()), config=None, tokenizer=None)
+
+
+def _without_dropout(model: Model, home: Path) -> Model:
+    """The same model where its config asks for no dropout: a copy where it asks for some."""
+    source = Path(str(model.name))
+    config = source / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    quiet = _no_dropout(fields)
+    if quiet == fields:
+        return model
+    shutil.copytree(source, home)
+    (home / "config.json").write_text(json.dumps(quiet), encoding="utf-8")
+    return dataclasses.replace(model, name=str(home.resolve()))
+
+
+def _no_dropout(fields: dict[str, Any]) -> dict[str, Any]:
+    quiet = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            quiet[name] = _no_dropout(value)
+        elif isinstance(value, float) and ("drop" in name or name == "jitter_noise"):
+            quiet[name] = 0.0
+    return quiet
+
+
+def described(subject: Subject) -> str:
+    """The shrunk model in a line."""
+    folder = Path(str(subject.recipe.model.name))
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = fields.get("text_config") or fields
+    layers = text.get("num_hidden_layers") or text.get("n_layer")
+    width = text.get("hidden_size") or text.get("n_embd") or text.get("d_model")
+    return f"{fields['model_type']}, {layers} layers of width {width}, random weights, fp32"

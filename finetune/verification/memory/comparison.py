@@ -1,0 +1,389 @@
+"""What the formulas say beside what was traced: tables, a verdict, and traced numbers alone."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from finetune import catalog
+from finetune.backend import Backend
+from finetune.errors import FinetuneError
+from finetune.planner.estimate import advice, communication, memory, page
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.predict import config_of
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.plan import Plan
+
+TOLERANCE = 0.05
+"""Share of a component by which it may differ: the bound that published peaks are held to."""
+NEGLIGIBLE = 0.01
+"""A difference below this share of the peak does not count, however small the component."""
+
+LAYERS = (2, 4, 6)
+"""Sizes that are traced: two give the line, the third has every moment and shows that it is one."""
+
+FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
+HEAD = ("forward: head", LOSS, "backward: loss and head")
+"""Moments of head and loss."""
+FIRST = "forward: embedding"
+"""A moment that has no prediction: nothing else is alive yet."""
+RESIDENT = ("weights", "adapters", "optimizer")
+UNITS = "units"
+RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+
+Step = Mapping[str, Any]
+"""A traced step as the rehearsal wrote it."""
+
+
+def line(steps: Sequence[Step], layers: int, value: Callable[[Step], float | None]) -> float:
+    """A quantity at `layers` layers, on the line through the first two steps that have it."""
+    found = [(step["layers"], here) for step in steps if (here := value(step)) is not None]
+    (x0, y0), (x1, y1) = found[:2]
+    return y0 + (y1 - y0) / (x1 - x0) * (layers - x0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step of the whole model, in bytes on one rank, extrapolated from a few layers."""
+
+    parameters: int
+    trained: int
+    held: dict[str, float]
+    gradients: float
+    saved: float
+    """What layers keep for the backward pass."""
+    moments: dict[str, dict[str, float]]
+    """Bytes by label at the largest instant of each moment."""
+    counts: dict[str, float]
+    """Collectives of a step by kind."""
+    payload: dict[str, float]
+    """Bytes of their whole tensors."""
+    bent: float
+    """Largest relative distance of the third traced peak from the line through the others."""
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        totals = {name: sum(parts.values()) for name, parts in self.moments.items()}
+        name = max(totals, key=lambda each: totals[each])
+        return name, totals[name]
+
+    def total(self, moment: str) -> float:
+        return sum(self.moments[moment].values())
+
+
+def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: bool) -> Traced:
+    """The whole model's step from steps of a few layers.
+
+    Args:
+        offload: weights, adapters, gradients and optimizer state lie on the host: not counted.
+    """
+
+    def at(value: Callable[[Step], float | None]) -> float:
+        return line(steps, layers, value)
+
+    host = {*RESIDENT, "gradients"} if offload else set[str]()
+    names = [
+        name for name in steps[-1]["peaks"] if name and sum(name in s["peaks"] for s in steps) > 1
+    ]
+    moments: dict[str, dict[str, float]] = {}
+    for name in names:
+        labels = {label for step in steps for label in step["peaks"].get(name, {})} - host
+        moments[name] = {
+            label: at(lambda s: s["peaks"][name].get(label, 0) if name in s["peaks"] else None)  # noqa: B023
+            for label in sorted(labels)
+        }
+    kinds = {kind for s in steps for phase in s["collectives"].values() for kind in phase}
+    repeats = {"first": 1, "middle": max(0, accumulation - 2), "last": 1, "update": 1}
+
+    def moved(kind: str, which: int) -> float:
+        return sum(
+            times * at(lambda s: s["collectives"].get(phase, {}).get(kind, (0, 0))[which])  # noqa: B023
+            for phase, times in repeats.items()
+        )
+
+    return Traced(
+        parameters=round(at(lambda s: s["parameters"])),
+        trained=round(at(lambda s: s["trained"])),
+        held={
+            name: 0.0 if name in host else at(lambda s: s["held"].get(name, 0))  # noqa: B023
+            for name in RESIDENT
+        },
+        gradients=0.0 if offload else at(lambda s: s["gradients"]),
+        saved=at(lambda s: s["saved"]),
+        moments=moments,
+        counts={kind: moved(kind, 0) for kind in sorted(kinds)},
+        payload={kind: moved(kind, 1) for kind in sorted(kinds)},
+        bent=_bent(steps),
+    )
+
+
+def _bent(steps: Sequence[Step]) -> float:
+    """How far the last step's moments lie from the line through those before, at most."""
+    *first, last = steps
+    worst = 0.0
+    for name, parts in last["peaks"].items():
+        if all(name in step["peaks"] for step in first):
+            expected = line(first, last["layers"], lambda s: sum(s["peaks"][name].values()))  # noqa: B023
+            worst = max(worst, abs(sum(parts.values()) / expected - 1))
+    return worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A component by formula and by trace; no prediction where the formulas know nothing."""
+
+    component: str
+    predicted: float | None
+    traced: float
+    unit: str = "bytes"
+    scale: float = 0.0
+    """Differences below `NEGLIGIBLE` of this do not count."""
+
+    @property
+    def difference(self) -> float | None:
+        """Of the prediction, relative to the trace."""
+        if self.predicted is None:
+            return None
+        if self.traced == 0:
+            return 0.0 if self.predicted == 0 else float("inf")
+        return self.predicted / self.traced - 1
+
+    @property
+    def agrees(self) -> bool:
+        if self.predicted is None:
+            return True
+        if self.unit == "elements":
+            return self.predicted == self.traced
+        apart = abs(self.predicted - self.traced)
+        return apart <= TOLERANCE * self.traced or apart <= NEGLIGIBLE * self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Every component by formula and by trace, and what follows."""
+
+    rows: tuple[Row, ...]
+    traced: Traced
+    predicted_moments: Mapping[str, float]
+    how: str
+    notes: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.agrees for row in self.rows) and self.traced.bent <= NEGLIGIBLE
+
+    @property
+    def traced_peak(self) -> float:
+        """Bytes on one rank."""
+        return self.traced.peak[1]
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a prediction to verify."""
+        return any(row.predicted is not None for row in self.rows)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        traced = {name: self.traced.total(name) for name in self.traced.moments}
+        return {
+            "agrees": self.agrees if self.known else None,
+            "tolerance": TOLERANCE,
+            "how": self.how,
+            "notes": list(self.notes),
+            "components": [
+                {
+                    "component": row.component,
+                    "unit": row.unit,
+                    "predicted": row.predicted,
+                    "traced": row.traced,
+                    "difference": row.difference,
+                    "agrees": row.agrees,
+                }
+                for row in self.rows
+            ],
+            "moments": [
+                {"name": name, "predicted": self.predicted_moments.get(name), "traced": total}
+                for name, total in traced.items()
+            ],
+            "collectives": {
+                kind: {"number": number, "bytes": self.traced.payload[kind]}
+                for kind, number in self.traced.counts.items()
+            },
+        }
+
+    def page(self) -> str:
+        """The table and the verdict as text."""
+        lines = [f"verification: {self.how}"]
+        lines.append(f"  {'component':27} {'predicted':>14} {'traced':>14} {'difference':>10}")
+        for row in self.rows:
+            predicted = "-" if row.predicted is None else _words(row.predicted, row.unit)
+            apart = "" if row.difference is None else f"{row.difference:+.2%}"
+            mark = "" if row.agrees else "  <- differs"
+            traced = _words(row.traced, row.unit)
+            lines.append(f"  {row.component:27} {predicted:>14} {traced:>14} {apart:>10}{mark}")
+        lines.append(f"  the traced peak is in '{self.traced.peak[0]}'")
+        if self.traced.counts:
+            payload = self.traced.payload
+            counted = ", ".join(
+                f"{round(number)} {kind.replace('_', '-')}s of {page.size(payload[kind])}"
+                for kind, number in self.traced.counts.items()
+            )
+            lines.append(f"  collectives of a step: {counted} in whole tensors")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join([*lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        if not self.known:
+            return "the formulas do not know this architecture: all numbers are traced"
+        if self.agrees:
+            return (
+                f"verified: every component within {TOLERANCE:.0%} of the trace, or apart by less "
+                f"than {NEGLIGIBLE:.0%} of the peak"
+            )
+        wrong = ", ".join(row.component for row in self.rows if not row.agrees)
+        if self.traced.bent > NEGLIGIBLE:
+            wrong = f"{wrong}{', ' if wrong else ''}memory is not linear in the layers"
+        return f"NOT VERIFIED beyond {TOLERANCE:.0%}: {wrong}"
+
+
+def request(plan: Plan) -> dict[str, Any]:
+    """What the process that traces is asked, as plain values."""
+    config, _ = config_of(plan.recipe)
+    backend = {k: v for k, v in dataclasses.asdict(plan.backend).items() if k != "path"}
+    return {
+        "recipe": catalog.to_fields(plan.recipe),
+        "backend": backend,
+        "processes": plan.processes,
+        "config": dict(config),
+        "layers": LAYERS,
+    }
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """Layers of the whole model.
+
+    Raises:
+        FinetuneError: the config does not say.
+    """
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        if isinstance(config.get(name), int):
+            return config[name]
+    raise FinetuneError("--verify: the config has no num_hidden_layers; nothing can be traced")
+
+
+def alone(plan: Plan) -> Plan:
+    """What one process of a plan does, as a plan of one process."""
+    batch = plan.recipe.batch
+    recipe = plan.recipe.with_batch(rows=batch.micro_rows * plan.accumulation)
+    machine = Backend("single", "single", precision=plan.backend.precision)
+    return Plan(recipe, machine, 1)
+
+
+def how(plan: Plan, sharded: bool) -> str:
+    """What was traced, in words."""
+    sizes = f"{', '.join(map(str, LAYERS[:-1]))} and {LAYERS[-1]} layers"
+    where = f"rank 0 of {plan.processes}" if sharded else "one device"
+    return f"a step of the real model with fake tensors on {where}; {sizes}, extrapolated"
+
+
+def notes(plan: Plan, sharded: bool) -> list[str]:
+    """What the trace does not show, or shows otherwise than training runs it."""
+    model, backend, found = plan.recipe.model, plan.backend, list[str]()
+    rest = "its sharding, its buckets and its traffic are not verified"
+    if backend.engine == "deepspeed":
+        found.append(
+            "DeepSpeed's engine cannot be traced without its processes: only the same work on one "
+            f"device was; {rest}"
+        )
+    if backend.engine == "ddp":
+        found.append(
+            "DDP's reducer reads real memory and cannot be traced: only the same work on one "
+            f"device was; {rest}"
+        )
+    if sharded and backend.offload != "none":
+        found.append("states that lie in host memory are left out of both columns")
+    if model.activation_checkpointing == "offload":
+        found.append("what waits in host memory for the backward pass is traced as if it stayed")
+    if model.quantization == "nf4":
+        found.append(
+            "4-bit storage is laid out by hand, since bitsandbytes packs real numbers only; the "
+            "products and their gradients are its own"
+        )
+    if model.attention not in ("sdpa", "eager"):
+        found.append(f"{model.attention} is traced as SDPA without a mask")
+    return found
+
+
+def _words(value: float, unit: str) -> str:
+    return f"{value:,.0f}" if unit == "elements" else page.size(value)
+
+
+def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
+    """The work that is traced: nothing leaves the device, and one does it all unless `sharded`."""
+    workload = dataclasses.replace(workload, activations_on_host=False)
+    return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
+
+
+def compare(
+    traced: Traced, workload: Workload | None, group: int, how: str, notes: Sequence[str]
+) -> Verification:
+    """Put formulas beside a trace; without a workload there is only the trace."""
+    timeline = None if workload is None else memory.timeline(workload)
+    rows = [_elements("parameters", workload and workload.shape.parameters, traced.parameters)]
+    rows.append(_elements("trained parameters", workload and workload.trained, traced.trained))
+    predicted = {} if timeline is None else _predicted(timeline)
+    scale = traced.peak[1]
+    for name, found in _components(traced).items():
+        if found or predicted.get(name):
+            rows.append(Row(name, predicted.get(name), found, scale=scale))
+    if traced.counts:
+        volume = None if workload is None else advice.volume(workload)
+        share = communication.ring(group)
+        gathered = traced.payload.get("all_gather", 0.0) * share
+        reduced = traced.payload.get("reduce_scatter", 0.0) * share
+        sent = gathered + reduced
+        rows.append(Row("all-gathers, sent", volume and volume.parameters, gathered, scale=sent))
+        rows.append(Row("reduce-scatters, sent", volume and volume.gradients, reduced, scale=sent))
+    moments = {} if timeline is None else {m.name: m.total for m in timeline.moments}
+    return Verification(tuple(rows), traced, moments, how, tuple(notes))
+
+
+def _elements(name: str, predicted: int | None, traced: int) -> Row:
+    return Row(name, predicted, traced, "elements")
+
+
+def _predicted(timeline: memory.Timeline) -> dict[str, float]:
+    moments = {moment.name: moment for moment in timeline.moments}
+    parts, forward = moments[LOSS].parts, moments[FORWARD_LAST].parts
+    apart = (*RESIDENT, "inputs", "units", "buckets")
+    saved = parts["activations"]
+    loss = max(
+        moments[name].total - sum(moments[name].parts.get(label, 0.0) for label in apart)
+        for name in HEAD
+    )
+    return {
+        **{name: parts.get(name, 0.0) for name in RESIDENT},
+        "gradients": moments["optimizer step"].parts["gradients"],
+        "gathered units": max(moment.parts.get("units", 0.0) for moment in timeline.moments),
+        "saved activations": saved,
+        "loss and logits": loss - saved - forward["gradients"],
+        "peak": timeline.peak.total,
+    }
+
+
+def _components(traced: Traced) -> dict[str, float]:
+    loss = max(
+        traced.total(name)
+        - sum(traced.moments[name].get(label, 0.0) for label in (*RESIDENT, UNITS))
+        for name in HEAD
+    )
+    earlier = traced.moments[FORWARD_LAST].get("gradients", 0.0)
+    return {
+        **traced.held,
+        "gradients": traced.gradients,
+        "gathered units": max(
+            parts.get("units", 0.0) for name, parts in traced.moments.items() if name != FIRST
+        ),
+        "saved activations": traced.saved,
+        "loss and logits": loss - traced.saved - earlier,
+        "peak": traced.peak[1],
+    }

@@ -1,0 +1,241 @@
+"""The recipe's model on fake tensors: as a GPU would run it, with a few layers and no numbers."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from bitsandbytes import functional as bnb
+from bitsandbytes import matmul_4bit
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from finetune.errors import FinetuneError
+from finetune.kernels.head import LabelledHead
+from finetune.models import model as models
+from finetune.models.quantization import quantization_config
+from finetune.planner import Plan
+
+UNPADDED = "one_kernel_without_mask"
+"""SDPA or flash attention as a batch without padding runs it. transformers 5.23 leaves the mask
+away there, but not when it sees fake tensors, whose values it cannot look at."""
+
+
+def register() -> None:
+    """Tell transformers and torch of the stand-ins below, for this process."""
+    AttentionInterface.register(UNPADDED, _attend_in_one_kernel)
+    AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
+    torch.library.register_fake("aten::_grouped_mm", _grouped_product, allow_override=True)
+
+
+def _attend_in_one_kernel(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: object,
+) -> tuple[torch.Tensor, None]:
+    """SDPA's kernel for CPUs, whose memory is that of the kernels for GPUs.
+
+    Those drop out and cap scores in registers; on a CPU dropout takes another path, with all
+    scores in memory (torch 2.13).
+    """
+    return sdpa_attention_forward(module, query, key, value, attention_mask, 0.0, scaling)
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The shape of a product of groups: torch 2.13's own for fake tensors refuses fp32.
+
+    Its kernels do not. Groups are rows of `a` (with a matrix for each in `b`), columns of `b`, or
+    what both are summed over.
+    """
+    assert offs is not None, "experts hold a matrix for each group"
+    if a.dim() == 2 and b.dim() == 3:
+        return a.new_empty((a.shape[0], b.shape[2]))
+    if a.dim() == 3:
+        return a.new_empty((a.shape[1], b.shape[1]))
+    return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
+
+
+def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode) -> nn.Module:
+    """The recipe's model with its adapter, on fake tensors."""
+    recipe = plan.recipe
+    attention = recipe.model.attention
+    implementation = attention if attention == "eager" else UNPADDED
+    dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
+    with torch.device("meta"):
+        try:
+            network = AutoModelForCausalLM.from_config(
+                shortened(config, layers), attn_implementation=implementation, dtype=dtype
+            )
+        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+            if isinstance(error, KeyError) and error.args == (UNPADDED,):
+                raise FinetuneError(
+                    f"model.attention: {config['model_type']} has kernels of its own, in whose "
+                    "place none can be traced; set model.attention=eager"
+                ) from None
+            raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
+        if attention == "sdpa" and not network._supports_sdpa:
+            raise FinetuneError(
+                f"model.attention: transformers has no sdpa for {type(network).__name__}; "
+                "set eager or flash_attention_2"
+            )
+        if recipe.model.quantization != "none":
+            _quantise(network, plan)
+        base, network = network, models.as_trained(network, recipe)
+        models.install_kernels(base, plan)
+        for module in network.modules():
+            _compute_as_on_a_gpu(module)
+    with fake:
+        _materialise(network)
+    network.train()
+    return network
+
+
+def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
+    """The model's configuration with so many layers.
+
+    Raises:
+        FinetuneError: transformers does not know the architecture, or where its layers are counted.
+    """
+    fields = {key: value for key, value in config.items() if key != "layer_types"}
+    kind = fields.pop("model_type", None)
+    try:
+        found = AutoConfig.for_model(kind, **fields)
+        types = config.get("layer_types")
+        # Fields that hold one entry for each layer are cut with them.
+        lists = {
+            name: value[:layers]
+            for name, value in (fields | ({"layer_types": types} if types else {})).items()
+            if isinstance(value, list) and len(value) == found.num_hidden_layers
+        }
+        attribute = found.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        return AutoConfig.for_model(kind, **(fields | lists | {attribute: layers}))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FinetuneError(
+            f"--verify: model_type {kind!r}: transformers cannot read this config: {error}"
+        ) from None
+
+
+def _quantise(network: PreTrainedModel, plan: Plan) -> None:
+    model = plan.recipe.model
+    if model.quantization != "nf4":
+        raise FinetuneError(
+            f"--verify: model.quantization={model.quantization} cannot be traced; plan without it"
+        )
+    storage = getattr(torch, plan.quant_storage)
+    wanted = quantization_config(model.quantization, models.compute_dtype(plan), storage)
+    replace_with_bnb_linear(network, get_keys_to_not_convert(network), wanted)
+    network.is_loaded_in_4bit = True  # PEFT and Accelerate ask for it
+
+
+class Packed(Linear4bit):
+    """A 4-bit layer whose storage is laid out by hand: bitsandbytes packs real numbers only.
+
+    The product and its gradient are bitsandbytes' own.
+    """
+
+    def pack(self) -> None:
+        elements = self.in_features * self.out_features
+        blocks = math.ceil(elements / 64)
+        packed = elements // 2 // self.quant_storage.itemsize
+        self.weight = nn.Parameter(torch.empty((packed, 1), dtype=self.quant_storage), False)
+        if self.bias is not None:  # loading gives it the type that is computed in
+            bias = torch.empty(self.out_features, dtype=self.compute_dtype)
+            self.bias = nn.Parameter(bias, False)
+        inner = bnb.QuantState(
+            absmax=torch.empty(math.ceil(blocks / 256)),
+            code=torch.empty(256),
+            blocksize=256,
+            dtype=torch.float32,
+        )
+        self.quant_state = bnb.QuantState(
+            absmax=torch.empty(blocks, dtype=torch.uint8),
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=torch.empty(16),
+            blocksize=64,
+            quant_type="nf4",
+            dtype=self.compute_dtype,
+            offset=torch.empty(()),
+            state2=inner,
+        )
+
+    def scales(self) -> Iterator[torch.Tensor]:
+        state = self.quant_state
+        yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = x.to(self.compute_dtype)
+        product = matmul_4bit(inside, self.weight, bias=self.bias, quant_state=self.quant_state)
+        return product.to(x.dtype)
+
+
+class _Dropout(nn.Dropout):
+    """Dropout as CUDA runs it, with a mask of one byte an element; a CPU's is as wide as inputs."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(input, self.p, self.training)[0]
+
+
+def _compute_as_on_a_gpu(module: nn.Module) -> None:
+    if type(module) is nn.Dropout and module.p > 0:
+        module.__class__ = _Dropout
+    if isinstance(module, LabelledHead):
+        module.tiled = False
+    if type(module) is Linear4bit:  # after the kernels, which know the real class
+        module.__class__ = Packed
+
+
+def _materialise(network: nn.Module) -> None:
+    """Give every parameter and buffer a fake tensor on the CPU in place of one on `meta`."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in network.modules():
+        if isinstance(module, Packed):
+            module.pack()
+            continue
+        for name, old in module.named_parameters(recurse=False):
+            if old not in made:  # tied weights are one
+                new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                made[old] = nn.Parameter(new, old.requires_grad)
+            module.register_parameter(name, made[old])
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            new = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            module.register_buffer(name, new, persistent)
+
+
+def counts(network: nn.Module) -> tuple[int, int]:
+    """Trained and all elements; packed weights count as what they hold."""
+    packed = [module for module in network.modules() if isinstance(module, Packed)]
+    held = {module.weight: module.in_features * module.out_features for module in packed}
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    return trained, sum(held.get(p, p.numel()) for p in network.parameters())
+
+
+def layers_of(network: nn.Module, count: int) -> list[nn.Module]:
+    """The transformer's layers.
+
+    Raises:
+        FinetuneError: no list of modules has so many.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise FinetuneError(f"--verify: no list of {count} layers in {type(network).__name__}")

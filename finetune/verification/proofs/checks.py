@@ -1,0 +1,222 @@
+"""The checks: each reads what runs recorded, and answers with the numbers that it compared."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from finetune.checkpoints.checkpoint import progress_of, read_manifest
+from finetune.distributed.fragments import Reader
+from finetune.planner import Plan
+from finetune.runs.run import Run
+from finetune.verification.proofs.proof import Check, Grid, Tolerance
+from finetune.verification.proofs.runs import steps_of
+
+UNEVEN = 1.25
+"""A shard may be larger than its equal share by rows and pieces that do not divide."""
+
+
+def check_realised(kind: str, plan: Plan, run: Run) -> Check:
+    """Elements of parameters, gradients and optimizer state on each rank against the promise."""
+    realised = json.loads(run.realised.read_text())
+    stored, ranks = realised["stored"], realised["ranks"]
+    wrong: list[str] = []
+    if len(ranks) != plan.processes:
+        wrong.append(f"{len(ranks)} ranks instead of {plan.processes}")
+    for what, whole in (
+        ("parameters", stored["parameters"]),
+        ("gradients", stored["trained"]),
+        ("optimizer", stored["trained"]),
+    ):
+        held = [rank[what] for rank in ranks]
+        least, most = _promise(plan, what, whole, stored["small"])
+        on_disk = what == "optimizer" and plan.backend.device == "nvme"
+        if max(held) > most or (sum(held) < least and not on_disk):
+            wrong.append(f"{what}: {held} of {whole}, promised at most {most} a process")
+    rows = [(rank, *(held[key] for key in _HELD)) for rank, held in enumerate(ranks)]
+    rows.append(("unsharded", stored["parameters"], stored["trained"], stored["trained"]))
+    largest = max(rank["parameters"] for rank in ranks)
+    summary = "; ".join(wrong) or (
+        f"a process holds {largest:,} of {stored['parameters']:,} parameters and "
+        f"{max(rank['optimizer'] for rank in ranks):,} of {stored['trained']:,} moments"
+    )
+    grid = Grid(("process", *_HELD), tuple(rows))
+    return Check(kind, plan.backend.name, "realised", not wrong, summary, grid)
+
+
+_HELD = ("parameters", "gradients", "optimizer")
+
+
+def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
+    """Fewest elements over all ranks together, and most on one of them."""
+    backend, world = plan.backend, plan.processes
+    zero = backend.engine == "deepspeed"
+    sharded = {
+        "none": (),
+        "optimizer": ("optimizer",),
+        "grads": ("gradients", "optimizer"),
+        "params": _HELD,
+    }[backend.shard]
+    if backend.engine == "fsdp":  # SHARD_GRAD_OP reshards after the backward pass
+        sharded = _HELD
+    if what not in sharded:
+        # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold. In
+        # bf16 it holds each gradient twice: as it came, and in fp32, to add them up.
+        # Its flat buffers end with padding.
+        copies = 2 if what == "gradients" and backend.precision == "bf16" else 1
+        return (whole, math.ceil(UNEVEN * copies * whole)) if zero else (whole * world, whole)
+    kept = small if zero and what == "parameters" else 0
+    return whole, kept + math.ceil(UNEVEN * (whole - kept) / world)
+
+
+def check_equal(
+    kind: str, backend: str, reference: Run, run: Run, tolerance: Tolerance, steps: int
+) -> Check:
+    """Every step's loss and gradient norm, the evaluation and the weights against one process."""
+    alone, here = steps_of(reference.metrics), steps_of(run.metrics)
+    wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance)
+    apart = weights_apart(reference, run, steps)
+    if not apart <= tolerance.weights:
+        wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
+    wrong += _evaluation_differs(reference, run, steps, tolerance)
+    summary = "; ".join(wrong) or (
+        f"loss {worst[0]:.1e} apart (at most {tolerance.loss:.0e}), gradient norm {worst[1]:.1e} "
+        f"({tolerance.norm:.0e}), trained weights {apart:.1e} ({tolerance.weights:.0e})"
+    )
+    columns = ("step", "one process", backend, "apart", "norm alone", "norm here", "norms apart")
+    grid = Grid(columns, tuple(_row(step, alone, here) for step in range(1, steps + 1)))
+    return Check(kind, backend, "equal", not wrong, summary, grid)
+
+
+Steps = dict[int, dict[str, float]]
+
+
+def _row(step: int, alone: Steps, here: Steps) -> tuple[int | float | None, ...]:
+    first, second = alone.get(step, {}), here.get(step, {})
+    row: list[int | float | None] = [step]
+    for key in ("loss", "grad_norm"):
+        row += [first.get(key), second.get(key), _apart(first.get(key), second.get(key))]
+    return tuple(row)
+
+
+def _apart(first: float | None, second: float | None) -> float:
+    """Difference relative to the first; infinite where one is missing or not finite."""
+    if first is None or second is None:
+        return math.inf
+    if first == second:
+        return 0.0
+    return abs(first - second) / max(abs(first), 1e-12)
+
+
+def compare_steps(
+    alone: Steps, here: Steps, numbers: range, tolerance: Tolerance
+) -> tuple[list[str], tuple[float, float]]:
+    """What is out of tolerance, and the largest differences of loss and gradient norm."""
+    wrong: list[str] = []
+    worst = [0.0, 0.0]
+    for step in numbers:
+        for index, (key, name, limit) in enumerate(
+            (("loss", "loss", tolerance.loss), ("grad_norm", "gradient norm", tolerance.norm))
+        ):
+            first, second = alone.get(step, {}).get(key), here.get(step, {}).get(key)
+            apart = _apart(first, second)
+            worst[index] = max(worst[index], apart)
+            if not apart <= limit:
+                wrong.append(
+                    f"step {step}: {name} {second} instead of {first} (at most {limit:.0e} apart)"
+                )
+    more = len(wrong) - 3
+    return wrong[:3] + ([f"{more} more"] if more > 0 else []), (worst[0], worst[1])
+
+
+def weights_apart(reference: Run, run: Run, steps: int) -> float:
+    """Distance of two runs' trained weights, over how far the reference moved since its middle.
+
+    Both are Euclidean norms over all trained elements in fp32.
+    """
+    folders = reference.checkpoint(reference.steps()[0]), reference.checkpoint(steps)
+    other = run.checkpoint(steps)
+    if not (other / "manifest.json").is_file():
+        return math.inf
+    names = read_manifest(folders[1])["shapes"]
+    if names != read_manifest(other)["shapes"]:
+        return math.inf
+    moved = apart = 0.0
+    with Reader(folders[0]) as middle, Reader(folders[1]) as end, Reader(other) as here:
+        for name in names:
+            last = end.whole(name, "weight").double()
+            moved += _square(last - middle.whole(name, "weight").double())
+            apart += _square(last - here.whole(name, "weight").double())
+    return math.sqrt(apart / moved) if moved else math.inf
+
+
+def _square(values: torch.Tensor) -> float:
+    return float((values * values).sum())
+
+
+def _evaluation_differs(reference: Run, run: Run, steps: int, tolerance: Tolerance) -> list[str]:
+    """The memory of evaluations at the end: the best loss and where, the evaluations since."""
+    if not (run.checkpoint(steps) / "manifest.json").is_file():
+        return [f"no checkpoint of step {steps}"]
+    alone, here = (progress_of(each.checkpoint(steps)) for each in (reference, run))
+    if alone.best_loss is None and here.best_loss is None:
+        return []
+    wrong: list[str] = []
+    if (alone.best_step, alone.stale) != (here.best_step, here.stale):
+        wrong.append(f"best evaluation at step {here.best_step} instead of {alone.best_step}")
+    elif not _apart(alone.best_loss, here.best_loss) <= tolerance.loss:
+        wrong.append(f"best evaluation {here.best_loss} instead of {alone.best_loss}")
+    return wrong
+
+
+def check_same_bits(kind: str, backend: str, killed: Path, run: Run, middle: int) -> Check:
+    """The steps that a run took between its checkpoint and the kill, and took again afterwards."""
+    before, after = steps_of(killed), steps_of(run.metrics)
+    again = [step for step in before if step > middle]
+    keys = ("loss", "grad_norm", "lr")
+    wrong = [
+        f"step {step}: {key} {after.get(step, {}).get(key)} instead of {before[step][key]}"
+        for step in again
+        for key in keys
+        if after.get(step, {}).get(key) != before[step][key]
+    ]
+    continued = [record["resumed_from"] for record in run.read_metrics("start")]
+    if continued[-1:] != [middle]:
+        wrong.append(f"continued from step {continued[-1:]}, not {middle}")
+    if not again:
+        wrong.append("the run was killed before it took a step after its checkpoint")
+    summary = "; ".join(wrong[:3]) or (
+        f"killed -9 after step {max(before)}, continued from step {middle}: "
+        f"steps {again[0]} to {again[-1]} have the same bits"
+    )
+    columns = ("step", "loss before the kill", "loss after", "norm before the kill", "norm after")
+    rows = [
+        (
+            step,
+            before[step]["loss"], after.get(step, {}).get("loss"),
+            before[step]["grad_norm"], after.get(step, {}).get("grad_norm"),
+        )
+        for step in again
+    ]  # fmt: skip
+    return Check(kind, backend, "resume", not wrong, summary, Grid(columns, tuple(rows)))
+
+
+def check_elsewhere(
+    kind: str, places: tuple[str, str], reference: Run, run: Run, tolerance: Tolerance, steps: range
+) -> Check:
+    """A checkpoint of one place continued in another, against one process that never stopped.
+
+    `places` are where it was written and where it went on, as `zero2 on 2`.
+    """
+    alone, here = steps_of(reference.metrics), steps_of(run.metrics)
+    wrong, worst = compare_steps(alone, here, steps, tolerance)
+    apart = weights_apart(reference, run, steps[-1])
+    if not apart <= tolerance.weights:
+        wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
+    wrong += _evaluation_differs(reference, run, steps[-1], tolerance)
+    written, continued = places
+    summary = f"{written}, continued by {continued}: " + (
+        "; ".join(wrong) or f"loss {worst[0]:.1e} apart, norm {worst[1]:.1e}, weights {apart:.1e}"
+    )
+    return Check(kind, written.split()[0], "resume", not wrong, summary)

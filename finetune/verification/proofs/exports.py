@@ -1,0 +1,113 @@
+"""The end of the way: results exported, merged, and loaded by a process without this project."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters.huggingface import export
+from finetune.runs.run import Run
+from finetune.verification.proofs.proof import Check, Tolerance
+from finetune.verification.proofs.small_recipe import Subject
+
+PLAIN = Path(__file__).with_name("plain.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """A finished run whose result is to be loaded elsewhere."""
+
+    kind: str
+    backend: str
+    subject: Subject
+    run: Run
+    bf16: bool
+
+
+def check_deliveries(deliveries: Sequence[Delivery], tolerance: Tolerance) -> list[Check]:
+    """Export each, load all of them in one other process, and judge what that answered."""
+    checks: list[Check] = []
+    tasks: list[tuple[Delivery, dict[str, Any]]] = []
+    for delivery in deliveries:
+        try:
+            tasks.append((delivery, _task(delivery)))
+        except FinetuneError as error:
+            checks.append(_check(delivery, False, str(error)))
+    if tasks:
+        answers = _ask([task for _, task in tasks])
+        checks += [
+            judge(delivery, answer, tolerance)
+            for (delivery, _), answer in zip(tasks, answers, strict=True)
+        ]
+    return checks
+
+
+def _check(delivery: Delivery, passed: bool, summary: str) -> Check:
+    return Check(delivery.kind, delivery.backend, "end to end", passed, summary)
+
+
+def _task(delivery: Delivery) -> dict[str, Any]:
+    run, recipe = delivery.run, delivery.subject.recipe
+    model = recipe.model
+    merged = None
+    if recipe.adapter is not None:
+        merged = str(export(run, run.root / "merged", merge=True))
+    rows = delivery.subject.data.eval
+    result = str(run.final)
+    return {
+        "base": model.name if recipe.adapter is not None else None,
+        "revision": model.revision,
+        "quantization": model.quantization,
+        "bf16": delivery.bf16,
+        # An adapter on a model from scratch has no base that PEFT could load.
+        "result": merged if model.name is None and merged else result,
+        "merged": merged if model.name is not None else None,
+        "rows": [[column.tolist() for column in rows.row(index)] for index in range(len(rows))],
+    }
+
+
+def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run plain.py by its path, isolated from this project (-P: not even its own folder)."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(PLAIN)],
+        input=json.dumps(tasks),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise TrainingFailure(f"plain transformers and PEFT could not load the results: {last[0]}")
+    return json.loads(done.stdout)
+
+
+def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> Check:
+    """Nothing missing, the loss that training recorded, and merged logits as adapted ones."""
+    run = delivery.run
+    step = run.best_step() or run.newest()
+    recorded = {r["step"]: r["loss"] for r in run.read_metrics("eval")}
+    problems, loss, apart = list(answer["problems"]), answer["loss"], math.inf
+    if loss is not None and step in recorded:
+        apart = abs(loss - recorded[step]) / recorded[step]
+    if step not in recorded:
+        problems.append(f"no evaluation of step {step} is recorded")
+    elif not apart <= tolerance.answers:
+        problems.append(
+            f"evaluation loss {loss} in plain transformers, {recorded[step]} in training"
+        )
+    difference = answer["difference"]
+    if difference is not None and not difference <= tolerance.logits:
+        problems.append(
+            f"merged logits {difference:.1e} from the adapter's, at most {tolerance.logits:.0e}"
+        )
+    merged = "" if difference is None else f", merged logits {difference:.1e} apart"
+    summary = "; ".join(problems[:4]) or (
+        f"{answer['tensors']} tensors, none empty or missing; evaluation loss as in training to "
+        f"{apart:.1e} (at most {tolerance.answers:.0e}){merged}"
+    )
+    return _check(delivery, not problems, summary)

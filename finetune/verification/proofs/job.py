@@ -1,0 +1,178 @@
+"""A proof from the first process to the verdict: reference, kill, resume, elsewhere, result."""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.markup import escape
+from transformers.utils import logging
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.reports.proof_page import write_page
+from finetune.runs.environment import environment
+from finetune.verification.proofs import checks, packing
+from finetune.verification.proofs.exports import Delivery, check_deliveries
+from finetune.verification.proofs.launches import (
+    Say,
+    Workshop,
+    continue_all,
+    cut_all,
+    pack_all,
+    packed_pairs,
+    start_all,
+    writer_of,
+)
+from finetune.verification.proofs.matrix import (
+    Crossing,
+    Pair,
+    Request,
+    crossings_of,
+    narrowest,
+    settle,
+)
+from finetune.verification.proofs.proof import Check, Name, Proof, write_proof
+
+FEWEST_STEPS = 6
+MARKER = ".finetune-proof"
+"""Lies in a folder that a proof wrote, so that no other folder is ever emptied."""
+
+
+def carry_out(request: Request, cache: Path, say: Say) -> Proof:
+    """Show every asked pair, and write `proof.json` and `proof.html` into the output.
+
+    Raises:
+        FinetuneError: the request cannot be honoured; nothing was started.
+    """
+    begun = time.perf_counter()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _claim(request)
+    shop = Workshop(request, cache, say)
+    pairs, refused = settle(request, shop.subjects)
+    if not pairs:
+        raise FinetuneError(*(f"{r.kind} on {r.backend}: {r.reason}" for r in refused))
+    for kind, subject in shop.subjects.items():
+        for note in subject.notes:
+            say(f"[dim]{kind}: {escape(note)}[/]")
+    crossings = crossings_of(request, pairs)
+    start_all(shop, pairs)
+    cut_all(shop, crossings)
+    continue_all(shop, pairs, crossings)
+    pack_all(shop, packed_pairs(pairs))
+    proof = Proof(
+        recipe=catalog.to_fields(request.recipe),
+        notes={kind: subject.notes for kind, subject in shop.subjects.items()},
+        settings={
+            "processes": request.shape.processes,
+            "steps": request.shape.steps,
+            "precision": request.precision,
+            "own batch": request.shape.own_batch,
+            "real model": request.shape.whole,
+        },
+        tolerance=narrowest(pairs),
+        checks=tuple(_check_all(shop, pairs, crossings)),
+        refused=tuple(refused),
+        environment=environment(),
+        seconds=time.perf_counter() - begun,
+        launches=shop.launches,
+    )
+    write_proof(proof, request.output / "proof.json")
+    write_page(request.output / "proof.json", request.output / "proof.html")
+    return proof
+
+
+def _claim(request: Request) -> None:
+    """An empty folder, or one that an earlier proof marked as its own, which is replaced."""
+    output = request.output
+    if request.shape.steps < FEWEST_STEPS:
+        raise FinetuneError(f"--steps: got {request.shape.steps}, expected at least {FEWEST_STEPS}")
+    there = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if there and MARKER not in there:
+        raise FinetuneError(
+            f"{output}: holds {there[0]}, which no proof wrote; choose another --output"
+        )
+    if there:
+        shutil.rmtree(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / MARKER).touch()
+    except OSError as error:
+        raise FinetuneError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+# The answers -------------------------------------------------------------------------------------
+
+
+def _answered(pair: Pair, name: Name, work: Callable[[], Check]) -> Check:
+    """The answer to a question; a record that cannot be read is an answer too."""
+    try:
+        return work()
+    except FinetuneError as error:
+        return Check(pair.kind, pair.backend, name, False, str(error))
+
+
+def _check_packed(shop: Workshop, pair: Pair) -> Check:
+    unpacked, packed = shop.unpacked(pair.kind), shop.packed(pair)
+    lost = shop.failed.get(unpacked.root) or shop.failed.get(packed.root)
+    if lost:
+        return Check(pair.kind, pair.backend, "packing", False, lost)
+    tolerance = pair.tolerance
+    return packing.check_packing(pair.kind, pair.backend, unpacked, packed, tolerance)
+
+
+def _check_all(
+    shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Crossing]
+) -> Iterator[Check]:
+    request = shop.request
+    steps, middle = request.shape.steps, request.shape.middle
+    deliveries: list[Delivery] = []
+    for pair in pairs:
+        kind, name, run = pair.kind, pair.backend, shop.run(pair)
+        reference = shop.reference(kind)
+        lost = shop.failed.get(run.root) or shop.failed.get(reference.root)
+        if lost:
+            yield Check(kind, name, "equal", False, lost)
+            continue
+        yield checks.check_realised(kind, pair.plan, run)
+        yield _answered(
+            pair,
+            "equal",
+            lambda pair=pair, run=run, reference=reference: checks.check_equal(
+                pair.kind, pair.backend, reference, run, pair.tolerance, steps
+            ),
+        )
+        if not packing.available():
+            yield packing.absent(kind, name)
+        killed = shop.trial(kind, pair.plan, run).killed_record
+        yield checks.check_same_bits(kind, name, killed, run, middle)
+        bf16 = request.precision == "bf16"
+        deliveries.append(Delivery(kind, name, shop.subjects[kind], run, bf16))
+    for pair in packed_pairs(pairs):
+        yield _check_packed(shop, pair)
+    for crossing in crossings:
+        yield _check_crossing(shop, crossing)
+    yield from check_deliveries(deliveries, narrowest(pairs))
+
+
+def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
+    """Counts for the backend that was asked for, where the other only helps."""
+    written, continued = crossing.written, crossing.continued
+    run, reference = shop.crossing(crossing), shop.reference(written.kind)
+    lost = shop.failed.get(run.root) or shop.failed.get(writer_of(shop, crossing).root)
+    asked = continued if written.plan.backend.engine == "single" else written
+    if lost:
+        summary = f"{written.where}, continued by {continued.where}: {lost}"
+        return Check(asked.kind, asked.backend, "resume", False, summary)
+    shape = shop.request.shape
+    steps = range(shape.middle + 1, shape.steps + 1)
+    tolerance = crossing.tolerance
+    places = (written.where, continued.where)
+    check = _answered(
+        asked,
+        "resume",
+        lambda: checks.check_elsewhere(written.kind, places, reference, run, tolerance, steps),
+    )
+    return dataclasses.replace(check, backend=asked.backend)

@@ -1,0 +1,201 @@
+"""The launches of a proof: one process alone, each pair killed and continued, here or elsewhere."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.markup import escape
+
+from finetune import catalog
+from finetune.errors import FinetuneError
+from finetune.planner import Plan
+from finetune.process.signals import SIGNALS
+from finetune.runs.run import Run, write_json
+from finetune.verification.proofs import packing
+from finetune.verification.proofs.matrix import Crossing, Pair, Request, single_of
+from finetune.verification.proofs.runs import Launches, Trial, carry_out, cut
+from finetune.verification.proofs.small_recipe import Kind, Subject, make_subject, of_kind
+
+KILL_AFTER = 2
+"""Steps after the checkpoint at which a run is killed."""
+
+Say = Callable[[str], None]
+
+
+class Workshop:
+    """Where the runs of a proof lie, and what became of each."""
+
+    def __init__(self, request: Request, cache: Path, say: Say) -> None:
+        self.request = request
+        self.say = say
+        self.failed: dict[Path, str] = {}
+        """Runs that could not be carried out, and why."""
+        self.launches = 0
+        self.under_way = Launches(request.jobs)
+        self.subjects: dict[Kind, Subject] = {}
+        for kind in request.kinds:
+            folder = request.output / "subject" / kind
+            subject = make_subject(of_kind(request.recipe, kind), request.shape, folder, cache)
+            self.subjects[kind] = subject
+            write_json(self.recipe(kind), catalog.to_fields(subject.recipe))
+            if packing.available():
+                both = packing.make_packable(subject, request.shape, cache)
+                for name in ("unpacked", "packed"):
+                    fields = catalog.to_fields(both.packed if name == "packed" else both.unpacked)
+                    write_json(self.recipe(kind, name), fields)
+
+    def recipe(self, kind: Kind, name: str = "recipe") -> Path:
+        return self.request.output / "subject" / kind / f"{name}.json"
+
+    def reference(self, kind: Kind) -> Run:
+        return Run(self.request.output / "runs" / kind / "reference")
+
+    def run(self, pair: Pair) -> Run:
+        return Run(self.request.output / "runs" / pair.kind / pair.backend)
+
+    def unpacked(self, kind: Kind) -> Run:
+        return Run(self.request.output / "runs" / kind / "unpacked")
+
+    def packed(self, pair: Pair) -> Run:
+        return Run(self.request.output / "runs" / pair.kind / f"{pair.backend}-packed")
+
+    def crossing(self, crossing: Crossing) -> Run:
+        written, continued = crossing.written, crossing.continued
+        name = f"{written.backend}-to-{continued.backend}-on-{continued.plan.processes}"
+        return Run(self.request.output / "runs" / written.kind / name)
+
+    def trial(self, kind: Kind, where: Plan, run: Run, **how: bool | int) -> Trial:
+        return Trial(
+            self.recipe(kind),
+            where.backend.name,
+            where.processes,
+            self.request.precision,
+            run,
+            **how,  # type: ignore[arg-type]
+        )
+
+    def carry_out(self, what: str, trial: Trial) -> None:
+        """Do a trial and say so; a failure is kept for the checks that need the run."""
+        begun = time.perf_counter()
+        name = "-".join(trial.run.root.parts[-2:]) + ("-resume" if trial.resume else "")
+        try:
+            carry_out(trial, self.request.output / "logs" / f"{name}.log", self.under_way)
+        except FinetuneError as error:
+            if self.under_way.closed:
+                return
+            self.failed[trial.run.root] = str(error)
+            self.say(f"[red]failed[/]  {what}: {escape(str(error))}")
+        else:
+            self.say(f"{what} [dim]{time.perf_counter() - begun:.0f} s[/]")
+        self.launches += 1
+
+    def each(self, works: Iterable[Callable[[], None]]) -> None:
+        """Do works, as many at a time as were asked for; what was started ends with this."""
+        with ThreadPoolExecutor(self.request.jobs) as pool:
+            try:
+                for done in [pool.submit(work) for work in works]:
+                    done.result()
+            except BaseException:
+                with deaf():
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    self.under_way.end_all()
+                raise
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Within it, no further signal interrupts what is left to do."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# The launches ------------------------------------------------------------------------------------
+
+
+def start_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
+    """One process that never stops for each kind, and every pair until it is killed."""
+    kill = shop.request.shape.middle + KILL_AFTER
+
+    def reference(kind: Kind) -> None:
+        single = single_of(next(pair for pair in pairs if pair.kind == kind)).plan
+        shop.carry_out(f"{kind}: one process", shop.trial(kind, single, shop.reference(kind)))
+
+    def killed(pair: Pair) -> None:
+        trial = shop.trial(pair.kind, pair.plan, shop.run(pair), kill_after=kill)
+        shop.carry_out(f"{pair.kind}: {pair.where}, killed -9 after step {kill}", trial)
+
+    kinds = dict.fromkeys(pair.kind for pair in pairs)
+    works = [lambda kind=kind: reference(kind) for kind in kinds]
+    shop.each([*works, *(lambda pair=pair: killed(pair) for pair in pairs)])
+
+
+def writer_of(shop: Workshop, crossing: Crossing) -> Run:
+    """The run whose checkpoint is continued: the reference stands for `single`."""
+    written = crossing.written
+    single = written.plan.backend.engine == "single"
+    return shop.reference(written.kind) if single else shop.run(written)
+
+
+def cut_all(shop: Workshop, crossings: Sequence[Crossing]) -> None:
+    """Take the copies before the killed runs go on and prune what they do not need."""
+    for crossing in crossings:
+        source = writer_of(shop, crossing)
+        if source.root not in shop.failed:
+            cut(source, shop.crossing(crossing), shop.request.shape.middle)
+
+
+def continue_all(shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Crossing]) -> None:
+    def resume(pair: Pair) -> None:
+        trial = shop.trial(pair.kind, pair.plan, shop.run(pair), resume=True)
+        shop.carry_out(f"{pair.kind}: {pair.where}, continued", trial)
+
+    def cross(crossing: Crossing) -> None:
+        written, continued = crossing.written, crossing.continued
+        trial = shop.trial(written.kind, continued.plan, shop.crossing(crossing), resume=True)
+        shop.carry_out(f"{written.kind}: {written.where}, continued by {continued.where}", trial)
+
+    alive = [pair for pair in pairs if shop.run(pair).root not in shop.failed]
+    able = [each for each in crossings if writer_of(shop, each).root not in shop.failed]
+    works = [lambda pair=pair: resume(pair) for pair in alive]
+    shop.each([*works, *(lambda each=each: cross(each) for each in able)])
+
+
+def packed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each backend once, over the kinds in turn: packing is a matter of data and attention."""
+    if not packing.available():
+        return []
+    names = list(dict.fromkeys(pair.backend for pair in pairs))
+    found: list[Pair] = []
+    for number, name in enumerate(names):
+        alike = [pair for pair in pairs if pair.backend == name]
+        found.append(alike[number % len(alike)])
+    return found
+
+
+def pack_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
+    """Packed rows under each backend, and the same rows by themselves on one process."""
+
+    def unpacked(kind: Kind) -> None:
+        single = single_of(next(pair for pair in pairs if pair.kind == kind)).plan
+        trial = shop.trial(kind, single, shop.unpacked(kind))
+        trial = dataclasses.replace(trial, recipe=shop.recipe(kind, "unpacked"))
+        shop.carry_out(f"{kind}: rows by themselves on one process", trial)
+
+    def packed(pair: Pair) -> None:
+        trial = shop.trial(pair.kind, pair.plan, shop.packed(pair))
+        trial = dataclasses.replace(trial, recipe=shop.recipe(pair.kind, "packed"))
+        shop.carry_out(f"{pair.kind}: {pair.where}, packed", trial)
+
+    kinds = dict.fromkeys(pair.kind for pair in pairs)
+    works = [lambda kind=kind: unpacked(kind) for kind in kinds]
+    shop.each([*works, *(lambda pair=pair: packed(pair) for pair in pairs)])

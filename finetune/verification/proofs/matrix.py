@@ -1,0 +1,171 @@
+"""Who is to be proved: pairs that the planner lets run, and whose checkpoint each continues."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from finetune import backend as backends
+from finetune.errors import FinetuneError
+from finetune.planner import Plan, plan
+from finetune.recipe import Recipe
+from finetune.verification.proofs.proof import Refused, Tolerance
+from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
+
+FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
+"""About ten times what ten steps of small models were seen to be apart."""
+DISK = Tolerance(loss=1e-4, norm=1e-3, weights=5e-2, answers=5e-6)
+"""Of fp32 offloaded to a disk: DeepSpeed 0.19 steps each piece there with another kernel."""
+BF16 = Tolerance(loss=2e-2, norm=1e-1, weights=5e-1, answers=2e-2)
+"""bf16 has 8 bits: each engine rounds weights, sums and gradients at other places."""
+
+
+def tolerance_of(backend: backends.Backend) -> Tolerance:
+    """How far a backend, in the precision that it runs in, may be from one process."""
+    if backend.precision == "bf16":
+        return BF16
+    return DISK if backend.device == "nvme" else FP32
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be proved."""
+
+    recipe: Recipe
+    backends: tuple[str, ...]
+    shape: Shape
+    output: Path
+    kinds: tuple[Kind, ...] = ("own",)
+    precision: backends.Precision = "fp32"
+    every_pair: bool = False
+    """Continue a checkpoint between every two backends, not between each and another."""
+    jobs: int = 1
+    """Launches at a time."""
+    named: bool = True
+    """Whether the backends were asked for by name, not as `all`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A kind of recipe on a backend."""
+
+    kind: Kind
+    plan: Plan
+
+    @property
+    def backend(self) -> str:
+        return self.plan.backend.name
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return tolerance_of(self.plan.backend)
+
+    @property
+    def where(self) -> str:
+        return f"{self.backend} on {self.plan.processes}"
+
+
+def narrowest(pairs: Sequence[Pair]) -> Tolerance:
+    """The tolerance of the pairs that have no reason for a wider one."""
+    return min((pair.tolerance for pair in pairs), key=lambda tolerance: tolerance.loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A checkpoint that one place wrote and another continues."""
+
+    written: Pair
+    """On the reference's one process where its backend is `single`."""
+    continued: Pair
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The wider of the two."""
+        return max(self.written.tolerance, self.continued.tolerance, key=lambda t: t.loss)
+
+
+def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair], list[Refused]]:
+    """Pairs that the planner lets run, and the others with its reasons."""
+    pairs: list[Pair] = []
+    refused: list[Refused] = []
+    for kind, subject in subjects.items():
+        for name in request.backends:
+            machine = backends.load(name)
+            processes = 1 if machine.engine == "single" else request.shape.processes
+            missing = _missing(machine)
+            if missing is not None:
+                refused.append(Refused(kind, name, missing, missing=True, named=request.named))
+                continue
+            try:
+                settled = plan(subject.recipe, machine, processes, request.precision)
+                pairs.append(Pair(kind, settled))
+            except FinetuneError as error:
+                refused.append(Refused(kind, name, "; ".join(error.problems)))
+    return pairs, refused
+
+
+def _missing(machine: backends.Backend) -> str | None:
+    """What a backend needs of this machine besides Python packages that are always there."""
+    if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        return f"{machine.name} needs DeepSpeed: pip install deepspeed"
+    if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
+        return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
+    return None
+
+
+# Who continues whom -------------------------------------------------------------------------------
+
+
+def crossings_of(request: Request, pairs: Sequence[Pair]) -> list[Crossing]:
+    found = _every_pair(pairs) if request.every_pair else _each_with_another(request, pairs)
+    return list(found)
+
+
+def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Crossing]:
+    """Each backend's checkpoint under another backend and number of processes, and one of
+    `single` under each backend."""
+    for pair in pairs:
+        alike = [other for other in pairs if other.kind == pair.kind and other != pair]
+        alike = alike[pairs.index(pair) % len(alike) :] + alike if alike else []
+        others = [narrow for other in alike if (narrow := _on(other, 1)) is not None]
+        single = single_of(pair)
+        if pair.plan.backend.engine == "single":
+            wide = [other for other in alike if other.plan.processes > 1]
+            yield from (Crossing(pair, other) for other in wide[:1])
+            continue
+        yield Crossing(pair, (others or [single])[0])
+        yield Crossing(single, pair)
+
+
+def single_of(pair: Pair) -> Pair:
+    """The same recipe on one process of `single`."""
+    precision = pair.plan.backend.precision
+    return Pair(pair.kind, plan(pair.plan.recipe, backends.load("single"), 1, precision))
+
+
+def _on(pair: Pair, processes: int) -> Pair | None:
+    """The same backend with another number of processes, where it can."""
+    try:
+        return Pair(pair.kind, plan(pair.plan.recipe, pair.plan.backend, processes))
+    except FinetuneError:
+        return None
+
+
+def _every_pair(pairs: Sequence[Pair]) -> Iterator[Crossing]:
+    """Every two backends once, over the kinds in turn, every other time on one process."""
+    kinds = list(dict.fromkeys(pair.kind for pair in pairs))
+    names = list(dict.fromkeys(pair.backend for pair in pairs))
+    by = {(pair.kind, pair.backend): pair for pair in pairs}
+    number = 0
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            both = [k for k in kinds if (k, first) in by and (k, second) in by]
+            if not both:
+                continue
+            kind = both[number % len(both)]
+            written, continued = by[kind, first], by[kind, second]
+            if number % 3 == 1:
+                written, continued = continued, written
+            narrow = _on(continued, 1) if number % 2 else None
+            yield Crossing(written, narrow or continued)
+            number += 1

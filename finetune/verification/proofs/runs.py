@@ -1,0 +1,201 @@
+"""The runs of a proof: started through `accelerate launch`, killed, copied, and continued."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from finetune.backend import Precision
+from finetune.checkpoints.checkpoint import progress_of
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.launchers.accelerate import begin
+from finetune.runs.run import Run, write_json
+
+LIMIT_SECONDS = 1800
+"""A start that compiles an operator of DeepSpeed takes minutes; none takes so long."""
+SHOWN_LINES = 40
+POLL_SECONDS = 0.01
+KILL_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One start of processes."""
+
+    recipe: Path
+    backend: str
+    processes: int
+    precision: Precision
+    run: Run
+    resume: bool = False
+    kill_after: int | None = None
+    """End every process with SIGKILL once this step is recorded."""
+
+    @property
+    def killed_record(self) -> Path:
+        """What the metrics were when the run was killed."""
+        return self.run.root / "killed.jsonl"
+
+
+class Launches:
+    """The launches under way. They have sessions of their own: no signal reaches them by itself."""
+
+    def __init__(self, jobs: int = 1) -> None:
+        self.jobs = jobs
+        """How many there are at a time; the machine's cores are divided among their processes."""
+        self.closed = False
+        self._lock = threading.Lock()
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, trial: Trial, log: Path) -> subprocess.Popen[bytes]:
+        """Start one; raises TrainingFailure once `end_all` was called."""
+        with self._lock:
+            if self.closed:
+                raise TrainingFailure("not started: the proof was interrupted")
+            cores = os.cpu_count() or 1
+            process = begin(_words(trial), log, max(1, cores // (trial.processes * self.jobs)))
+            self._running = [each for each in self._running if each.poll() is None]
+            self._running.append(process)
+            return process
+
+    def end_all(self) -> None:
+        """End every one with all that it started, and let no other begin."""
+        with self._lock:
+            self.closed = True
+            for process in self._running:
+                if process.poll() is None:
+                    for each in reversed(family_of(process.pid)):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            each.suspend()  # so that none starts another behind the list below
+                    end(family_of(process.pid))
+
+
+def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
+    """Run to the end, or to the kill.
+
+    Raises:
+        TrainingFailure: it ended otherwise; with the last lines of what it printed.
+    """
+    for _ in range(KILL_TRIES if trial.kill_after is not None else 1):
+        process = launches.begin(trial, log)
+        try:
+            if trial.kill_after is None:
+                if process.wait(LIMIT_SECONDS):
+                    raise TrainingFailure(_last_words(process.returncode, log))
+                return
+            if _killed(process, trial, trial.kill_after, log):
+                return
+        except subprocess.TimeoutExpired:
+            raise TrainingFailure(f"no end after {LIMIT_SECONDS} s; see {log}") from None
+        finally:
+            if process.poll() is None:
+                end(family_of(process.pid))
+                process.wait()
+        shutil.rmtree(trial.run.root)
+    raise TrainingFailure(f"too fast to be killed before its end, {KILL_TRIES} times: more --steps")
+
+
+def _words(trial: Trial) -> list[str]:
+    return [
+        str(trial.recipe), "--backend", trial.backend, "--processes", str(trial.processes),
+        "--precision", trial.precision, "--output", str(trial.run.root), "--no-plot",
+        *(["--resume"] if trial.resume else []),
+    ]  # fmt: skip
+
+
+def _killed(process: subprocess.Popen[bytes], trial: Trial, step: int, log: Path) -> bool:
+    """SIGKILL a run after a step; False where its next checkpoint was complete by then."""
+    _await_step(process, trial.run, 1, log)
+    family = family_of(process.pid)  # looked up now: the kill itself must be quick
+    _await_step(process, trial.run, step, log)
+    end(family)
+    process.wait()
+    newest = trial.run.newest()
+    if newest is None or newest > step:
+        return False
+    trial.killed_record.write_bytes(trial.run.metrics.read_bytes())
+    return True
+
+
+def _await_step(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:
+    """Until a step is on record and, after the first, a checkpoint is complete."""
+    until = time.monotonic() + LIMIT_SECONDS
+    while not _reached(run, step) or (step > 1 and run.newest() is None):
+        if process.poll() is not None:
+            raise TrainingFailure(_last_words(process.returncode, log))
+        if time.monotonic() > until:
+            raise TrainingFailure(f"step {step} not reached in {LIMIT_SECONDS} s; see {log}")
+        time.sleep(POLL_SECONDS)
+
+
+def _reached(run: Run, step: int) -> bool:
+    return any(record["step"] >= step for record in run.read_metrics("train"))
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process after all that it started: torch gives each worker a session of its own."""
+    try:
+        root = psutil.Process(pid)
+        return [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(family: list[psutil.Process]) -> None:
+    """SIGKILL, all at once."""
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=30)
+
+
+def _last_words(status: int | None, log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if said and status == FinetuneError.exit_status:
+        return "; ".join(said)
+    # A crash: what the launcher says of it does not tell why; the lines before it do.
+    return "\n".join([f"ended with status {status}; the end of {log}:", *lines[-SHOWN_LINES:]])
+
+
+def cut(source: Run, target: Run, step: int) -> None:
+    """A copy of a run as a kill after the checkpoint of a step leaves it.
+
+    Weights are linked, not copied: no run writes into a file of a complete checkpoint.
+    """
+    shutil.rmtree(target.root, ignore_errors=True)
+    target.root.mkdir(parents=True)
+    for name in (source.recipe, source.metrics):
+        shutil.copy2(name, target.root / name.name)
+    if source.initial_adapter.exists():
+        shutil.copytree(source.initial_adapter, target.initial_adapter)
+    folder = target.checkpoint(step)
+    shutil.copytree(source.checkpoint(step), folder, copy_function=_link)
+    progress = progress_of(folder)
+    if progress.best_step == step:
+        write_json(target.best, {"step": step, "loss": progress.best_loss})
+
+
+def _link(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def steps_of(path: Path) -> dict[int, dict[str, float]]:
+    """The optimizer steps on a metrics file, by their number; a torn last line is left out."""
+    found: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if record.get("kind") == "train":
+                found[record["step"]] = record
+    return found

@@ -1,0 +1,274 @@
+"""What is proved: a recipe with its model shrunk, on this machine's copy of its tokenizer and data.
+
+What the machine does not have is stood in for, and every such thing is said in a note.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from finetune.data.chat.render import load_chat
+from finetune.data.prepare import Prepared, prepare
+from finetune.data.sources import find_source
+from finetune.errors import FinetuneError
+from finetune.models.vocabulary import check_words
+from finetune.planner.shapes import published
+from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
+from finetune.verification.proofs.fixtures import write_data, write_tokenizer
+from finetune.verification.proofs.shrink import shrink
+
+Kind = Literal["own", "lora", "qlora", "full"]
+
+SMALL_BYTES = 16 * 2**20
+"""Weights of at most so many bytes are proved as they are."""
+ROWS, EVAL_ROWS, LENGTH = 200, 8, 256
+FEWEST_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How large a proof is."""
+
+    processes: int
+    steps: int
+    own_batch: bool = False
+    """Keep the recipe's own rows, micro_rows and max_length."""
+    whole: bool = False
+    """Prove the recipe's own model, not a shrunk one."""
+
+    @property
+    def middle(self) -> int:
+        """The step of the checkpoint that other runs continue from."""
+        return self.steps // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A recipe that this machine can run in seconds, and what it differs in from the one asked."""
+
+    recipe: Recipe
+    notes: tuple[str, ...]
+    data: Prepared
+    eos: int | None = None
+
+    @property
+    def trained_tokens(self) -> tuple[int, int]:
+        """Fewest and most tokens with a loss in a row: where they differ, masks are uneven."""
+        rows = self.data.train
+        counts = [int(rows.row(index)[1].sum()) for index in range(len(rows))]
+        return min(counts), max(counts)
+
+
+def of_kind(recipe: Recipe, kind: Kind) -> Recipe:
+    """The recipe as it stands, or with LoRA, QLoRA or whole weights trained in its place."""
+    if kind == "own":
+        return recipe
+    if kind == "full":
+        return recipe.with_full_weights()
+    stored = "nf4" if kind == "qlora" else "none"
+    model = dataclasses.replace(recipe.model, quantization=stored)
+    return dataclasses.replace(recipe, model=model, adapter=recipe.adapter or LoRA(r=8))
+
+
+def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Subject:
+    """Write what the recipe needs into `folder` and point the recipe to it.
+
+    Raises:
+        FinetuneError: its data cannot be read, or with `whole` something is not on this machine.
+    """
+    notes: list[str] = []
+    tokenizer = _tokenizer(recipe.model, shape, folder / "tokenizer", notes)
+    model = _model(recipe, shape, tokenizer, folder, notes)
+    recipe = dataclasses.replace(
+        recipe,
+        model=model,
+        adapter=_adapter(recipe.adapter, shape),
+        evaluation=Evaluation(every=shape.middle),
+        saving=Saving(every=shape.middle, keep=shape.steps),
+        optim=_optim(recipe.optim, notes),
+        max_steps=shape.steps,
+        trackers=(),
+        batch=_batch(recipe.batch, shape),
+    )
+    recipe = _with_data(recipe, shape, folder, notes)
+    if tokenizer.chat_template is None and model.chat_template is None:
+        model = dataclasses.replace(model, chat_template="plain")
+        recipe = dataclasses.replace(recipe, model=model)
+        notes.append("the tokenizer has no chat template: plain is used")
+    return _prepared(recipe, tokenizer, cache, notes)
+
+
+def _prepared(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, notes: list[str]
+) -> Subject:
+    """Read the data once here: its rows are what the check of the result is made with."""
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    found = prepare(recipe, chat, cache)
+    if len(found.train) < FEWEST_ROWS and recipe.batch.overlong == "drop":
+        recipe = recipe.with_batch(overlong="truncate")
+        notes.append(f"nearly all rows are longer than {recipe.batch.max_length}: they are cut")
+        found = prepare(recipe, chat, cache)
+    subject = Subject(recipe, (), found, tokenizer.eos_token_id)
+    fewest, most = subject.trained_tokens
+    notes.append(f"{len(found.train)} rows with {fewest} to {most} trained tokens each")
+    return dataclasses.replace(subject, notes=tuple(notes))
+
+
+def _tokenizer(
+    model: Model, shape: Shape, folder: Path, notes: list[str]
+) -> PreTrainedTokenizerBase:
+    name = model.tokenizer or model.name
+    try:
+        if name is None:
+            raise FinetuneError("model.tokenizer: none; name a folder or a hub id")
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+        )
+        return check_words(tokenizer)
+    except (OSError, ValueError, KeyError) as error:
+        if shape.whole:
+            raise FinetuneError(
+                f"model.tokenizer: '{name}' is not on this machine; --full proves the real model"
+            ) from error
+    notes.append(f"the tokenizer of {name} is not on this machine: one is trained for the proof")
+    write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+# The model ---------------------------------------------------------------------------------------
+
+
+def _model(
+    recipe: Recipe,
+    shape: Shape,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    notes: list[str],
+) -> Model:
+    model = recipe.model
+    if shape.whole:
+        return model
+    if model.name is not None and _weight_bytes(Path(model.name)) <= SMALL_BYTES:
+        notes.append(f"{model.name} is small: it is proved as it is")
+        return dataclasses.replace(
+            model, name=str(Path(model.name).resolve()), attention=_attention(model)
+        )
+    fields = shrink(_config(model, notes), len(tokenizer), recipe.batch.max_length)
+    fields |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    home = folder / "model"
+    tokenizer.save_pretrained(home)
+    common = dataclasses.replace(model, attention=_attention(model), revision=None)
+    if model.attention not in ("sdpa", "eager"):
+        notes.append(f"attention: sdpa in place of {model.attention}")
+    if model.config is not None:
+        return dataclasses.replace(common, config=fields, tokenizer=str(home.resolve()))
+    torch.manual_seed(recipe.seed)
+    config = AutoConfig.for_model(**fields)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
+    return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
+
+
+def _attention(model: Model) -> Literal["sdpa", "eager"]:
+    """The recipe's own where every machine has it; else sdpa."""
+    return "eager" if model.attention == "eager" else "sdpa"
+
+
+def _weight_bytes(folder: Path) -> float:
+    """Size of a local folder's weights; infinite where there are none."""
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return sum(file.stat().st_size for file in files) if files else float("inf")
+
+
+def _config(model: Model, notes: list[str]) -> dict[str, Any]:
+    """The architecture's fields: the recipe's, this machine's, the published ones, or a Llama's."""
+    if model.config is not None:
+        return AutoConfig.for_model(**model.config).to_dict()
+    assert model.name is not None
+    try:
+        return AutoConfig.from_pretrained(
+            model.name,
+            revision=model.revision or "main",
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+        ).to_dict()
+    except (OSError, ValueError):
+        known = published.find(model.name)
+    if known is not None:
+        notes.append(f"{model.name} is not on this machine: its architecture is the published one")
+        return AutoConfig.for_model(**known).to_dict()
+    notes.append(f"{model.name} is not on this machine: a small Llama stands in for it")
+    return AutoConfig.for_model("llama", tie_word_embeddings=True).to_dict()
+
+
+def _adapter(adapter: LoRA | None, shape: Shape) -> LoRA | None:
+    if adapter is None or shape.whole or not adapter.layers_to_transform:
+        return adapter
+    kept = tuple(layer for layer in adapter.layers_to_transform if layer < 2)
+    return dataclasses.replace(adapter, layers_to_transform=kept)
+
+
+# Batch, optimizer, data --------------------------------------------------------------------------
+
+
+def _batch(batch: Batch, shape: Shape) -> Batch:
+    """Two rows at a time and two micro-batches a process, or the recipe's own batch."""
+    if shape.own_batch:
+        return batch
+    length = batch.max_length if shape.whole else min(batch.max_length, LENGTH)
+    overlong = "drop" if batch.overlong == "error" else batch.overlong
+    return dataclasses.replace(
+        batch, rows=4 * shape.processes, micro_rows=2, max_length=length, overlong=overlong
+    )
+
+
+def _optim(optim: Optim, notes: list[str]) -> Optim:
+    if optim.lr_scaling == "none":
+        return optim
+    notes.append(
+        f"optim.lr_scaling={optim.lr_scaling} asks for another step on more processes: it is off"
+    )
+    return dataclasses.replace(optim, lr_scaling="none")
+
+
+def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> Recipe:
+    """The first rows of the recipe's data and evaluation data, or generated ones."""
+    train, held_out = _local(recipe.data, ROWS), _local(recipe.eval_data, EVAL_ROWS)
+    if not train:
+        named = ", ".join(data.source for data in recipe.data)
+        if shape.whole:
+            raise FinetuneError(f"data: {named} is not on this machine; --full takes the real data")
+        absent = f"{named} is not on this machine" if recipe.data else "no data is named"
+        notes.append(f"{absent}: rows are generated")
+        text = recipe.method == "pretrain"
+        write_data(folder / "rows.jsonl", text)
+        rows = str((folder / "rows.jsonl").resolve())
+        train, held_out = (Data(rows, "text" if text else "messages"),), ()
+    eval_rows = None if held_out else EVAL_ROWS
+    return dataclasses.replace(recipe, data=train, eval_data=held_out, eval_rows=eval_rows)
+
+
+def _local(section: Iterable[Data], rows: int) -> tuple[Data, ...]:
+    """A section's sources with their first rows; nothing where one is not on this machine."""
+    found: list[Data] = []
+    for data in section:
+        try:
+            if not find_source(data).files:
+                return ()
+        except FinetuneError:
+            return ()
+        path = Path(data.source).expanduser()
+        source = str(path.resolve()) if path.exists() else data.source
+        first = min(data.first or rows, rows)
+        found.append(dataclasses.replace(data, source=source, first=first, repeat=1))
+    return tuple(found)
