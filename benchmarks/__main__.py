@@ -21,6 +21,10 @@ def main(words: Sequence[str]) -> int:
         from benchmarks import kills  # imports torch, which the other parts do in their own time
 
         return kills.main(words[1:])
+    if words and words[0] == "fuzz":
+        from benchmarks.fuzz import command as fuzz
+
+        return fuzz.main(words[1:], RESULTS)
     if words and words[0] == "models":
         from benchmarks import models
 
@@ -73,9 +77,8 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    also = (
-        f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `kills`, `peers` have own options"
-    )
+    also = f"of {', '.join(PARTS)}; else {' and '.join(EVERYDAY)}; `fuzz`, `kills` and `peers` "
+    also += "have options of their own"
     parser.add_argument("parts", nargs="*", metavar="PART", help=also)
     parser.add_argument("--gpu", action="store_true", help="a larger model in bf16, on GPUs")
     parser.add_argument("--rows", type=positive, default=data.ROWS, help="rows of data to prepare")

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
-
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, one_line
 from finetune.process.rendezvous import world
+from finetune.process.yaml_text import read_yaml
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
 Shard = Literal["none", "optimizer", "grads", "params"]
@@ -117,8 +116,12 @@ def find(name: str) -> Path:
 
 
 def describe(name: str) -> str:
-    """The comment that a backend's file begins with."""
-    return find(name).read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
+    """The comment that a backend's file begins with; of one that cannot be read, the reason."""
+    try:
+        first = find(name).read_text(encoding="utf-8").split("\n")[0]
+    except (OSError, ValueError) as error:
+        return one_line(f"(cannot be read: {error})")
+    return first.removeprefix("#").strip()
 
 
 def load(name: str) -> Backend:
@@ -129,8 +132,8 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        read = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise FinetuneError(f"{path}: not YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")

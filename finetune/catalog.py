@@ -19,8 +19,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from finetune import extensions
-from finetune.errors import FURTHER, FinetuneError, did_you_mean, problems
+from finetune.errors import FURTHER, FinetuneError, did_you_mean, one_line, problems
 from finetune.methods import METHODS
+from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
 
 FREE_TO_CHANGE = {
@@ -63,10 +64,16 @@ def names() -> dict[str, Path]:
 
 
 def describe(path: Path) -> str:
-    """The first line of a recipe's docstring or leading comment, without running it."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    """The first line of a recipe's docstring or leading comment, without running it.
+
+    Of a file that cannot be read, which must not hide the others from a list: the reason.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return one_line(f"(cannot be read: {error})")
     first = text.lstrip().split("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
@@ -109,8 +116,8 @@ def load(path: Path) -> Recipe:
         return _from_python(path)
     try:
         text = path.read_text(encoding="utf-8")
-        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, ExactNumbers)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        fields = json.loads(text) if path.suffix == ".json" else read_yaml(text, ExactNumbers)
+    except (OSError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     return from_fields(fields, str(path))
 
@@ -120,7 +127,7 @@ def _from_python(path: Path) -> Recipe:
         defined = runpy.run_path(str(path))
     except FinetuneError as error:
         raise FinetuneError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    except Exception as error:  # a person's program: whatever it raises is about this file
+    except (Exception, SystemExit) as error:  # whatever a user's program raises is about it
         lines = [line for name, line in _places(error) if name == str(path)]
         where = f"{path}:{lines[-1]}" if lines else str(path)
         raise FinetuneError(f"{where}: {type(error).__name__}: {error}") from None
@@ -300,8 +307,8 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
     with contextlib.suppress(ValueError):
         yield float(text)
     for loader in (ExactNumbers, yaml.BaseLoader) if text[:1] in ("[", "{") else ():
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-            yield yaml.load(text, loader)
+        with contextlib.suppress(ValueError):
+            yield read_yaml(text, loader)
     if text.startswith("("):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             yield list(ast.literal_eval(text))

@@ -25,8 +25,11 @@ class FinetuneError(Exception):
     exit_status = 2
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = tuple(one_line(problem) for problem in problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        return type(self), self.problems  # between processes too, each problem is a line
 
 
 class TrainingFailure(FinetuneError):
@@ -62,6 +65,26 @@ def of_a_file(error: OSError) -> str | None:
 
 LONG = 400
 """Characters of a file's name that a message shows."""
+LONGEST = 4000
+"""Characters of a problem that are told, whatever it quotes."""
+
+
+def one_line(problem: str) -> str:
+    """A problem in one line that a terminal shows as it is, its middle left out where it is long.
+
+    Names, values and errors of libraries come from files of strangers: they hold line ends, half
+    characters, and codes that would move a terminal's cursor.
+    """
+    if len(problem) > LONGEST:
+        cut = LONGEST // 2
+        left = f" [{len(problem) - 2 * cut:,} characters left out] "
+        problem = problem[:cut] + left + problem[-cut:]
+    if problem.isprintable():
+        return problem
+    words = " ".join(line.strip() for line in problem.splitlines() if line.strip())
+    return "".join(
+        each if each.isprintable() else repr(each)[1:-1] for each in words.replace("\t", " ")
+    )
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:

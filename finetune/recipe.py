@@ -28,7 +28,7 @@ STRICT = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
 )
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=10**12)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 

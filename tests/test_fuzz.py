@@ -1,275 +1,273 @@
-"""Whatever a file holds, the answer is a value or a FinetuneError, in time; never another error.
+"""Whatever a file holds, it is read or refused by name, in time; never with another error.
 
-A few cases of each kind run every day; marked slow are 2,600 of each of the eight kinds, 20,800.
+A few cases of each subject run every day, and more are marked slow; with a number of cases and a
+seed of one's own: `python -m benchmarks fuzz --cases 100000 --seed 0`.
 """
 
-import contextlib
-import copy
-import datetime
-import json
-import tempfile
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import pyarrow
 import pytest
-import yaml
-from conftest import build_tokenizer, conversations
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from conftest import ROOT
 
+from benchmarks.fuzz import cases, changes
+from benchmarks.fuzz.command import shares
+from benchmarks.fuzz.subjects import Subject, build, subjects
 from finetune import backend, catalog
-from finetune.data.chat.render import load_chat
-from finetune.data.formats import FORMATS
-from finetune.data.prepare import prepare
-from finetune.errors import FinetuneError
-from finetune.methods import SFT
-from finetune.recipe import Data
-from finetune.runs.manifest import damage
-from finetune.runs.metrics import KINDS, Metrics, read_history
-from finetune.runs.run import Run
+from finetune.cli.main import main
+from finetune.data.files import read_file
+from finetune.errors import LONGEST, FinetuneError, one_line
+from finetune.process.yaml_text import MOST_VALUES, NotYAML, read_yaml
 
-QUICK, MANY = 60, 2_600
-SECONDS = 10
-"""A case takes milliseconds; one that takes so long counts as a hang."""
-
-SCRATCH = Path(tempfile.mkdtemp(prefix="finetune-fuzz-"))
-TOKENIZER = build_tokenizer(["hello there"])
-
-# Values.
-
-numbers = st.integers() | st.floats() | st.just(10**400) | st.just(-1)
-texts = st.text(max_size=12) | st.sampled_from(["", "\0", "../..", "1e5", "null", "é", "\ud800"])
-leaves = st.none() | st.booleans() | numbers | texts
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
-    max_leaves=8,
-)
+NAMES = (
+    "recipes", "overrides", "plans", "backends", "reports", "cards", "resumed", "manifests",
+    "proofs", "data", "asked", "templates", "prepared", "models", "adapters", "exports", "starts",
+)  # fmt: skip
+QUICK, MANY = 600, 6_000
+"""Cases of all subjects together."""
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything inside a JSON value."""
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, list):
-        inner = list(enumerate(value))
-    else:
-        inner = []
-    return [path, *(p for key, each in inner for p in places(each, (*path, key)))]
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
 
 
-@st.composite
-def changed(draw: st.DrawFn, valid: Any) -> Any:
-    """A valid value with up to three of its places replaced, removed, or given a new neighbour."""
-    value = copy.deepcopy(valid)
-    for _ in range(draw(st.integers(0, 3))):
-        path = draw(st.sampled_from(places(value)))
-        if not path:
-            return draw(values)
-        place = value
-        for key in path[:-1]:
-            place = place[key]
-        match draw(st.sampled_from(["replace", "remove", "add"])):
-            case "replace":
-                place[path[-1]] = draw(values)
-            case "remove":
-                del place[path[-1]]
-            case "add" if isinstance(place, dict):
-                place[draw(texts)] = draw(values)
-    return value
+@pytest.fixture(scope="module")
+def every(home: Path) -> Iterator[dict[str, Subject]]:
+    before = dict(os.environ)
+    os.environ |= {"FINETUNE_CACHE": str(home / "own"), "HF_HUB_OFFLINE": "1"}
+    try:
+        build(home)
+        yield subjects(home)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def torn(text: st.SearchStrategy[str]) -> st.SearchStrategy[bytes]:
-    """The bytes of a text, whole, cut, or with some of them changed."""
-
-    @st.composite
-    def build(draw: st.DrawFn) -> bytes:
-        content = bytearray(draw(text).encode("utf-8", "surrogatepass"))
-        if draw(st.booleans()):
-            content = content[: draw(st.integers(0, len(content)))]
-        for _ in range(draw(st.integers(0, 2)) if content else 0):
-            content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
-        return bytes(content)
-
-    return build()
+def check(every: dict[str, Subject], name: str, count: int, seed: int) -> None:
+    found = cases.run_cases(name, every[name], seed, range(max(3, shares(every, count)[name])))
+    assert [str(fault) for fault in found.faults] == []
 
 
-def as_json(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[str]:
-    return strategy.map(lambda value: json.dumps(value))
+def test_every_subject_has_its_tests(every: dict[str, Subject]) -> None:
+    assert tuple(every) == NAMES
 
 
-def write(name: str, content: bytes) -> Path:
-    path = SCRATCH / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_is_not_changed_is_read(every: dict[str, Subject], name: str) -> None:
+    files = every[name].files
+    for path in files[:1] if name == "starts" else files:  # each start reads all of them
+        every[name].read(path)
 
 
-# Kinds: how a case is made, and what reads it.
-
-FIELDS = catalog.to_fields(SFT().with_data(Data("d.jsonl", "messages")).with_lora())
-
-
-def read_recipe(content: bytes) -> None:
-    catalog.load(write("recipe.json", content))
-
-
-def read_yaml(content: bytes) -> None:
-    recipe = catalog.load(write("recipe.yaml", content))
-    assert not catalog.differences(recipe, catalog.from_fields(catalog.to_fields(recipe)))
-
-
-def read_overrides(pairs: list[str]) -> None:
-    catalog.override(catalog.from_fields(FIELDS), pairs)
-
-
-BACKEND = (Path(__file__).parent.parent / "accelerate_configs/zero3_offload.yaml").read_text()
-
-
-def read_backend(content: bytes) -> None:
-    backend.load(str(write("backend.yaml", content)))
-
-
-ROWS = {
-    "messages": {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    },
-    "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    "alpaca": {"instruction": "a", "input": "b", "output": "c"},
-    "text": {"text": "a"},
-}  # fmt: skip
-
-
-@st.composite
-def data_files(draw: st.DrawFn) -> tuple[str, str, bytes]:
-    """A format, the ending of a file's name, and its content."""
-    name = draw(st.sampled_from(sorted(FORMATS)))
-    rows = changed(ROWS.get(name, ROWS["messages"]))
-    ending = draw(st.sampled_from(["jsonl", "json", "csv", "txt", "parquet"]))
-    lines = st.lists(as_json(rows), max_size=3)
-    joined = lines.map(
-        lambda given: "\n".join(given) if ending != "json" else f"[{','.join(given)}]"
-    )
-    return name, ending, draw(torn(joined))
-
-
-def read_data(case: tuple[str, str, bytes]) -> None:
-    name, ending, content = case
-    path = write(f"data.{ending}", content)
-    prepare(SFT().with_data(Data(str(path), name)), load_chat(TOKENIZER, "chatml"), SCRATCH)
-
-
-PIECES = [
-    "{% for message in messages %}", "{% endfor %}", "{{ message['role'] }}",
-    "{{ message.content }}", "<|im_start|>", "<|im_end|>", "{% if add_generation_prompt %}",
-    "{% endif %}", "{{ bos_token }}",
-    "{{ messages[9].content }}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}",
-    "{{ message.content[::0] }}", "{{ ''.__class__.__mro__ }}", "{% set x = 1 %}", "{{ none.x.y }}",
-    "{% generation %}", "{% endgeneration %}", "{{ messages | tojson }}", "{{ namespace }}", "{{",
-    "}}",
-    "{% include 'x' %}", "{% import 'os' as os %}", "{{ message | upper }}", "text", "\n", "é",
-]  # fmt: skip
-templates = st.lists(st.sampled_from(PIECES), max_size=9).map("".join) | st.text(max_size=20)
-
-
-def read_template(template: str) -> None:
-    path = write("template.jinja", template.encode("utf-8", "surrogatepass"))
-    chat = load_chat(TOKENIZER, str(path))
-    rows = "".join(json.dumps({"messages": row}) + "\n" for row in conversations(2))
-    data = write("chat.jsonl", rows.encode())
-    prepare(SFT().with_data(Data(str(data), "messages")), chat, SCRATCH)
-
-
-MANIFEST = {
-    "format": 1,
-    "step": 3,
-    "progress": {"step": 3, "best_loss": None, "best_step": None, "stale": 0, "skipped": 0},
-    "backend": "single",
-    "processes": 1,
-    "shapes": {"w": [2, 3]},
-    "scalars": {"w": {"step": 3.0}},
-    "files": {"state/w": {"bytes": 1, "sha256": "00"}},
-}
-
-
-def read_manifests(content: bytes) -> None:
-    damage(write("step-00000003/manifest.json", content).parent)
-
-
-TRAINED = {
-    "kind": "train", "step": 1, "time": 1.0, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1,
-    "trained_tokens": 1, "real_tokens": 1, "slots": 1, "seconds": 1.0, "tokens_per_second": 1.0,
-    "memory": 1, "epoch": 0.5,
-}  # fmt: skip
-
-
-def read_metrics(content: bytes) -> None:
-    run = Run(SCRATCH / "run")
-    write("run/metrics.jsonl", content)
-    history = read_history(run)
-    assert history.step >= 0
-    assert history.seconds is not None
-    assert history.peak_memory >= 0
-    assert history.best is None or history.evaluated
-    write("run/metrics.jsonl", content)
-    Metrics(run, speaks=True).resume_at(5)
-
-
-CASES: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None]]] = {
-    "recipes": (torn(as_json(changed(FIELDS))), read_recipe),
-    "YAML": (torn(changed(FIELDS).map(yaml.safe_dump) | st.text(max_size=40)), read_yaml),
-    "overrides": (
-        st.lists(
-            st.tuples(
-                st.sampled_from([".".join(map(str, p)) for p in places(FIELDS)]) | texts,
-                as_json(values) | texts,
-            ).map("=".join),
-            max_size=3,
-        ),
-        read_overrides,
-    ),
-    "backends": (torn(changed(yaml.safe_load(BACKEND)).map(yaml.safe_dump)), read_backend),
-    "data": (data_files(), read_data),
-    "templates": (templates, read_template),
-    "manifests": (torn(as_json(changed(MANIFEST))), read_manifests),
-    "metrics": (
-        torn(
-            st.lists(
-                as_json(changed(TRAINED) | st.sampled_from([{"kind": kind} for kind in KINDS])),
-                max_size=4,
-            ).map("\n".join)
-        ),
-        read_metrics,
-    ),
-}  # fmt: skip
-
-
-def run_cases(kind: str, count: int) -> None:
-    strategy, read = CASES[kind]
-
-    @settings(
-        max_examples=count,
-        deadline=datetime.timedelta(seconds=SECONDS),
-        database=None,
-        derandomize=True,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def check(case: Any) -> None:
-        with contextlib.suppress(FinetuneError):
-            read(case)
-
-    check()
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_a_file_of_any_content_is_read_or_refused(kind: str) -> None:
-    run_cases(kind, QUICK)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_file_is_read_or_refused(every: dict[str, Subject], name: str) -> None:
+    check(every, name, QUICK, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CASES)
-def test_thousands_of_files_of_any_content_are_read_or_refused(kind: str) -> None:
-    run_cases(kind, MANY)
+@pytest.mark.parametrize("name", NAMES)
+def test_many_changed_files_are_read_or_refused(every: dict[str, Subject], name: str) -> None:
+    check(every, name, MANY, seed=2)
+
+
+def test_a_case_is_made_again_from_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"b": [2, 3]}\n')
+    content = path.read_bytes()
+    made = [
+        changes.change(cases.generator(0, "data", number), path.name, content)
+        for number in (*range(40), *range(40))
+    ]
+    assert made[:40] == made[40:]
+    assert len(set(made[:40])) > 30
+
+
+def test_a_reader_that_fails_hangs_or_takes_memory_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1}')
+
+    def hang(_: Path) -> None:
+        while True:
+            time.process_time()
+
+    def leave(_: Path) -> None:
+        raise SystemExit(0)
+
+    readers = {
+        "KeyError": lambda _: {}["a"],
+        "Hung": hang,
+        "MemoryError": lambda _: bytearray(1 << 33),
+        "SystemExit": leave,
+    }
+    monkeypatch.setattr(cases, "SECONDS", 0.3)
+    for kind, read in readers.items():
+        found = cases.run_case(kind, Subject([path], read, 1), 0, 0)
+        assert isinstance(found, cases.Fault)
+        assert found.kind.startswith(f"{kind} at ")
+        assert path.read_text() == '{"a": 1}'
+    assert cases.run_case("read", Subject([path], lambda _: None, 1), 0, 0) == "read"
+
+
+# YAML.
+
+
+def doubled(levels: int, form: str) -> str:
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, levels):
+        inner = ", ".join(form.format(number, level - 1) for number in range(9))
+        lines.append(f"a{level}: &a{level} " + (f"{{{inner}}}" if ":" in form else f"[{inner}]"))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: &a [*a]", "line 1: *a stands inside of what it names"),
+        ("a: &a\n  b: {c: *a}", "line 2: *a stands inside of what it names"),
+        (doubled(30, "*a{1}"), f"more than {MOST_VALUES:,} values"),
+        (doubled(30, "k{0}: *a{1}"), f"more than {MOST_VALUES:,} values"),
+        ("a: &a {b: 1}\nc: *b", "line 2 column 4: found undefined alias 'b'"),
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands there a second time"),
+        ("a: [", "line "),
+        ("[" * 100_000, "line 1: more than 50 levels of lists and maps"),
+        ("- " * 100_000, "line 1: more than 50 levels of lists and maps"),
+        ("a: " + "x" * 2_000_000, "2,000,003 characters, expected at most 1,048,576"),
+        ("a: !!timestamp x", "a value is not of the kind of its tag"),
+        ("a: !!bool x", "a value is not of the kind of its tag"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
+        ("a: \x07", "characters are not allowed"),
+    ],
+)  # fmt: skip
+def test_yaml_that_has_no_end_or_is_none_is_refused_quickly(text: str, told: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(NotYAML) as refused:
+        read_yaml(text)
+    assert time.process_time() - begun < 5
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_yaml_with_aliases_that_end_is_read() -> None:
+    text = "a: &a {x: 1, y: &y [2]}\nb: *a\nc: {<<: *a, x: 3}\nd: [*y, *y]"
+    assert read_yaml(text) == {
+        "a": {"x": 1, "y": [2]}, "b": {"x": 1, "y": [2]}, "c": {"x": 3, "y": [2]}, "d": [[2], [2]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", doubled(30, "*a{1}"), "method: !!bool x"])
+def test_recipes_and_backends_of_such_yaml_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    for read in (lambda: catalog.load(path), lambda: backend.load(str(path))):
+        with pytest.raises(FinetuneError) as refused:
+            read()
+        assert str(refused.value).startswith(f"{path}: ")
+    recipe = catalog.load(ROOT / "recipes/quickstart.py")
+    with pytest.raises(FinetuneError, match=r"override: model\.config"):
+        catalog.override(recipe, [f"model.config={{b: {text.splitlines()[0][3:]}, c: &b [*b]}}"])
+
+
+# Messages.
+
+
+def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is() -> None:
+    assert one_line("a: 'b' is wrong") == "a: 'b' is wrong"
+    assert one_line("first\n  second\r\n\n\tthird\n") == "first second third"
+    assert one_line("\x1b[2J\ud800\u202e\0") == "\\x1b[2J\\ud800\\u202e\\x00"
+    long = one_line("x" * 100_000)
+    assert len(long) < LONGEST + 50
+    assert "[96,000 characters left out]" in long
+    error = FinetuneError("a\nb", "c")
+    assert error.problems == ("a b", "c")
+    assert str(error) == "a b\nc"
+
+
+# What libraries make of files.
+
+
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -> None:
+    """pyarrow would end the process where it makes a text of them."""
+    good = pyarrow.array(["ab", "cd"])
+    offsets = pyarrow.array([0, -5, 4], pyarrow.int32()).buffers()[1]
+    torn = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, good.buffers()[2]])
+    beyond = pyarrow.array([0, 9, 2], pyarrow.int32()).buffers()[1]
+    lists = pyarrow.Array.from_buffers(
+        pyarrow.list_(pyarrow.string()), 2, [None, beyond], children=[good]
+    )
+    path = tmp_path / "a.arrow"
+    for column in (torn, lists, pyarrow.StructArray.from_arrays([torn], ["x"])):
+        batch = pyarrow.RecordBatch.from_arrays([column], ["text"])
+        with pyarrow.ipc.new_stream(path, batch.schema) as stream:
+            stream.write_batch(batch)
+        with pytest.raises(FinetuneError, match="it is not a whole Arrow file"):
+            list(read_file(path))
+
+
+def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "r.py"
+    path.write_text("x = 1\nraise SystemExit(0)\n")
+    with pytest.raises(FinetuneError, match=r"r\.py:2: SystemExit: 0"):
+        catalog.load(path)
+
+
+def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in (
+        ("recipes/broken.py", b"x = (\n"), ("recipes/bytes.yaml", b"# \xff\n"),
+        ("accelerate_configs/bytes2.yaml", b"# \xff\n"),
+    ):  # fmt: skip
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out
+    assert "(cannot be read: '(' was never closed" in told
+    assert told.count("(cannot be read: 'utf-8' codec") == 2
+    assert "quickstart" in told
+
+
+# Places that cannot be read or written.
+
+NOBODY = {"FINETUNE_CACHE": "~nobody-of-this-name/cache"}
+ASKED = "eval HOME/run --limit 1 --max-new-tokens 1"
+PLACES: list[tuple[str, int, str, dict[str, str]]] = [
+    ("inspect RECIPE --html /dev/full", 2, "No space left on device", {}),
+    ("inspect RECIPE --html HOME/data.jsonl/x.html", 2, "Not a directory", {}),
+    ("inspect RECIPE", 2, "there is no place for the cache", NOBODY),
+    ("inspect RECIPE", 2, "cannot write the prepared data", {"FINETUNE_CACHE": "/proc/x"}),
+    (f"{ASKED} --samples /dev/full", 2, "No space left on device", {}),
+    (f"{ASKED} --samples HOME/model", 2, "Is a directory", {}),
+    (ASKED, 2, "there is no place for the cache", NOBODY),
+    ("eval HOME/run --data HOME/none.jsonl", 2, "no such file or folder", {}),
+    ("export HOME/run --to /proc/x", 1, "could not be written", {}),
+    ("export HOME/run --to HOME/data.jsonl/x", 1, "could not be written", {}),
+    ("export HOME/run --to HOME/data.jsonl", 2, "exists and is not a folder", {}),
+    ("chat HOME/data.jsonl --prompt a", 2, "no such folder", {}),
+    ("chat HOME/data --prompt a", 2, "neither a model", {}),
+    ("report HOME/model", 2, "not a run directory", {}),
+    ("report HOME/run --proof HOME/model", 2, "no proof can be read there", {}),
+    ("prove RECIPE --backends single --output /proc/x", 2, "cannot be written", {}),
+    ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "cannot be written", {}),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "told", "variables"), PLACES)
+def test_a_place_that_cannot_be_used_is_told_in_one_line(
+    every: dict[str, Subject], home: Path, words: str, status: int, told: str,
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert every
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    named = words.replace("RECIPE", "HOME/recipes/recipe.json").replace("HOME", str(home))
+    assert main(named.split()) == status
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert told in errors[0]

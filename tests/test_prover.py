@@ -322,14 +322,20 @@ def test_a_machine_without_deepspeed_proves_the_rest_and_ends_with_1(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_a_proof_with_every_process_of_it(
     tiny: Tiny, tmp_path: Path, number: int, status: int
 ) -> None:
     output = tmp_path / "proof"
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**LORA))
     words = ["prove", str(recipe), "--backends", "ddp,fsdp_full_shard", "--jobs", "2"]
-    process = start([*words, "--output", str(output)], tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
+    try:
+        process = start([*words, "--output", str(output)], tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     root = psutil.Process(process.pid)
     seen: set[psutil.Process] = set()
 

@@ -475,6 +475,40 @@ def test_markdown_in_the_record_stays_text(tmp_path: Path) -> None:
     assert code("`") == "`` ` ``"
 
 
+def test_pages_name_no_folders_of_the_machine_and_no_secrets(tmp_path: Path) -> None:
+    token = "hf_" + "a" * 30
+    model = {
+        "name": str(tmp_path / "home/base"),
+        "adapter": str(tmp_path / "home/older"),
+        "chat_template": "~/templates/mine.jinja",
+        "chat_template_kwargs": {"enable_thinking": False, "key": token, "style": "<b>|`"},
+    }
+    data = [
+        {"source": "/mnt/secret/a.jsonl", "format": "text"},
+        {"source": "../private/b.jsonl", "format": "text"},
+        {"source": f"https://me:{token}@host/c.jsonl", "format": "text"},
+        {"source": "C:\\private\\d.jsonl", "format": "text"},
+    ]
+    adapter = RECIPE["adapter"] | {"targets": f"/mnt/{token}"}
+    recipe = RECIPE | {"model": model, "data": data, "adapter": adapter}
+    run = write_run(tmp_path / "run", whole_run(), recipe)
+    card = write_card(run, tmp_path / "out").read_text()
+    page = report(run).read_text()
+    for text in (card, page):
+        for hidden in (str(tmp_path), "/mnt", "private", "templates/", token):
+            assert hidden not in text
+        for shown in ("a.jsonl", "b.jsonl", "host/c.jsonl", "d.jsonl", "older", "enable_thinking"):
+            assert shown in text
+    for line in (
+        "| Chat template | `enable_thinking=false` |",
+        "| Chat template | `key=***` |",
+        "| Chat template | `` style=<b>\\|` `` |",
+        "| Trained further from | `older` |",
+    ):
+        assert line in card.splitlines()
+    assert "<b>|" not in page
+
+
 @pytest.mark.parametrize("kind", ["adapter", "model"])
 def test_the_cards_code_loads_what_lies_beside_it(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

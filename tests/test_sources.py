@@ -10,9 +10,11 @@ from typing import Any
 
 import pyarrow
 import pytest
+from small_tokenizer import small_tokenizer
 from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 
 from finetune.data.audit import describe, mistakes
+from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
@@ -277,6 +279,31 @@ def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
         f"{source} row 1: columns names 'prompt' 'question', but the row has a column of that "
         'name too; leave that one out: {"question": null}'
     ]
+
+
+def test_the_name_of_who_speaks_is_read_by_the_template_or_named(tmp_path: Path):
+    """A template with tools has the word `name` in it, and need not read that of a message."""
+    chatml = load_chat(small_tokenizer(), "chatml").template or ""
+    of_tools = "{#- tool.function.name and message['name'] -#}" + chatml
+    of_speakers = chatml.replace(
+        "+ message.role + '\\n'",
+        "+ message.role + (' ' + message.name if message.name else '') + '\\n'",
+    )
+    assert of_speakers != chatml
+    named = {"role": "user", "content": "Hi", "name": "Ann"}
+    rows = [{"messages": [each, {"role": "assistant", "content": "Bye"}]}
+            for each in (named, named | {"name": ""}, named | {"name": "Bob"})]  # fmt: skip
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    for number, (template, unread) in enumerate(
+        ((chatml, {"messages[].name": 2}), (of_tools, {"messages[].name": 2}), (of_speakers, {}))
+    ):
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+        chat = load_chat(small_tokenizer(), str(path))
+        prepared = prepare(recipe_of(source, "messages"), chat, tmp_path / f"cache{number}")
+        assert prepared.counts["train"].get("columns_unread", {}) == unread
+        text = chat.tokenizer.decode(prepared.train.row(0)[0])
+        assert ("Ann" in text) == (not unread)
 
 
 def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path: Path):

@@ -19,8 +19,10 @@ from finetune.errors import FinetuneError
 from finetune.exporters.export import export
 from finetune.inference.generate import generate, open_model
 from finetune.models import vocabulary
+from finetune.models.model import load_tokenizer
 from finetune.planner import plan
 from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.shapes.architecture import Architecture
 from finetune.runs.run import Run
 
 ADDED = ["<think>", "</think>", " a b"]
@@ -285,3 +287,19 @@ def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
     assert tokenizer("the\n\n\n <b> x").input_ids[-3:-1] == [size, size + 1]
     recipe = catalog.resolve("quickstart", ['model.add_tokens=["\\n\\n\\n", " <b> "]'])
     assert recipe.model.add_tokens == ("\n\n\n", " <b> ")
+
+
+def test_a_plan_counts_the_rows_of_added_tokens(tiny: Tiny, tmp_path: Path) -> None:
+    def shape_of(folder: Path, *added: str) -> Architecture:
+        return model_source(ft.SFT(ft.Model(str(folder), add_tokens=added))).shape
+
+    plain, grown = shape_of(tiny.model), shape_of(tiny.model, "<x>", "<y>", "<|im_end|>")
+    tokenizer = load_tokenizer(ft.SFT(ft.Model(str(tiny.model), add_tokens=("<x>", "<y>"))))
+    assert grown.vocab == vocabulary.rows_needed(tokenizer) == plain.vocab + 2
+    assert grown.parameters == plain.parameters + 2 * 2 * plain.hidden  # embedding and head
+    roomy = Path(shutil.copytree(tiny.model, tmp_path / "roomy"))
+    config = json.loads((roomy / "config.json").read_text()) | {"vocab_size": plain.vocab + 9}
+    (roomy / "config.json").write_text(json.dumps(config))
+    assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 9
+    (roomy / "tokenizer.json").unlink()
+    assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 11

@@ -86,11 +86,17 @@ def trained_ends(rows: Rows, chat: Chat) -> tuple[int, ...]:
 
 
 def all_ends(*ends: int | Iterable[int] | None) -> list[int]:
-    """The ids of several places in ascending order, each once."""
+    """The ids of several places in ascending order, each once.
+
+    Raises:
+        FinetuneError: one of them, which a file of the model may hold, is not a number.
+    """
     found: set[int] = set()
     for each in ends:
-        if each is not None:
-            found |= {each} if isinstance(each, int) else set(each)
+        given = [] if each is None else [each] if not isinstance(each, Iterable) else list(each)
+        if not all(type(token) is int for token in given):
+            raise FinetuneError(f"generation_config.json: eos_token_id: got {each!r}, expected ids")
+        found.update(given)
     return sorted(found)
 
 

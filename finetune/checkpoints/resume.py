@@ -202,9 +202,9 @@ def finished(run: Run, plan: Plan) -> bool:
         return True
     try:
         rows = json.loads(run.data.read_text(encoding="utf-8"))["train"]["rows"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return newest >= plan.steps(rows)
+        return newest >= plan.steps(rows)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return False  # a damaged record: `claim` continues, which writes it anew
 
 
 def card(run: Run) -> Path:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
 
@@ -57,6 +59,8 @@ def _numbered(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     number = 0
     restored: dict[str, Restore] | None = None
     for batch in batches:
+        for column in batch.columns:
+            _refuse_torn(column)
         restored = restorers(batch.schema) if restored is None else restored
         for start in range(0, batch.num_rows, AT_ONCE):
             for row in _values(batch.slice(start, AT_ONCE)):
@@ -65,6 +69,41 @@ def _numbered(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
                     for name, restore in restored.items():
                         row[name] = restore(row[name])
                 yield number, row
+
+
+def _refuse_torn(column: Any) -> None:
+    """Refuse a column whose offsets lead out of its buffers: to read it would end the process.
+
+    Text that is not UTF-8 is no such damage: its row is told.
+
+    Raises:
+        pyarrow.ArrowInvalid: with what is wrong.
+    """
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        kind = column.type
+        if _is_list(kind) or pyarrow.types.is_map(kind):
+            _refuse_torn_offsets(column)
+            _refuse_torn(column.values)
+        elif pyarrow.types.is_struct(kind):
+            for number in range(kind.num_fields):
+                _refuse_torn(column.field(number))
+
+
+def _refuse_torn_offsets(column: Any) -> None:
+    """The part of `validate` that pyarrow leaves out behind text that is not UTF-8."""
+    import pyarrow
+
+    if pyarrow.types.is_fixed_size_list(column.type):
+        return  # it has none
+    offsets = column.offsets.to_numpy()
+    if (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
+        raise pyarrow.ArrowInvalid("offsets of a list lead out of its values")
 
 
 def _values(batch: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from finetune.data.chat.messages import KNOWN, Message
 from finetune.data.chat.render import Chat
+from finetune.data.columns import is_given
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
 from finetune.data.samples import Completion, Conversation, Plain, Sample, sequences_of
@@ -157,12 +158,14 @@ class Encoder:
 
     def _unread_keys(self, sample: Conversation) -> set[str]:
         """Keys of a row's messages that neither its format nor the template reads."""
-        keys = {key for message in sample.messages for key in message.keys() - KNOWN}
         templates = (self.chat.template, self.chat.tool_template)
         return {
             f"messages[].{key}"
-            for key in keys
+            for number, message in enumerate(sample.messages)
+            for key in message.keys() - KNOWN
+            if is_given(message[key])
             if not any(_mentions(template, key) for template in templates)
+            or not self.chat.reads_key(sample, number, key)
         }
 
     @cached_property

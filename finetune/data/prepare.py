@@ -117,7 +117,9 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
         train, evaluation = (
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )
-    except (OSError, ValueError, EOFError, RecursionError) as error:
+    except (
+        OSError, ValueError, EOFError, RecursionError, LookupError, TypeError, AttributeError,
+    ) as error:  # fmt: skip
         raise FinetuneError(
             f"{folder}: the prepared data is damaged ({error}); delete that folder, and the data "
             "is prepared again"

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.process.yaml_text import read_yaml
 
 KEYWORDS = {
     "train": "training|train",
@@ -140,8 +139,8 @@ def _front_matter(folder: Path) -> list[dict[str, Any]]:
     if match is None:
         return []
     try:
-        front = yaml.safe_load(match[1])
-    except yaml.YAMLError as error:
+        front = read_yaml(match[1])
+    except ValueError as error:
         raise FinetuneError(f"{card}: its front matter is not YAML: {error}") from None
     configs = front.get("configs") if isinstance(front, Mapping) else None
     if not isinstance(configs, list):

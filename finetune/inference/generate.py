@@ -17,6 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
+from finetune.checkpoints.handover import all_ends
+from finetune.data.chat.chat_templates import TEMPLATE_ERRORS
 from finetune.data.chat.template_limits import limited
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
@@ -31,7 +33,7 @@ from finetune.inference.load import (
     open_checkpoint,
     trained_dtype,
 )
-from finetune.models.load_checks import context_length, token_rows
+from finetune.models.load_checks import context_length, reading, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, open_run
@@ -133,7 +135,8 @@ def _loaded(
     network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     stops = stop_ids(network.generation_config, tokenizer)
     if settings is not None and (settings / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(settings)
+        with reading(f"{settings / 'generation_config.json'}: cannot be read"):
+            own = GenerationConfig.from_pretrained(settings)
         stops = tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
     # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
     network.generation_config = GenerationConfig()
@@ -162,11 +165,8 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """Every token that ends an answer: eos of the model and the tokenizer, and the turn's end."""
     eos = generation.eos_token_id if generation is not None else None
-    ids = set(eos) if isinstance(eos, list) else {eos}
-    ids.add(tokenizer.eos_token_id)
-    if tokenizer.chat_template is not None:
-        ids.add(turn(tokenizer).end)
-    return tuple(sorted(id for id in ids if id is not None))
+    end = turn(tokenizer).end if tokenizer.chat_template is not None else None
+    return tuple(all_ends(eos, tokenizer.eos_token_id, end))
 
 
 def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
@@ -182,10 +182,15 @@ def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Conversation, header: bool) -> str:
-    with limited():
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=header
-        )
+    try:
+        with limited():
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=header,
+            )
+    except TEMPLATE_ERRORS as error:
+        raise FinetuneError(f"chat template: it refuses this conversation: {error}") from None
     return str(text)
 
 

@@ -28,13 +28,13 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.checkpoints.pretrained import forget_stored_form
 from finetune.errors import FinetuneError
-from finetune.models.load_checks import unfilled, unread
+from finetune.models.load_checks import reading, unfilled, unread
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
 from finetune.recipe import Recipe
 from finetune.runs.manifest import differing, read_manifest
-from finetune.runs.run import Run
+from finetune.runs.run import Run, of_record
 
 Step = int | Literal["best", "last"]
 
@@ -100,11 +100,8 @@ def open_checkpoint(run: Run, step: Step | None = None) -> Path:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    try:
+    with reading(f"{name}: no tokenizer could be loaded"):
         return check_words(AutoTokenizer.from_pretrained(str(name)))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise FinetuneError(f"{name}: no tokenizer could be loaded: {reason}") from None
 
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
@@ -115,10 +112,8 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
         if "model_type" not in fields:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
         return AutoConfig.for_model(**fields)
-    try:
+    with reading(_unloadable(model.name)):
         return _config(model.name, model.revision, model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _unloadable(model.name, error) from None
 
 
 def _config(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
@@ -188,7 +183,7 @@ def load_weights(
     """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
-    try:
+    with reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name),
@@ -204,8 +199,6 @@ def load_weights(
             **loading_arguments(fields, quantization, dtype),
             device_map=device if device == "auto" else {"": device},
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise _unloadable(name, error) from None
     model, info = loaded
     unused, _ = unread(info, model)
     problems = unfilled(info) + unused
@@ -227,16 +220,16 @@ def _attention(asked: str | None, device: str) -> str | None:
     return asked if asked == "eager" or (asked != "sdpa" and on_gpu) else None
 
 
-def _unloadable(name: str | Path, error: Exception) -> FinetuneError:
-    reason = str(error).strip().split("\n")[0]
-    return FinetuneError(f"model.name: '{name}' could not be loaded: {reason}")
+def _unloadable(name: str | Path) -> str:
+    return f"model.name: '{name}' could not be loaded"
 
 
 def trained_dtype(run: Run) -> torch.dtype | None:
     """What the run computed with, and so what its base was quantised from; None before it ran."""
     if not run.realised.is_file():
         return None
-    precision = json.loads(run.realised.read_text())["mixed_precision"]
+    with of_record(run.realised):
+        precision = json.loads(run.realised.read_text())["mixed_precision"]
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
@@ -268,7 +261,8 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
         )
     if not recompute:
         config = plain_lora(config)
-    peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
+    with reading(f"{adapter}: PEFT cannot load it"):
+        peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
     if not recompute and initial is not None:
         _take_out(peft_model, load_file(initial / ADAPTER_WEIGHTS))
     return peft_model.eval()
@@ -276,7 +270,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
     """Shape of every tensor of a safetensors file."""
-    with safe_open(path, "pt") as file:
+    with reading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
@@ -289,7 +283,8 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
     grow(base, rows_of_adapter(base, config, stored))
-    with torch.device("meta"):  # names and shapes, no numbers
+    does_not_fit = f"{adapter}: PEFT cannot put it on its base"
+    with reading(does_not_fit), torch.device("meta"):  # names and shapes, no numbers
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -310,7 +305,8 @@ def adapter_config(adapter: Path) -> LoraConfig:
         pickled = (adapter / "adapter_model.bin").is_file()
         instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
         raise FinetuneError(f"{adapter}: has no {ADAPTER_WEIGHTS}{instead if pickled else ''}")
-    config = LoraConfig.from_pretrained(str(adapter))
+    with reading(f"{adapter / 'adapter_config.json'}: cannot be read"):
+        config = LoraConfig.from_pretrained(str(adapter))
     if not isinstance(config, LoraConfig):
         raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
     return config

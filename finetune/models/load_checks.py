@@ -1,6 +1,8 @@
 """Check a loaded model: missing weights, vocabulary, context length."""
 
+import contextlib
 import re
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from finetune.distributed.parameters import whole_shape
+from finetune.errors import FinetuneError
 
 MOST_NAMED = 5
 """Tensors that are told by name; a whole layer may be missing."""
@@ -113,6 +116,38 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return whole_shape(parameter)
 
 
-def first_line(error: Exception) -> str:
+@contextlib.contextmanager
+def reading(told: str) -> Generator[None]:
+    """Inside, whatever a library raises about files that it reads is a mistake of these files.
+
+    transformers, PEFT, tokenizers and safetensors raise what their code happens to raise for a
+    damaged file: KeyError, AttributeError, and types of their own, down to bare Exception.
+
+    Args:
+        told: the file or model, and what cannot be done.
+
+    Raises:
+        FinetuneError: with the first line of the error; memory that is lacking is raised on.
+    """
+    try:
+        yield
+    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:
+        first = first_line(error)
+        if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
+            raise  # memory of a CPU is a RuntimeError
+        raise FinetuneError(f"{told}: {first}") from None
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether an error is one of a library's code, and not a request to end.
+
+    A library in Rust panics where an index of a file is wrong, with an error that is no Exception.
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     return str(error).strip().split("\n")[0] or type(error).__name__

@@ -34,7 +34,7 @@ from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.models import adapters, continued, vocabulary
 from finetune.models.gradients import without_unreached
-from finetune.models.load_checks import first_line, other_shapes, unfilled, unread
+from finetune.models.load_checks import first_line, is_of_library, other_shapes, unfilled, unread
 from finetune.models.packed_attention import (
     DOCUMENTS,
     attention_notes,
@@ -87,7 +87,11 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=model.trust_remote_code,
         )
         vocabulary.check_words(tokenizer)
-    except (OSError, ValueError, KeyError) as error:
+    except FinetuneError:
+        raise
+    except BaseException as error:  # tokenizers has no type for a file that it cannot read
+        if not is_of_library(error):
+            raise
         raise FinetuneError(
             f"{field}: no tokenizer can be loaded from '{name}' ({first_line(error)}); "
             "name a folder with tokenizer.json, or set model.tokenizer"

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from finetune.errors import FinetuneError
 from finetune.recipe import LoRA, Recipe
 from finetune.runs.run import Run, write_json
@@ -151,7 +153,11 @@ def _problems(fields: dict[str, Any]) -> list[str]:
 
 
 def section_of(fields: dict[str, Any]) -> LoRA:
-    """An adapter's file as the section of a recipe."""
+    """An adapter's file as the section of a recipe.
+
+    Raises:
+        FinetuneError: with every field of another kind of value than PEFT writes.
+    """
     known = {field.name for field in dataclasses.fields(LoRA)}
     taken = {
         ours: _plain(fields[theirs])
@@ -161,7 +167,12 @@ def section_of(fields: dict[str, Any]) -> LoRA:
     layers = taken.get("layers_to_transform")
     if isinstance(layers, int):
         taken["layers_to_transform"] = (layers,)
-    return LoRA(**taken)
+    try:
+        return LoRA(**taken)
+    except ValidationError as error:
+        wrong = [f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False)]
+        problems = [f"model.adapter: {CONFIG}: adapter.{each}" for each in dict.fromkeys(wrong)]
+        raise FinetuneError(*problems) from None
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
 
 def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, where it has tokens for a text.
+    """The tokenizer, where it has tokens for a text, and can encode one.
 
     From a folder with nothing but `config.json` transformers 5.23 builds one without any, which
     encodes each text as no tokens.
@@ -35,9 +35,10 @@ def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: it has special tokens at most.
     """
-    if set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
-        return tokenizer
-    raise ValueError("the vocabulary is empty: its files are not there")
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        raise ValueError("the vocabulary is empty: its files are not there")
+    tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of another kind of value
+    return tokenizer
 
 
 def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,7 +16,7 @@ from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.prequantised import stored_kind
 from finetune.reports.tables import cell
 from finetune.runs import units
-from finetune.runs.environment import hide
+from finetune.runs.environment import public
 from finetune.runs.metrics import History, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
 from finetune.runs.summary import (
@@ -60,7 +60,7 @@ def write_card(
             base=code(base_model(recipe)),
             kind=kind,
             technique=technique(recipe),
-            quantization=(recipe.get("model") or {}).get("quantization", "none"),
+            quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
             stored=_stored_kind(recipe.get("model") or {}),
             step=f"{step:,}",
             best=history.best is not None and history.best.step == step,
@@ -115,8 +115,8 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
             ),
             ("Optimizer steps", f"{history.step:,} of {start.steps:,}"),
             ("Packs a step" if start.packing else "Rows a step", batch),
-            *([("Layout of a micro-batch", cell(start.padding))] if start.padding else []),
-            ("Backend and precision", f"{start.backend}, {start.precision}"),
+            *([("Layout of a micro-batch", plain(start.padding))] if start.padding else []),
+            ("Backend and precision", plain(f"{start.backend}, {start.precision}")),
             ("Wall time", units.duration(history.seconds)),
             ("Peak memory of one process", units.size(history.peak_memory)),
         ]
@@ -126,9 +126,12 @@ def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
     for section in ("optim", "adapter"):
         for name, value in (recipe.get(section) or {}).items():
             if value not in (None, [], {}, ""):
-                rows.append((f"{section}.{name}", code(_written(value))))
-    if (recipe.get("model") or {}).get("adapter"):
-        rows.append(("Trained further from", code(recipe["model"]["adapter"])))
+                rows.append((plain(f"{section}.{name}"), code(_written(public(value)))))
+    model = recipe.get("model") or {}
+    for name, value in (model.get("chat_template_kwargs") or {}).items():
+        rows.append(("Chat template", code(f"{name}={_written(public(value))}")))
+    if model.get("adapter"):
+        rows.append(("Trained further from", code(public(str(model["adapter"])))))
     if "seed" in recipe:
         rows.append(("Seed", cell(recipe["seed"])))
     return rows
@@ -161,15 +164,10 @@ def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
 def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(source, format, use) of the recipe's data."""
     return [
-        (code(hide(_place(str(data.get("source"))))), code(str(data.get("format"))), use)
+        (code(public(str(data.get("source")))), code(str(data.get("format"))), use)
         for name, use in (("data", "training"), ("eval_data", "held out"))
         for data in recipe.get(name, ())
     ]
-
-
-def _place(source: str) -> str:
-    """A source without the folders of the training machine, which say nothing elsewhere."""
-    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _losses(history: History) -> list[tuple[str, str, str]]:
@@ -198,7 +196,7 @@ def _software(environment: Mapping[str, Any]) -> list[Row]:
     versions = dict(environment.get("versions", {}))
     if "python" in environment:
         versions = {"python": environment["python"], **versions}
-    rows = [(name, code(str(version))) for name, version in versions.items()]
+    rows = [(plain(name), code(str(version))) for name, version in versions.items()]
     return [*rows, *(("device", code(str(device))) for device in environment.get("devices", ()))]
 
 

@@ -20,7 +20,7 @@ from finetune.reports.curves import MANY, Curve, Point, draw, finite, smooth
 from finetune.reports.sections import sections
 from finetune.reports.tables import cell
 from finetune.runs import units
-from finetune.runs.environment import command_line
+from finetune.runs.environment import command_line, public
 from finetune.runs.metrics import History, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
 from finetune.runs.summary import (
@@ -44,7 +44,7 @@ def report(run: Run) -> Path:
     history = read_history(run)
     recipe, samples = read_object(run.recipe), read_samples(run)
     with of_record(run.recipe):
-        heading, lines = title(recipe), _recipe_lines(recipe)
+        heading, lines = title(recipe), _recipe_lines(public(recipe))
     with of_record(run.metrics):
         told = verdict(history, time.time())
         state, tiles, charts = _state(history), _tiles(history), _charts(history)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.reports.tables import Cell, Table, tables
 from finetune.runs import units
-from finetune.runs.run import Run, write_whole
+from finetune.runs.run import Run, of_record, write_whole
 
 FORMAT = 1
 
@@ -36,7 +38,7 @@ def read_proof(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{path}: no proof can be read there ({error})") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise FinetuneError(f"{path}: not a proof of format {FORMAT}; make it again")
@@ -49,8 +51,11 @@ def take_proof(run: Run, folder: Path) -> None:
     Raises:
         FinetuneError: it is a proof of another recipe; the fields that differ stand in it.
     """
-    record = read_proof(folder / "proof.json")
-    proved = catalog.from_fields(record["recipe"], f"{folder / 'proof.json'}: recipe")
+    source = folder / "proof.json"
+    record = read_proof(source)
+    proved = catalog.from_fields(record.get("recipe"), f"{source}: recipe")
+    with of_record(source):
+        proof_tables(record)
     changed = catalog.differences(proved, catalog.load(run.recipe))
     if changed:
         raise FinetuneError(
@@ -118,12 +123,21 @@ def _refused(record: Mapping[str, Any]) -> list[Table]:
 
 def write_page(source: Path, target: Path) -> None:
     """Write a proof as one page that needs nothing beside it."""
+    record = read_proof(source)
+    with of_record(source):
+        try:
+            text = _page(record)
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
+    write_whole(target, text)
+
+
+def _page(record: Mapping[str, Any]) -> str:
     from finetune.reports.page import templates  # which has this module's tables in a run's page
 
-    record = read_proof(source)
     recipe = record["recipe"]
     name = recipe["model"].get("name") or (recipe["model"].get("config") or {}).get("model_type")
-    text = (
+    return (
         templates()
         .get_template("proof.html.jinja")
         .render(
@@ -140,7 +154,6 @@ def write_page(source: Path, target: Path) -> None:
             made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
         )
     )
-    write_whole(target, text)
 
 
 def _grid(check: Mapping[str, Any]) -> Table | None:

@@ -127,6 +127,25 @@ def hide(text: str) -> str:
     return _SECRET_SHAPE.sub(_HIDDEN, _BEARER.sub(rf"\1 {_HIDDEN}", text))
 
 
+_OF_A_MACHINE = re.compile(r"(?:/|~|\.{1,2}/|file:|[A-Za-z]:[\\/])")
+"""How a path begins that says where a machine keeps its files."""
+
+
+def public(value: Any) -> Any:
+    """A value of a recipe as a page shows it: no secrets, and a local path by its last name."""
+    match value:
+        case str() if _OF_A_MACHINE.match(value):
+            return hide(re.split(r"[\\/]", value.rstrip("\\/"))[-1])
+        case str():
+            return hide(value)
+        case list():
+            return [public(each) for each in value]
+        case dict():
+            return {key: public(each) for key, each in value.items()}
+        case _:
+            return value
+
+
 def command_line(recorded: Sequence[str]) -> str:
     """A recorded command as it is typed in a shell."""
     return shlex.join(recorded)

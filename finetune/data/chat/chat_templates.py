@@ -28,9 +28,9 @@ FROM_THE_ROW = {"messages", "tools", "add_generation_prompt", "strftime_now", "r
 """Variables of a template that no recipe sets."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
-    RecursionError,
+    RuntimeError, AssertionError, NameError, SyntaxError, StopIteration,
 )  # fmt: skip
-"""What a template raises: Jinja's own errors, and those of the expressions that it holds."""
+"""What a template raises: Jinja's own errors, and those of the Python that it becomes."""
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,10 @@ class Chat:
             )
         return Turns(self.tokenizer, self.template, self.variables)
 
+    def reads_key(self, sample: Conversation, number: int, key: str) -> bool:
+        """Whether the template writes something else for a message with a key than without it."""
+        return self._turns(sample).reads(sample, number, key)
+
     @property
     def reads_the_date(self) -> bool:
         """Whether a template writes the date of the day, which is fixed while training."""

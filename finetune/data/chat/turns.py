@@ -215,6 +215,28 @@ class Turns:
         message = {**sample.messages[number], "content": PROBE}
         return PROBE in self.mark(_replaced(sample, number, message)).text
 
+    def reads(self, sample: Conversation, number: int, key: str) -> bool:
+        """Whether a key of a message changes what the template writes.
+
+        A word of it says little: templates that read `name` of a called function are many, and
+        those that read the `name` of who speaks are few. Asked once for each shape of message.
+        """
+        message = sample.messages[number]
+        shape = (key, message["role"], *sorted(message))
+        if shape not in self._read_keys:
+            other = {name: value for name, value in message.items() if name != key}
+            other |= {key: PROBE} if isinstance(message[key], str) else {}
+            try:
+                changed = self.mark(_replaced(sample, number, other)).text
+                self._read_keys[shape] = changed != self.mark(sample).text
+            except FinetuneError:  # it asks for the key, or for another value
+                self._read_keys[shape] = True
+        return self._read_keys[shape]
+
+    @cached_property
+    def _read_keys(self) -> dict[tuple[str, ...], bool]:
+        return {}
+
     def _is_history(self, sample: Conversation, number: int) -> bool:
         """Whether a message is an earlier turn whose thoughts are written while it is the last."""
         message = sample.messages[number]

@@ -1,5 +1,6 @@
 """A plan on a machine, in numbers: memory, communication, time, and whether it fits."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -44,7 +45,28 @@ def model_source(recipe: Recipe) -> Source:
         FinetuneError: none of them has it, or the architecture is not known.
     """
     config, where = config_of(recipe)
-    return Source(read(config, where), where)
+    shape = read(config, where)
+    if recipe.model.add_tokens:
+        shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
+    return Source(shape, where)
+
+
+def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
+    """Rows of the tables that `model.add_tokens` grows, as `finetune.models.vocabulary` gives them.
+
+    A model often has more rows than its tokenizer has tokens, and then none is added. Where the
+    tokenizer is not on this machine, each token counts as one more row, which is the most.
+    """
+    model = recipe.model
+    name = model.tokenizer or model.name
+    for config in config_paths(name, model.revision) if name else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            file = config.with_name("tokenizer.json")
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            known = {**stored["model"]["vocab"]}
+            known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
+            return max(known.values()) + 1 + len(set(model.add_tokens) - known.keys())
+    return shape.vocab + len(model.add_tokens)
 
 
 def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:

@@ -1,0 +1,155 @@
+"""`python -m benchmarks fuzz --cases 100000 --seed 0`: files of any content are read or refused.
+
+Each subject's cases run in a process of its own, forked from one that imported everything: a crash
+of a library ends that process alone, counts as a fault, and the next case goes on in another.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.fuzz.cases import Fault, Outcome, put_back, quiet_process, run_case, run_cases
+from benchmarks.fuzz.subjects import Subject, build, subjects
+from benchmarks.record import Circumstances, Result, write
+
+BLOCK = 500
+"""Cases between two reports of a process."""
+
+
+def main(words: Sequence[str], results: Path) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000, help="in all, shared by the subjects")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="some of the subjects")
+    parser.add_argument("--case", type=int, help="one case of one subject, with its traceback")
+    parser.add_argument("--to", type=Path, default=results, help="folder of the result")
+    parser.add_argument("--note", help="a sentence for the record")
+    given = parser.parse_args(words)
+    circumstances = Circumstances.now(
+        shlex.join(["python", "-m", "benchmarks", "fuzz", *words]), given.note
+    )
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory(prefix="finetune-fuzz-") as folder:
+        home = Path(folder)
+        os.environ["FINETUNE_CACHE"] = str(home / "own-cache")
+        build(home)
+        every = subjects(home)
+        if unknown := set(given.only or ()) - set(every):
+            parser.error(f"no subject is called {', '.join(unknown)}; known: {', '.join(every)}")
+        chosen = {name: each for name, each in every.items() if name in (given.only or every)}
+        if given.case is not None:
+            (name,) = chosen
+            print(run_case(name, chosen[name], given.seed, given.case))
+            return 0
+        found = {
+            name: in_processes(name, chosen[name], given.seed, count)
+            for name, count in shares(chosen, given.cases).items()
+        }
+    result = result_of(found, given.seed)
+    page = write(given.to, "fuzz", result, circumstances)
+    print(page.read_text())
+    for outcome in found.values():
+        for fault in outcome.faults[:50]:
+            print(fault)
+    return int(any(outcome.faults for outcome in found.values()))
+
+
+def shares(chosen: dict[str, Subject], cases: int) -> dict[str, int]:
+    """Cases of each subject by its weight; the first one takes what is left."""
+    total = sum(each.weight for each in chosen.values())
+    counts = {name: int(cases * each.weight / total) for name, each in chosen.items()}
+    counts[next(iter(counts))] += cases - sum(counts.values())
+    return counts
+
+
+def in_processes(name: str, subject: Subject, seed: int, count: int) -> Outcome:
+    """Run the cases of a subject in forked processes, going on behind a case that ends one."""
+    found, next_case = Outcome(), 0
+    while next_case < count:
+        block = range(next_case, min(count, next_case + BLOCK))
+        outcome, done = _forked(name, subject, seed, block)
+        found.ends.update(outcome.ends)
+        found.faults += outcome.faults
+        found.seconds += outcome.seconds
+        found.slowest = max(found.slowest, outcome.slowest)
+        next_case += done
+        print(f"{name}: {next_case} of {count}, {len(found.faults)} wrong", file=sys.stderr)
+    return found
+
+
+def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outcome, int]:
+    before = {file: file.read_bytes() for file in subject.files}
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        quiet_process()
+        atexit.register(os._exit, 1)  # torch's threads are not there, and are waited for at an end
+        with os.fdopen(writer, "w") as told:
+            for number in block:
+                outcome = run_cases(name, subject, seed, range(number, number + 1))
+                fault = outcome.faults[0] if outcome.faults else None
+                line = {
+                    "end": next(iter(outcome.ends)), "seconds": outcome.seconds,
+                    "fault": None if fault is None else vars(fault),
+                }  # fmt: skip
+                told.write(json.dumps(line) + "\n")
+                told.flush()
+        os._exit(0)
+    os.close(writer)
+    found, done = Outcome(), 0
+    with os.fdopen(reader) as told:
+        for line in told:
+            each, done = json.loads(line), done + 1
+            found.ends[each["end"]] += 1
+            found.seconds += each["seconds"]
+            found.slowest = max(found.slowest, each["seconds"])
+            if each["fault"] is not None:
+                found.faults.append(Fault(**each["fault"]))
+    _, status = os.waitpid(child, 0)
+    if done < len(block):
+        put_back(before)
+        found.ends["wrong"] += 1
+        found.faults.append(Fault(name, block[done], "?", f"the process ended by {status}", ""))
+        done += 1
+    return found, done
+
+
+def result_of(found: dict[str, Outcome], seed: int) -> Result:
+    total, wrong = (
+        sum(outcome.cases for outcome in found.values()),
+        sum(len(outcome.faults) for outcome in found.values()),
+    )
+    values = {
+        "seed": seed, "cases": total, "wrong": wrong,
+        "subjects": {
+            name: {
+                "cases": each.cases, "read": each.ends["read"], "refused": each.ends["refused"],
+                "wrong": len(each.faults), "seconds": round(each.seconds, 1),
+                "slowest_seconds": round(each.slowest, 2),
+                "kinds": sorted({fault.kind for fault in each.faults}),
+            }
+            for name, each in found.items()
+        },
+    }  # fmt: skip
+    table = [["subject", "cases", "read", "refused", "wrong", "seconds", "slowest case, s"]]
+    for name, each in values["subjects"].items():
+        numbers = (f"{each[key]:,}" for key in ("cases", "read", "refused", "wrong"))
+        table.append([name, *numbers, f"{each['seconds']:,}", f"{each['slowest_seconds']:.2f}"])
+    return Result(
+        f"{total:,} changed files: {wrong} that were neither read nor refused",
+        "Each case changes one file that the toolkit reads (its values, lines or bytes) and reads "
+        "it as a command does, in one process. It is wrong where that ends with another error than "
+        "one that names the mistake, with a message of several lines, by a signal, after 30 "
+        "seconds of processor time, or with more than 6 GiB of address space.",
+        values,
+        table,
+        [],
+    )
