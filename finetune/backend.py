@@ -225,6 +225,11 @@ def _mesh_problems(config: dict[str, Any]) -> list[str]:
                 f"parallelism_config.{key}: got {size!r}, expected a whole number of at least 1"
             )
     processes = config.get("num_processes", 2)
+    if not problems and sizes["parallelism_config_dp_shard_size"] < 2:
+        problems.append(
+            "parallelism_config.parallelism_config_dp_shard_size: got 1, expected at least 2; "
+            "copies on one process each are ddp"
+        )
     if not problems and math.prod(sizes.values()) != processes:
         product = " x ".join(str(sizes[key]) for key in sorted(MESH_KEYS))
         problems.append(
@@ -323,6 +328,13 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
 def _shard_size(environment: Mapping[str, str]) -> int | None:
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return None
+    for axis in ("TP", "CP", "SP"):
+        size = environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")
+        if size != "1":
+            raise FinetuneError(
+                f"parallelism_config_{axis.lower()}_size {size}: this toolkit runs no such axis; "
+                "leave it at 1"
+            )
     return int(environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
 
 
@@ -351,7 +363,11 @@ def sized(
     per_node = processes // nodes
     usual = per_node if nodes > 1 else min(backend.shard_size, processes)
     chosen = usual if shard_size is None else shard_size
-    if chosen < 1 or processes % chosen:
+    if chosen < 2:
+        raise FinetuneError(
+            f"--shard-size {chosen}: a copy takes at least 2 processes; use ddp, or more processes"
+        )
+    if processes % chosen:
         raise FinetuneError(
             f"--shard-size {chosen}: {processes} processes do not divide into copies of {chosen}"
         )

@@ -217,7 +217,7 @@ def test_another_versions_format_is_refused_and_not_taken_for_damage(
     assert status == 2
     assert stderr == (
         f"error: {run.checkpoint(6)}/manifest.json: a checkpoint of format {FORMAT + 1}, this "
-        f"version reads format {FORMAT}; continue it with the version of finetune in its "
+        f"version reads formats 1 and {FORMAT}; continue it with the version of finetune in its "
         "environment.json, or start anew in another --output\n"
     )
 

@@ -1,6 +1,7 @@
 """Hybrid sharding on four real processes: two copies of two shards, and what cannot be."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, largest, losses
 
+from finetune import backend
+from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
 
@@ -63,6 +66,65 @@ def test_two_copies_of_two_shards_learn_what_one_process_learns(recipe: Path, al
         if "|weight|" in name
     )
     assert written == whole
+
+
+CHANGED = """
+from accelerate import ParallelismConfig
+from finetune.cli import run
+from finetune.distributed.fsdp import Fsdp
+
+plugin = Fsdp.plugin
+
+def one_copy(self, nvme_path, timeout):
+    given = plugin(self, nvme_path, timeout)
+    assert given["parallelism_config"].dp_replicate_size == 2
+    one = ParallelismConfig(dp_replicate_size=1, dp_shard_size=4)
+    return given | {"parallelism_config": one}
+
+Fsdp.plugin = one_copy
+run()
+"""
+
+
+@pytest.mark.slow
+def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CHANGED)
+    config = ROOT / "accelerate_configs/hsdp_shard_grad_op.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
+         "--mixed_precision", "no", "--main_process_port", "0", str(script), "train", str(recipe),
+         "--output", str(tmp_path / "run")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "the plan has Mesh(replicate=2, shard=2), Accelerate built Mesh(rep" in done.stderr
+    assert Run(tmp_path / "run").steps() == []
+
+
+def test_other_axes_that_reach_a_worker_are_refused() -> None:
+    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"}
+    sizes = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    with pytest.raises(FinetuneError, match="tp_size 2: this toolkit runs no such axis"):
+        backend.from_environment(given | sizes | {"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--backend", "hsdp", "--shard-size", "1"], "a copy takes at least 2 processes"),
+        (["--backend", "hsdp", "--processes", "6", "--shard-size", "4"], "do not divide into"),
+        (["--backend", "ddp", "--shard-size", "2"], "ddp keeps one copy of the model in all"),
+        (["--backend", "hsdp", "--verify"], "--verify: of hsdp only one copy could be traced"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(
+    finetune: Finetune, words: list[str], problem: str
+) -> None:
+    done = finetune("plan", "smollm2_135m_full", *words)
+    assert done.status == 2
+    assert problem in done.stderr
 
 
 @pytest.mark.slow

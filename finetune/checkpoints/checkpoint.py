@@ -5,8 +5,8 @@
       model/       transformers format, in the precision of the run  (recipes without)
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
-                   as the fragments that each rank held (`finetune.distributed.base`), and
-                   what the model saves also: persistent buffers and, without an adapter, frozen
+                   as boxes of what each rank held (`finetune.distributed.boxes`), and what the
+                   model saves also: persistent buffers and, without an adapter, frozen
                    weights
 
 `adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
@@ -38,6 +38,7 @@ from finetune.checkpoints.pretrained import (
     write_model,
 )
 from finetune.distributed.base import Engine, Fragment
+from finetune.distributed.boxes import boxes_of
 from finetune.distributed.parameters import assign, to_host, whole_shape
 from finetune.distributed.reader import KEPT, Reader
 from finetune.errors import FinetuneError, TrainingFailure
@@ -90,16 +91,20 @@ def take(engine: Engine) -> State:
     """A copy of this rank's state in host memory, on every rank together."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
+    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
-            if values.numel():
-                tensors[f"{fragment.name}|{key}|{fragment.start}"] = to_host(values)
+            host, reached = to_host(values), 0
+            for box in boxes_of(shapes[fragment.name], fragment.start, values.numel()):
+                place = ",".join(map(str, box.offsets))
+                part = host[reached : reached + box.numel].reshape(box.sizes)
+                tensors[f"{fragment.name}|{key}|{place}"] = part
+                reached += box.numel
         for key, values in fragment.whole.items():
             tensors[f"{fragment.name}|{key}|whole"] = to_host(values)
         scalars[fragment.name] = fragment.scalars
     for name, values in kept_tensors(engine):
         tensors[f"{name}|{KEPT}|whole"] = values
-    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
     return State(tensors, scalars, shapes)
 
 
@@ -200,7 +205,7 @@ def _complete(
         for name, values in of_rank.items():
             merged[name] = merged.get(name, {}) | values
     tokenizer.save_pretrained(scratch / "tokenizer")
-    with Reader(scratch) as reader:
+    with Reader(scratch, shapes) as reader:
         if engine.plan.recipe.adapter is not None:
             write_adapter(engine, scratch / "adapter", reader, shapes)
         else:

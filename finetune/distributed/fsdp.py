@@ -98,8 +98,10 @@ class Fsdp(Native):
     def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         super().prepare(model, optimizers)
         if self.device.type == "cpu" and self.world > 1:
-            copies = self.plan.mesh.replicate > 1
-            reason = "there are several copies" if copies else share_memory(self.model)
+            several = self.plan.mesh.replicate > 1
+            mesh = self.accelerator.torch_device_mesh
+            copy = mesh["dp_shard"].get_group() if several and mesh is not None else None
+            reason = share_memory(self.model, copy)
             if reason is not None:
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 

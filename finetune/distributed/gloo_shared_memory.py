@@ -23,15 +23,18 @@ SLOTS = 2
 """In turns: whoever meets for the next piece has read the one before."""
 
 
-def share_memory(model: nn.Module) -> str | None:
+def share_memory(model: nn.Module, group: dist.ProcessGroup | None = None) -> str | None:
     """Let the units of FSDP2 gather and reduce through shared memory.
 
-    Every process of the job calls it, and all of them get the same answer.
+    Every process of the group calls it, and all of them get the same answer.
+
+    Args:
+        group: the processes that share a copy of the model; None for all.
 
     Returns:
         Why they keep to gloo; None where they share memory.
     """
-    boxes = Boxes.shared()
+    boxes = Boxes.shared(group)
     if isinstance(boxes, str):
         return boxes
     gather: Any = AllGather(boxes)
@@ -44,23 +47,23 @@ def share_memory(model: nn.Module) -> str | None:
 
 
 class Boxes:
-    """The boxes of all processes, in the order of their ranks."""
+    """The boxes of all processes of a group, in the order of their ranks."""
 
-    def __init__(self, boxes: Sequence[mmap.mmap]) -> None:
-        self.rank = dist.get_rank()
+    def __init__(self, boxes: Sequence[mmap.mmap], group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
         self.boxes = [torch.frombuffer(box, dtype=torch.uint8).view(SLOTS, SLOT) for box in boxes]
         self.presence = torch.zeros(1)
         self.turn = 0
 
     @classmethod
-    def shared(cls) -> "Boxes | str":
+    def shared(cls, group: dist.ProcessGroup | None = None) -> "Boxes | str":
         """Make a box and open those of the others; or why that cannot be, alike on every rank."""
         descriptor, problem = -1, None
         try:
             descriptor = _memory(SLOTS * SLOT)
         except OSError as error:
             problem = f"no memory can be shared: {error.strerror}"
-        places = _of_all((_machine(), os.getpid(), descriptor, problem))
+        places = _of_all((_machine(), os.getpid(), descriptor, problem), group)
         problems = [problem for *_, problem in places if problem]
         if len({machine for machine, *_ in places}) > 1:
             problems = ["the processes do not run on one host"]
@@ -70,10 +73,10 @@ class Boxes:
                 boxes = [_opened(process, number) for _, process, number, _ in places]
             except OSError as error:
                 problem = f"memory of another process cannot be opened: {error.strerror}"
-            problems = [each for each in _of_all(problem) if each]
+            problems = [each for each in _of_all(problem, group) if each]
         if descriptor >= 0:
             os.close(descriptor)  # by now everybody has opened it, or nobody will
-        return problems[0] if problems else cls(boxes)
+        return problems[0] if problems else cls(boxes, group)
 
     def exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Hand on a part of at most `SLOT` bytes, of the same shape and type on every rank.
@@ -85,7 +88,7 @@ class Boxes:
         length = part.numel() * part.itemsize
         parts = [box[self.turn, :length].view(part.dtype).view(part.shape) for box in self.boxes]
         parts[self.rank].copy_(part)
-        dist.all_reduce(self.presence)
+        dist.all_reduce(self.presence, group=self.group)
         return parts
 
 
@@ -177,7 +180,7 @@ def _opened(process: int, descriptor: int) -> mmap.mmap:
         os.close(own)
 
 
-def _of_all(mine: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
+def _of_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, mine, group=group)
     return answers

@@ -1,72 +1,150 @@
-"""Reads what the ranks of a job saved of each parameter, whoever wrote it."""
+"""Reads what the ranks of a job saved of each parameter, whoever wrote it.
 
+Files of format 1 hold flat ranges (`name|key|first element`), those of format 2 boxes in their own
+shape (`name|key|offset,offset`). torch's distributed checkpoint is not used, because it cannot take
+DeepSpeed's flat partitions, keeps no hash of its files, and has tensors in no format that others
+read.
+"""
+
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from finetune.distributed.boxes import Box, boxes_of
 from finetune.errors import FinetuneError
+from finetune.runs.manifest import read_manifest
 
 KEPT = "kept"
 """Key in `state/` of tensors that training does not update and that a result needs all the same."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Complete shape of every trained parameter, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A box, and where a file has it."""
+
+    box: Box
+    file: Any
+    label: str
+    start: int | None
+    """Its first element in a flat range of format 1; None for a box in its own shape."""
+
+    def read(self, part: Box) -> torch.Tensor:
+        """A part of the box, in its shape."""
+        view = self.file.get_slice(self.label)
+        if self.start is not None:
+            flat = view[self.start : self.start + self.box.numel]
+            return flat.reshape(self.box.sizes)[part.within(self.box.offsets)]
+        if not self.box.sizes:
+            return self.file.get_tensor(self.label)
+        return view[part.within(self.box.offsets)]
+
 
 class Reader:
-    """Reads ranges of parameters from the fragments of a checkpoint, whoever wrote them."""
+    """Reads ranges of parameters from the boxes of a checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shapes: Shapes | None = None) -> None:
+        """Open the files of a checkpoint.
+
+        Args:
+            shapes: of its parameters; by default those of its manifest.
+
+        Raises:
+            FinetuneError: its manifest cannot be read.
+        """
+        if shapes is None:
+            listed = read_manifest(folder)["shapes"]
+            shapes = {name: tuple(shape) for name, shape in listed.items()}
+        self.shapes = shapes
         self.files = [
             safe_open(path, framework="pt")
             for path in sorted((folder / "state").glob("*.safetensors"))
         ]
-        self.places: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = {}
+        self.pieces: dict[tuple[str, str], list[_Piece]] = {}
         self.uncut: dict[str, dict[str, torch.Tensor]] = {}
         for file in self.files:
             for label in file.keys():  # noqa: SIM118 (not a dict)
-                name, key, start = label.rsplit("|", 2)
-                if start == "whole":
+                name, key, place = label.rsplit("|", 2)
+                if place == "whole":
                     self.uncut.setdefault(name, {})[key] = file.get_tensor(label)
-                    continue
-                numel = file.get_slice(label).get_shape()[0]
-                self.places.setdefault((name, key), []).append((int(start), numel, file, label))
-        for places in self.places.values():
-            places.sort(key=lambda place: place[0])
+                elif name in shapes:
+                    sizes = tuple(file.get_slice(label).get_shape())
+                    found = _pieces(file, label, place, sizes, shapes[name])
+                    self.pieces.setdefault((name, key), []).extend(found)
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.files.clear()
-        self.places.clear()
+        self.pieces.clear()
 
     def kept(self) -> dict[str, torch.Tensor]:
         """Tensors that training does not update, by name."""
         return {name: values[KEPT] for name, values in self.uncut.items() if KEPT in values}
 
     def keys(self, name: str) -> list[str]:
-        return [key for known, key in self.places if known == name]
+        return [key for known, key in self.pieces if known == name]
 
     def range(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Flat elements [start, start + numel) of a parameter's value.
 
         Raises:
-            FinetuneError: the checkpoint does not hold all of them.
+            FinetuneError: the checkpoint does not hold all of them, or one of them twice.
         """
-        pieces: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         reached = start
-        for first, size, file, label in self.places.get((name, key), []):
-            begin, end = max(reached, first), min(start + numel, first + size)
-            if begin == reached and begin < end:
-                pieces.append(file.get_slice(label)[begin - first : end - first])
-                reached = end
-        if reached != start + numel:
-            raise FinetuneError(
-                f"the checkpoint holds no elements {reached} to {start + numel} of {name} ({key}): "
-                "it is of another model or adapter, or a rank's file is missing"
-            )
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        for box in boxes_of(self.shapes.get(name, ()), start, numel):
+            values, seen = self._box(name, key, box)
+            if not bool(seen.all()):
+                reached += int(seen.reshape(-1).int().argmin())
+                raise FinetuneError(
+                    f"the checkpoint holds no elements {reached} to {start + numel} of {name} "
+                    f"({key}): it is of another model or adapter, or a rank's file is missing"
+                )
+            parts.append(values.reshape(-1))
+            reached += box.numel
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     def whole(self, name: str, key: str) -> torch.Tensor:
-        last = self.places.get((name, key), [(0, 0, None, "")])[-1]
-        return self.range(name, key, 0, last[0] + last[1])
+        """All elements of a parameter's value, flat."""
+        return self.range(name, key, 0, math.prod(self.shapes.get(name, ())))
+
+    def _box(self, name: str, key: str, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values of a box, and which of them the checkpoint holds."""
+        values, seen = torch.zeros(0), torch.zeros(box.sizes, dtype=torch.bool)
+        for piece in self.pieces.get((name, key), []):
+            part = box.shared(piece.box)
+            if part is None:
+                continue
+            read, place = piece.read(part), part.within(box.offsets)
+            if not values.numel():
+                values = torch.zeros(box.sizes, dtype=read.dtype)
+            if bool(seen[place].any()):
+                raise FinetuneError(
+                    f"the checkpoint holds elements of {name} ({key}) twice: a file of another "
+                    "checkpoint lies in its state/"
+                )
+            values[place], seen[place] = read, True
+        return values, seen
+
+
+def _pieces(
+    file: Any, label: str, place: str, sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> list[_Piece]:
+    """The boxes that one tensor of a file holds."""
+    offsets = tuple(int(each) for each in place.split(",") if each)
+    if len(offsets) == len(shape) == len(sizes):
+        return [_Piece(Box(offsets, sizes), file, label, None)]
+    found: list[_Piece] = []
+    reached = 0
+    for box in boxes_of(shape, offsets[0], math.prod(sizes)):
+        found.append(_Piece(box, file, label, reached))
+        reached += box.numel
+    return found

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.importers import axolotl, llamafactory
 from finetune.importers.translation import Outcome, Translation
+from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
 
 KINDS = {
@@ -31,10 +30,10 @@ def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, 
         FinetuneError: the file is of neither kind, or means what no recipe can.
     """
     try:
-        read = yaml.load(path.read_text(encoding="utf-8"), catalog.ExactNumbers)
+        read = read_yaml(path.read_text(encoding="utf-8"), catalog.ExactNumbers)
     except OSError as error:
         raise FinetuneError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise FinetuneError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")

@@ -14,8 +14,11 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
-FORMAT = 1
-"""Version of the layout that `finetune.checkpoints.checkpoint` writes; a reader refuses others."""
+FORMAT = 2
+"""Version of the layout that `finetune.checkpoints.checkpoint` writes."""
+
+READ = (1, FORMAT)
+"""Formats that can be continued: the first has flat ranges of parameters in place of boxes."""
 
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
@@ -63,9 +66,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     found = manifest.get("format")
     if found is None:
         raise FinetuneError(f"{path}: no format: it is no manifest of a checkpoint")
-    if found != FORMAT:
+    if found not in READ or isinstance(found, bool):
         raise OtherFormat(
-            f"{path}: a checkpoint of format {found!r}, this version reads format {FORMAT}; "
+            f"{path}: a checkpoint of format {found!r}, this version reads formats "
+            f"{' and '.join(map(str, READ))}; "
             "continue it with the version of finetune in its environment.json, or start anew in "
             "another --output"
         )

@@ -30,6 +30,11 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
         FinetuneError: the model cannot be traced; it says why.
     """
     backend = settled.backend
+    if backend.shard_size is not None:
+        raise FinetuneError(
+            f"--verify: of {backend.name} only one copy could be traced; verify fsdp_full_shard or "
+            "fsdp_shard_grad_op on the processes of a copy"
+        )
     sharded = settled.traits.traced and settled.processes > 1
     traced = settled if sharded else comparison.alone(settled)
     steps = _rehearse(traced)
