@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.errors import FinetuneError, did_you_mean, one_line
-from finetune.process.rendezvous import world
+from finetune.process.rendezvous import launcher_arguments, world
 from finetune.process.yaml_text import read_yaml
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
@@ -395,7 +395,7 @@ def launched() -> Backend | None:
         )
     arrived = from_environment(os.environ)
     _refuse_other_product(arrived)
-    arguments = _launcher_arguments()
+    arguments = launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
     if not named:
         return arrived
@@ -429,36 +429,3 @@ def _refuse_other_product(arrived: Backend) -> None:
             "were started; give --parallelism_config_dp_replicate_size and "
             "--parallelism_config_dp_shard_size whose product is that, or use finetune launch"
         )
-
-
-def _launcher_arguments() -> list[str]:
-    """The words of the `accelerate launch` that started this process, flags with underscores."""
-    import psutil  # its start takes a while, and most commands do without
-
-    for parent in psutil.Process().parents():
-        try:
-            words = parent.cmdline()
-        except psutil.Error:
-            return []
-        if (given := launch_words(words)) is not None:
-            return given
-    return []
-
-
-def launch_words(command: list[str]) -> list[str] | None:
-    """What a command gives to `accelerate launch`, one word a part; None for another command.
-
-    That has three spellings: `accelerate launch`, `accelerate-launch` and
-    `python -m accelerate.commands.launch`, beside this package's own; each takes its flags with
-    dashes or underscores.
-    """
-    for place, word in enumerate(command[:4]):
-        name, before = Path(word).name, Path(command[place - 1]).name if place else ""
-        if (
-            name in ("accelerate-launch", "accelerate.commands.launch", "finetune.process.loopback")
-            or (name == "launch" and "accelerate" in before)
-            or word.endswith("accelerate/commands/launch.py")
-        ):
-            parts = [part for given in command[place + 1 :] for part in given.split("=", 1)]
-            return [f"--{p[2:].replace('-', '_')}" if p.startswith("--") else p for p in parts]
-    return None

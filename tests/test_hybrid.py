@@ -12,7 +12,7 @@ from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, largest, losses
 
-from finetune import backend
+from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
@@ -107,7 +107,7 @@ def test_other_axes_that_reach_a_worker_are_refused() -> None:
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"}
     sizes = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
     with pytest.raises(FinetuneError, match="tp_size 2: this toolkit runs no such axis"):
-        backend.from_environment(given | sizes | {"WORLD_SIZE": "4"})
+        backends.from_environment(given | sizes | {"WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(

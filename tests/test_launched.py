@@ -10,9 +10,8 @@ import pytest
 import yaml
 from conftest import ROOT, environment
 
-from finetune import backend
 from finetune.errors import FinetuneError
-from finetune.process import error_report
+from finetune.process import error_report, rendezvous
 
 
 @pytest.mark.parametrize(
@@ -26,15 +25,15 @@ from finetune.process import error_report
     ],
 )
 def test_every_spelling_of_accelerate_launch_is_known(command: list[str]) -> None:
-    given = backend.launch_words([*command, "--mixed-precision", "no", "-m", "finetune"])
+    given = rendezvous.launch_words([*command, "--mixed-precision", "no", "-m", "finetune"])
     read = ["--config_file", "a-b.yaml", "--mixed_precision", "no", "-m", "finetune"]
     assert given == read
 
 
 def test_other_commands_are_no_accelerate_launch() -> None:
     words = ["/accelerate/bin/finetune", "launch", "quickstart", "--backend", "ddp"]
-    assert backend.launch_words(["/accelerate/bin/python", *words]) is None
-    assert backend.launch_words(["bash", "-c", "accelerate launch x"]) is None
+    assert rendezvous.launch_words(["/accelerate/bin/python", *words]) is None
+    assert rendezvous.launch_words(["bash", "-c", "accelerate launch x"]) is None
 
 
 def test_what_accelerate_loses_of_a_file_is_told(tmp_path: Path) -> None:

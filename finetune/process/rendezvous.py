@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from finetune.errors import FinetuneError
 
@@ -80,3 +81,36 @@ def launcher() -> int | None:
     """Process number of the `finetune launch` that waits for this process, where there is one."""
     number = os.environ.get("FINETUNE_LAUNCHER")
     return int(number) if number else None
+
+
+def launcher_arguments() -> list[str]:
+    """The words of the `accelerate launch` that started this process, flags with underscores."""
+    import psutil  # its start takes a while, and most commands do without
+
+    for parent in psutil.Process().parents():
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            return []
+        if (given := launch_words(words)) is not None:
+            return given
+    return []
+
+
+def launch_words(command: list[str]) -> list[str] | None:
+    """What a command gives to `accelerate launch`, one word a part; None for another command.
+
+    That has three spellings: `accelerate launch`, `accelerate-launch` and
+    `python -m accelerate.commands.launch`, beside this package's own; each takes its flags with
+    dashes or underscores.
+    """
+    for place, word in enumerate(command[:4]):
+        name, before = Path(word).name, Path(command[place - 1]).name if place else ""
+        if (
+            name in ("accelerate-launch", "accelerate.commands.launch", "finetune.process.loopback")
+            or (name == "launch" and "accelerate" in before)
+            or word.endswith("accelerate/commands/launch.py")
+        ):
+            parts = [part for given in command[place + 1 :] for part in given.split("=", 1)]
+            return [f"--{p[2:].replace('-', '_')}" if p.startswith("--") else p for p in parts]
+    return None
