@@ -224,7 +224,7 @@ def test_a_mistake_is_told_with_its_place_and_a_way_out(
     ("file", "text", "told"),
     [
         ("r.json", "{", "cannot be read: Expecting property name enclosed in double quotes"),
-        ("r.yaml", "a: [1", "cannot be read: while parsing a flow sequence"),
+        ("r.yaml", "a: [1", "cannot be read: line 2 column 1: did not find expected ',' or ']'"),
         ("r.yaml", "- 1\n", "expected keys and values, got list"),
         ("r.json", "{}", "method: got None, expected one of sft, pretrain, dpo"),
         ("r.json", '{"method": "sft", "modle": {}}', "modle: unknown key; did you mean 'model'?"),

@@ -256,5 +256,5 @@ def test_a_plan_says_what_is_risky_for_preferences() -> None:
 
 @pytest.mark.parametrize("loss", ["hinge", "ipo", "sigmoid_norm"])
 def test_label_smoothing_belongs_to_two_losses(loss: str) -> None:
-    with pytest.raises(ValueError, match="`label_smoothing` belongs to"):
+    with pytest.raises(FinetuneError, match="`label_smoothing` belongs to"):
         DPO(loss_type=loss, label_smoothing=0.1)  # type: ignore[arg-type]

@@ -694,7 +694,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "CSV with tabs": (
         "a.csv",
         b"question\tanswer\na\tb\n",
-        "{path}: its header is one column, 'question\tanswer': the delimiter is a tab, expected "
+        "{path}: its header is one column, 'question\\tanswer': the delimiter is a tab, expected "
         "','; let its name end in .tsv",
     ),
     "broken line": (

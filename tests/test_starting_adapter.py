@@ -114,7 +114,10 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_pat
         assert preflight.check_here(recipe_of(tiny, **way, adapter=given)).recipe.adapter == section
     with pytest.raises(FinetuneError, match=r"adapter\.targets: "):
         preflight.check_here(recipe_of(tiny, **way, adapter={"targets": names[:-1]}))
-    assert f"| Trained further from | `{first.root}` |" in (runs[0].final / "README.md").read_text()
+    assert (
+        f"| Trained further from | `{first.root.name}` |"
+        in (runs[0].final / "README.md").read_text()
+    )
 
 
 def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(

@@ -29,7 +29,7 @@ from finetune.data.prepare import fingerprint as key_of
 from finetune.data.sources import find_sources
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_source
-from finetune.exporters.huggingface import export
+from finetune.exporters.export import export
 from finetune.exporters.publish import describe
 from finetune.inference.generate import open_model
 from finetune.inference.load import find_checkpoint, open_checkpoint

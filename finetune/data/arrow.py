@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
 
@@ -102,7 +100,7 @@ def _refuse_torn_offsets(column: Any) -> None:
     if pyarrow.types.is_fixed_size_list(column.type):
         return  # it has none
     offsets = column.offsets.to_numpy()
-    if (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
+    if (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
         raise pyarrow.ArrowInvalid("offsets of a list lead out of its values")
 
 

@@ -120,7 +120,7 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
     if len(names) == 1 and found:
         instead = {"\t": "let its name end in .tsv", ",": "let its name end in .csv"}
         raise FinetuneError(
-            f"{path}: its header is one column, '{names[0]}': the delimiter is {others[found[0]]}, "
+            f"{path}: its header is one column, {names[0]!r}: the delimiter is {others[found[0]]}, "
             f"expected {others[delimiter]}; {instead.get(found[0], 'write it with commas')}"
         )
 
