@@ -65,7 +65,7 @@ def measure(folder: Path, names: Sequence[str] = tuple(ARCHITECTURES)) -> list[R
     answers: dict[str, dict[str, Answer]] = {name: {} for name in names}
     reasons: dict[str, dict[str, str]] = {name: {} for name in names}
     deliveries: list[tuple[str, Delivery]] = []
-    write_data(folder / "rows.jsonl", text=False)
+    write_data(folder / "rows.jsonl", "messages")
     for name in names:
         model = build(name, folder / name)
         for kind, column in KINDS.items():

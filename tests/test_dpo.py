@@ -428,7 +428,8 @@ def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name
     beta = given["beta"]
     found = steps_of(train(tmp_path / "run", given))
     for mine, theirs in zip(found, published_run["steps"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        # Two sums, each to 1e-4 nats, reach the loss times beta.
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=2e-4 * beta)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-6)
         for side in ("chosen", "rejected"):
             mean = sum(theirs[f"logps/{side}"]) / 8

@@ -317,7 +317,7 @@ def test_a_machine_without_deepspeed_proves_the_rest_and_ends_with_1(
     assert done.status == 1, done.output
     told = " ".join(done.stdout.split())  # the terminal's lines are folded
     assert "not possible here: the recipe on zero3: zero3 needs DeepSpeed" in told
-    assert "1 pairs not proved, because zero3 needs DeepSpeed: pip install deepspeed" in told
+    assert "1 pairs not proved, because zero3 needs DeepSpeed: pip install" in told
     assert "not proved: 0 of " in told
 
 
