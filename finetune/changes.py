@@ -225,7 +225,7 @@ class Changes:
         ...
 
     def with_epochs(self, epochs: float) -> Self:
-        """Train for so many passes over the data, and for no number of steps."""
+        """Train for a number of passes over the data, instead of a number of steps."""
         return dataclasses.replace(self, epochs=epochs, max_steps=None)
 
     def with_steps(self, max_steps: int) -> Self:

@@ -18,7 +18,7 @@ from finetune.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a recipe means on a backend with so many processes."""
+    """A recipe on a backend with a number of processes, and what follows from them."""
 
     recipe: Recipe
     backend: Backend
@@ -67,7 +67,7 @@ class Plan:
         return padding(self.recipe, known_fields(self.recipe))
 
     def steps(self, rows: int) -> int:
-        """Optimizer steps of the whole run over a training set of so many rows."""
+        """Optimizer steps of the whole run over a training set of `rows` rows."""
         if self.recipe.max_steps is not None:
             return self.recipe.max_steps
         return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
@@ -108,7 +108,7 @@ class Plan:
         }
 
     def explain(self) -> str:
-        """The plan as lines that a person can read."""
+        """The plan as text, a line for each topic."""
         recipe, backend = self.recipe, self.backend
         trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
