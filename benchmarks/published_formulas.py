@@ -10,7 +10,7 @@ Recompute = Literal["none", "tp", "tp_sp", "tp_selective", "tp_sp_selective", "f
 
 
 def attention_term(heads: int, length: int, hidden: int) -> float:
-    """5 a s / h of arXiv:2205.05198: the cost of attention scores, where the rest of the layer costs 34."""
+    """5 a s / h of arXiv:2205.05198: the cost of attention scores; the rest of a layer costs 34."""
     return 5 * heads * length / hidden
 
 
