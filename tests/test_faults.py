@@ -284,6 +284,30 @@ def test_what_a_failed_start_leaves_does_not_stand_in_the_way(
 
 
 @pytest.mark.slow
+def test_data_may_take_longer_to_prepare_than_ranks_wait_for_each_other(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    (tmp_path / "slow_format.py").write_text(
+        "import time\n"
+        "from finetune.data.formats import Completion, Format\n"
+        "def read(row):\n"
+        "    time.sleep(0.4)\n"
+        "    return Completion(row['ask'], row['say'])\n"
+        "SLOW = Format((('ask', 'say'),), read)\n"
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"ask": str(n), "say": "x"}) + "\n" for n in range(32)))
+    source = [{"source": str(data), "format": "slow_format:SLOW"}]
+    run = Run(tmp_path / "run")
+    words = words_of(tiny, run.root, "ddp", data=source, eval_data=[], max_steps=1,
+                     evaluation={"every": None})  # fmt: skip
+    process = start([*words, "--timeout", "0.1"], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    assert steps_made(run) == 1
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_with_the_others_and_its_collectives_are_kept(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -63,6 +63,9 @@ class Fragment:
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+PATIENCE = datetime.timedelta(days=1)
+"""How long ranks wait for work whose time depends on the user's data."""
+
 Read = Callable[[str, str, int, int], torch.Tensor]
 """(name, key, start, numel) -> the flat elements from a checkpoint."""
 
@@ -294,6 +297,22 @@ class Engine(abc.ABC):
         sums, maxima = table.sum(dim=0), table.amax(dim=0)
         first = len(summed)
         return sums[:first].tolist(), [int(value) for value in maxima[first:].tolist()]
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Let ranks wait for each other for a day: work whose time depends on the user's data.
+
+        The heartbeat still ends them within seconds where one is lost.
+        """
+        if self.world == 1:
+            yield
+            return
+        usual = self.control
+        self.control = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        try:
+            yield
+        finally:
+            self.control = usual
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 has, on every rank; values of the others are not looked at."""

@@ -233,10 +233,12 @@ class Training:
         )
         self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
         folder = cache("data")
-        counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
-        # Once on each machine, which may have a disk of its own.
-        check = self.engine.accelerator.is_local_main_process and not self.engine.speaks
-        prepared = prepare(self.recipe, chat, folder, check=check)
+        with self.engine.patient():
+            counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
+            # Once on each machine, which may have a disk of its own.
+            check = self.engine.accelerator.is_local_main_process and not self.engine.speaks
+            prepared = prepare(self.recipe, chat, folder, check=check)
+            self.engine.meet([], [len(prepared.train)])
         if prepared.counts != counts:
             raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
         problems = list(mistakes(counts["train"]))
