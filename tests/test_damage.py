@@ -1,9 +1,11 @@
 """A damaged checkpoint is never continued: an intact one is, or the error says what to do."""
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from test_backends import losses
 from test_interruption import steps_made
 
 from finetune.checkpoints import base_weights
+from finetune.data import scratch
 from finetune.errors import FinetuneError
 from finetune.exporters.publish import publish
 from finetune.recipe import Model
@@ -357,6 +360,59 @@ def test_two_runs_in_one_directory_are_refused(
         f"error: {tmp_path / 'run'}: process {first.pid} on {os.uname().nodename} trains in it; "
         "wait for its end, or choose another --output\n"
     )
+
+
+def test_the_lock_of_another_host_says_when_that_last_wrote(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
+    run = tmp_path / "run"
+    run.mkdir()
+    lock = run / "run.lock"
+    lock.write_text("process 7 on node-gone\n")
+    os.utime(lock, (time.time() - 7200,) * 2)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ("train", recipe, "--precision", "fp32", "--output", run)
+        refused = finetune(*words)
+        assert refused.status == 2
+        assert refused.stderr == (
+            f"error: {run}: process 7 on node-gone trains in it; wait for its end, or choose "
+            "another --output (it last wrote 2 h 00 min ago; where that host is gone, a network "
+            "disk may keep its lock: delete run.lock)\n"
+        )
+        lock.unlink()  # as the message says
+        assert finetune(*words).status == 0
+
+
+def test_a_disk_without_locks_is_said_and_trained_on(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    (tmp_path / "none.c").write_text(
+        "#include <errno.h>\nint flock(int f, int how) { errno = ENOSYS; return -1; }\n"
+    )
+    library = tmp_path / "none.so"
+    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "none.c"], check=True)
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
+    words = ("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    done = finetune(*words, env={"LD_PRELOAD": str(library)})
+    assert done.status == 0
+    assert (
+        f"warning: {tmp_path}/run/run.lock: its file system has no locks (Function not "
+        "implemented): a second training in this directory would not be noticed\n"
+    ) in done.stderr
+
+
+def test_the_lock_of_a_cache_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "LOCK_SECONDS", 0.2)
+    cache = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(cache, fcntl.LOCK_EX)
+    with scratch.scratch_beside(tmp_path / "rows") as folder:
+        assert folder.is_dir()
+    os.close(cache)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

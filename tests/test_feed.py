@@ -27,7 +27,7 @@ COUNTING = """
 import json, os, sys
 import torch
 from finetune.training import worker
-from finetune.distributed.base import group_on_host
+from finetune.distributed.ranks import group_on_host
 from finetune.distributed.heartbeat import collectives_begun
 
 seen, step_of = [], worker.train_step

@@ -1,13 +1,7 @@
-"""A run directory belongs to one process at a time, and is continued only where that is right."""
+"""Whether and from where a run directory is continued."""
 
-import contextlib
-import fcntl
 import json
-import os
-import socket
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +14,6 @@ from finetune.runs.run import Run
 
 Resume = bool | Literal["auto"]
 """Whether a run goes on: no, yes (there must be one), or where there is one."""
-
-LOCK_SECONDS = 10.0
-"""How long a lock is waited for: a killed run's processes may take a moment to end."""
-NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
-"""What may lie in a directory before a run's record does, besides files that begin with a dot.
-
-A start that failed while data was prepared or the model loaded leaves the last two.
-"""
 
 
 def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
@@ -129,26 +115,6 @@ def _recorded(path: Path, key: str) -> Any:
         return None
 
 
-def _refuse_foreign(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        found = sorted(path.name for path in root.iterdir())
-    except OSError as error:
-        raise _no_place(root, error) from None
-    others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
-    if others:
-        raise FinetuneError(
-            f"{root}: not empty and not a run (it holds {others[0]}"
-            f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
-        )
-
-
-def _no_place(root: Path, error: OSError) -> FinetuneError:
-    return FinetuneError(
-        f"{root}: no directory for a run ({error.strerror}); choose another --output"
-    )
-
-
 def _intact(run: Run, recipe: Recipe) -> int:
     step, damaged = newest_intact(run, lambda manifest: _of_another_recipe(manifest, recipe))
     told = [
@@ -210,44 +176,3 @@ def finished(run: Run, plan: Plan) -> bool:
 def card(run: Run) -> Path:
     """The card of a run's result, the last file that a training writes."""
     return run.final / "README.md"
-
-
-@contextlib.contextmanager
-def locked(run: Run) -> Iterator[None]:
-    """Hold a run directory against other processes; the system lets go when this one ends.
-
-    Raises:
-        FinetuneError: another process holds it, it holds something else than a run, or nothing can
-            be written there.
-    """
-    if not run.recipe.exists():
-        _refuse_foreign(run.root)
-    path = run.root / "run.lock"
-    try:
-        file = path.open("a+")
-    except OSError as error:
-        raise _no_place(run.root, error) from None
-    with file:
-        until = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    file.seek(0)
-                    holder = file.read().strip() or "another process"
-                    raise FinetuneError(
-                        f"{run.root}: {holder} trains in it; wait for its end, or choose another "
-                        "--output"
-                    ) from None
-                time.sleep(0.2)
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            if not run.recipe.exists():  # refused before the record began: nothing stays
-                path.unlink(missing_ok=True)

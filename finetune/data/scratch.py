@@ -5,10 +5,13 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ENDING = ".rows"
+LOCK_SECONDS = 30.0
+"""How long a cache's lock is waited for: a network disk may keep that of a host that is gone."""
 
 
 @contextlib.contextmanager
@@ -20,9 +23,9 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
     left under a process number is not touched.
     """
     with _opened(folder.parent) as cache:
-        _lock(cache, fcntl.LOCK_EX)
-        for old in folder.parent.glob(f".*{ENDING}"):
-            _remove_dead(old)
+        if _lock_in_time(cache):
+            for old in folder.parent.glob(f".*{ENDING}"):
+                _remove_dead(old)
         scratch = Path(tempfile.mkdtemp(ENDING, f".{folder.name}.", folder.parent))
         scratch.chmod(0o777 & ~_umask())
         held = os.open(scratch, os.O_RDONLY)
@@ -48,6 +51,15 @@ def _opened(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _lock_in_time(descriptor: int) -> bool:
+    until = time.monotonic() + LOCK_SECONDS
+    while not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _lock(descriptor: int, how: int) -> bool:

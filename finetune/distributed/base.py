@@ -14,7 +14,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -24,11 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.distributed.ranks import Ranks, group_on_host
+from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process import rendezvous
-
-T = TypeVar("T")
 
 Compare = Callable[[str, object, object], None]
 """Notes a difference: what it is in, what the plan has, what was built."""
@@ -63,14 +62,11 @@ class Fragment:
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-PATIENCE = datetime.timedelta(days=1)
-"""How long ranks wait for work whose time depends on the user's data."""
-
 Read = Callable[[str, str, int, int], torch.Tensor]
 """(name, key, start, numel) -> the flat elements from a checkpoint."""
 
 
-class Engine(abc.ABC):
+class Engine(Ranks):
     """One process's end of the job: the accelerator, the model, and how a step is taken."""
 
     kinds: ClassVar[frozenset[DistributedType]]
@@ -273,78 +269,6 @@ class Engine(abc.ABC):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    # Ranks tell each other -----------------------------------------------------------------------
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over all ranks, in fp64."""
-        return self.meet(values, [])[0]
-
-    def largest(self, values: list[int]) -> list[int]:
-        """Element-wise maximum over all ranks."""
-        return self.meet([], values)[1]
-
-    def meet(self, summed: list[float], largest: list[int]) -> tuple[list[float], list[int]]:
-        """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
-
-        No accelerator has to be waited for. Integers are exact below 2**53.
-        """
-        if self.world == 1:
-            return [float(value) for value in summed], largest
-        mine = torch.tensor([*summed, *largest], dtype=torch.float64)
-        ranks = [torch.empty_like(mine) for _ in range(self.world)]
-        torch.distributed.all_gather(ranks, mine, group=self.control)
-        table = torch.stack(ranks)  # (world, values)
-        sums, maxima = table.sum(dim=0), table.amax(dim=0)
-        first = len(summed)
-        return sums[:first].tolist(), [int(value) for value in maxima[first:].tolist()]
-
-    @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
-        """Let ranks wait for each other for a day: work whose time depends on the user's data.
-
-        The heartbeat still ends them within seconds where one is lost.
-        """
-        if self.world == 1:
-            yield
-            return
-        usual = self.control
-        self.control = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
-        try:
-            yield
-        finally:
-            self.control = usual
-
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 has, on every rank; values of the others are not looked at."""
-        if self.world == 1:
-            return value
-        seen = [value]
-        torch.distributed.broadcast_object_list(seen, src=0, group=self.control)
-        return seen[0]
-
-    def on_first(self, work: Callable[[], T]) -> T:
-        """Do something on rank 0; every rank gets its result, or raises its error."""
-        outcome: T | FinetuneError | None = None
-        if self.speaks:
-            try:
-                outcome = work()
-            except FinetuneError as error:
-                outcome = error
-            except OSError as error:
-                outcome = TrainingFailure(f"{error.filename}: {error.strerror}")
-        outcome = self.from_first(outcome)
-        if isinstance(outcome, FinetuneError):
-            raise outcome
-        return outcome  # type: ignore[return-value]
-
-    def gather(self, value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
-        """What each rank has, by rank, on every rank; over `group` where one is given."""
-        if self.world == 1:
-            return [value]
-        ranks: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(ranks, value, group=group or self.control)
-        return ranks
-
     # What this rank holds ------------------------------------------------------------------------
 
     def held(self) -> Held:
@@ -404,15 +328,6 @@ def wrapped_by(model: nn.Module) -> str:
     if isinstance(model, FSDPModule):
         return "fsdp"
     return "deepspeed" if type(model).__name__ == "DeepSpeedEngine" else "single"
-
-
-def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None:
-    """Where ranks tell each other numbers and objects: a group of gloo, None for the default one.
-
-    On an accelerator the default group is its own library's: a rank that waits in it keeps the
-    device busy, waits for all that the device has to do, and is ended after the timeout.
-    """
-    return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
 
 
 def on_cpu() -> bool:

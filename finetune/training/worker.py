@@ -20,7 +20,8 @@ from finetune.cache import cache, keep_compiled
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
-from finetune.checkpoints.resume import Resume, card, claim, finished, locked, refuse_other_data
+from finetune.checkpoints.lock import locked
+from finetune.checkpoints.resume import Resume, card, claim, finished, refuse_other_data
 from finetune.checkpoints.saver import Saver, restore_best
 from finetune.data.audit import MEANT, beyond_context, identity, mistakes
 from finetune.data.chat.render import load_chat

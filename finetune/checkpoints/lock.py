@@ -1,0 +1,104 @@
+"""A run directory belongs to one process at a time."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.runs.run import Run
+from finetune.runs.units import duration
+
+LOCK_SECONDS = 10.0
+"""How long a lock is waited for: a killed run's processes may take a moment to end."""
+NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
+"""What may lie in a directory before a run's record does, besides files that begin with a dot.
+
+A start that failed while data was prepared or the model loaded leaves the last two.
+"""
+
+
+@contextlib.contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Hold a run directory against other processes; the system lets go when this one ends.
+
+    On a file system without locks the directory is not held, and a line on stderr says so.
+
+    Raises:
+        FinetuneError: another process holds it, it holds something else than a run, or nothing can
+            be written there.
+    """
+    if not run.recipe.exists():
+        _refuse_foreign(run.root)
+    path = run.root / "run.lock"
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise _no_place(run.root, error) from None
+    with file:
+        until = time.monotonic() + LOCK_SECONDS
+        while not _taken(file.fileno(), path):
+            if time.monotonic() > until:
+                file.seek(0)
+                raise FinetuneError(_held(run, file.read().strip()))
+            time.sleep(0.2)
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if not run.recipe.exists():  # refused before the record began: nothing stays
+                path.unlink(missing_ok=True)
+
+
+def _taken(descriptor: int, path: Path) -> bool:
+    """Whether this process need not wait for a lock any longer."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        print(f"warning: {path}: its file system has no locks ({error.strerror}): a second "
+              "training in this directory would not be noticed", file=sys.stderr)  # fmt: skip
+    return True
+
+
+def _held(run: Run, holder: str) -> str:
+    """Who holds a directory, and when it last wrote where its host cannot be asked."""
+    told = (
+        f"{run.root}: {holder or 'another process'} trains in it; wait for its end, or choose "
+        "another --output"
+    )
+    if not holder or holder.endswith(f" on {socket.gethostname()}"):
+        return told
+    wrote = [path.stat().st_mtime for path in run.root.iterdir() if path.is_file()]
+    return (
+        f"{told} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; where that "
+        "host is gone, a network disk may keep its lock: delete run.lock)"
+    )
+
+
+def _refuse_foreign(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        found = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        raise _no_place(root, error) from None
+    others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
+    if others:
+        raise FinetuneError(
+            f"{root}: not empty and not a run (it holds {others[0]}"
+            f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
+        )
+
+
+def _no_place(root: Path, error: OSError) -> FinetuneError:
+    return FinetuneError(
+        f"{root}: no directory for a run ({error.strerror}); choose another --output"
+    )
