@@ -5,8 +5,9 @@
 Starting a process takes many times as long as the run of so small a model. Here one process imports
 everything once and forks the workers of each attempt: the same code, collectives and files, with
 the environment that `accelerate launch` gives them. An attempt is killed at a random moment of its
-life, every other one at a random moment of a save; the next goes on with `--resume auto`. All
-ranks are killed together, or one of them, after which the others have to end by themselves.
+life, from the preparation of its data to its card, every third one in a save; the
+next goes on with `--resume auto`. All ranks are killed together, or one of them, after which the
+others have to end by themselves.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from benchmarks.record import ROOT, Circumstances, Result, write
 from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.planner.engines import TRAITS
 from finetune.process.quiet import quiet
 from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
@@ -78,7 +80,6 @@ class Bench:
         self.background = False
         self.parts: list[dict[str, Any]] = []
         self.recipe = write_recipe(folder)
-        os.environ["FINETUNE_CACHE"] = str(folder / "cache")
         os.environ["DS_ACCELERATOR"] = "cpu"
 
     def go(self, names: Sequence[str], count: int, until: float) -> None:
@@ -121,6 +122,7 @@ class Bench:
         if found == straight:
             counts["right"] += 1
             shutil.rmtree(run.root)
+            shutil.rmtree(self.cache(run))
         else:
             differing = [each for each in found if found[each] != straight[each]]
             told = "; ".join(f"{each}: {found[each]} of {straight[each]}" for each in differing)
@@ -132,16 +134,20 @@ class Bench:
 
     def attempt(self, backend: str, run: Run, kill: bool = False) -> str | None:
         """Start the workers; returns the kind of their end: None where they came to it."""
-        world = 1 if backend == "single" else 2
+        machine = backends.load(backend)
+        world = 1 if TRAITS[machine.engine].alone else 2
+        if machine.shard_size is not None:  # several copies of the sharded model
+            world = machine.processes
         environments = worker_environments(backend, world)
         recipe = self.recipe.with_saving(every=2, background=self.background)
+        os.environ["FINETUNE_CACHE"] = str(self.cache(run))
         workers = [fork(recipe, run, environment) for environment in environments]
         if not kill:
             wait(workers, DONE_SECONDS)
             return None
         seconds = self.counts[backend]["milliseconds"] / 1e3
-        inside_save = self.rng.random() < 0.5
-        moment = time.monotonic() + self.rng.uniform(0.02, 0.8) * seconds
+        inside_save = self.rng.random() < 1 / 3
+        moment = time.monotonic() + self.rng.uniform(0, 0.8 if inside_save else 1.05) * seconds
         pause = self.rng.uniform(0, 0.03)
         while time.monotonic() < moment and not ended(workers):
             time.sleep(0.001)
@@ -152,7 +158,7 @@ class Bench:
         if ended(workers):
             wait(workers, DONE_SECONDS)
             return None
-        saving = bool(list(run.checkpoints.glob(".step-*.partial")))
+        phase = self.phase(run)
         alone = world > 1 and self.rng.random() < 0.3
         for worker in [self.rng.choice(workers)] if alone else workers:
             with contextlib.suppress(ProcessLookupError):
@@ -162,7 +168,23 @@ class Bench:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
         wait(workers, DONE_SECONDS)
-        return "one_rank" if alone else "in_save" if saving else "elsewhere"
+        if alone:
+            self.counts[backend]["one_rank"] += 1
+        return phase
+
+    def cache(self, run: Run) -> Path:
+        """A cache of its own, so that each run prepares its data."""
+        return self.folder / "caches" / run.root.name
+
+    def phase(self, run: Run) -> str:
+        """What a run is doing, by the files that are there."""
+        if not list(self.cache(run).rglob("counts.json")):
+            return "prepare"
+        if not list(run.read_metrics("train")):
+            return "load"
+        if list(run.checkpoints.glob(".step-*.partial")):
+            return "save"
+        return "finish" if list(run.read_metrics("end")) else "step"
 
     def add(self, earlier: dict[str, Any]) -> list[str]:
         """Count what earlier parts found too; returns a remark for each of them."""
@@ -181,7 +203,7 @@ class Bench:
 
     def result(self, earlier: dict[str, Any] | None) -> Result:
         remarks = self.add(earlier) if earlier else []
-        head = ["backend", "runs", "right", "kills", "in a save", "of one rank", "elsewhere"]
+        head = ["backend", "runs", "right", "kills", *PHASES, "of one rank"]
         rows = [
             [f"`{name}`", *(str(counts[kind]) for kind in KINDS)]
             for name, counts in self.counts.items()
@@ -189,9 +211,10 @@ class Bench:
         how = (
             f"Runs of {STEPS} steps with a checkpoint after each second one, killed by SIGKILL at "
             f"random moments and continued with `--resume auto`: {self.kills} kills in all; one of "
-            f"{BACKGROUND} runs saves in the background. A run is right where every step's and "
-            "evaluation's loss, `best.json` and the weights of its result are, bit for bit, those "
-            "of a run that was never killed. Parts before the last compared the losses of steps."
+            f"{BACKGROUND} runs saves in the background. `load` is all that lies between the data "
+            "and the first step, `finish` what comes after the last. A run is right where every "
+            "step's and evaluation's loss, `best.json`, the files of its result and their weights "
+            "are, bit for bit, those of a run that was never killed."
         )
         values = {
             "kills": self.kills,
@@ -202,7 +225,8 @@ class Bench:
         return Result("Killed runs", how, values, [head, *rows], [*self.wrong, *remarks])
 
 
-KINDS = ("runs", "right", "kills", "in_save", "one_rank", "elsewhere")
+PHASES = ("prepare", "load", "step", "save", "finish")
+KINDS = ("runs", "right", "kills", *PHASES, "one_rank")
 
 
 Outcome = dict[str, Any]
@@ -215,8 +239,9 @@ def outcome(run: Run) -> Outcome:
         for kind in ("train", "eval")
     }
     found["best"] = json.loads(run.best.read_text()) if run.best.exists() else None
-    weights = sorted(run.final.glob("*.safetensors"))
-    return found | {"result": {path.name: sha256(path) for path in weights}}
+    files = sorted(run.final.glob("*"))
+    told = {path.name: sha256(path) if path.suffix == ".safetensors" else "" for path in files}
+    return found | {"result": told}
 
 
 def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
@@ -249,7 +274,15 @@ def worker_environments(backend: str, world: int) -> list[dict[str, str]]:
     if world == 1:
         return [{}]
     place = str(ROOT / "accelerate_configs" / f"{backend}.yaml")
-    words = ["--config_file", place, "--num_processes", "2", "--mixed_precision", "no", "none.py"]
+    words = [
+        "--config_file",
+        place,
+        "--num_processes",
+        str(world),
+        "--mixed_precision",
+        "no",
+        "none.py",
+    ]
     arguments = launch_command_parser().parse_args(words)
     arguments, defaults, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:
