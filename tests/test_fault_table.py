@@ -1,0 +1,154 @@
+"""Faults x phases of a run: each ends as stated; started again, a run ends as if none had been."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Tiny, environment, write_recipe
+
+from finetune.runs.manifest import sha256
+from finetune.runs.run import Run
+
+PHASES = {
+    "prepare": r"\.rows/documents/lengths",
+    "prepared": r"\.rows$",
+    "load": r"/model/generation_config\.json$",
+    "record": r"/\.data\.json\.",
+    "first step": r"/metrics\.jsonl$",
+    "after the first step": r"/\.realised\.json\.",
+    "save": r"/\.step-00000002\.partial/tokenizer$",
+    "manifest": r"/\.step-00000002\.partial/\.manifest\.json\.",
+    "best": r"/\.best\.json\.",
+    "publish": r"/\.final\.partial/tokenizer\.json$",
+    "card": r"/final/\.README\.md\.",
+}
+"""Phases of a training, each by a file that it opens, makes or renames."""
+STATUS = {"kill": {-9}, "term": {75}, "hangup": {75}, "full": {1, 2}, "forbidden": {1, 2}}
+REASONS = {
+    "term": "interrupted by SIGTERM",
+    "hangup": "interrupted by SIGHUP",
+    "full": "No space left on device",
+    "forbidden": "Permission denied",
+}
+COMPLETE = {"publish", "card"}
+"""After the last step is saved: a signal has nothing left to save, and the run ends as usual."""
+
+Serve = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """(log, words, cache, fault) -> the exit status of a command in a process of its own."""
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "fault_server.py")],
+        env=environment(tmp_path_factory.mktemp("cache")), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert server.stdin is not None
+    assert server.stdout is not None
+    stdin, stdout = server.stdin, server.stdout
+
+    def ask(log: Path, words: list[str], cache: Path, fault: tuple[str, str] | None = None) -> int:
+        job = {
+            "words": words, "log": str(log), "fault": fault, "env": {"FINETUNE_CACHE": str(cache)},
+        }  # fmt: skip
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        return int(stdout.readline())
+
+    yield ask
+    stdin.close()
+    server.wait(60)
+
+
+def outcome(run: Run) -> dict[str, object]:
+    """What a fault must not change."""
+    files = {path.name for path in run.final.iterdir()}
+    weights = {path.name: sha256(path) for path in run.final.glob("*.safetensors")}
+    losses = {
+        kind: [(record["step"], record["loss"]) for record in run.read_metrics(kind)]
+        for kind in ("train", "eval")
+    }
+    return {"files": files, "weights": weights, "best": json.loads(run.best.read_text()), **losses}
+
+
+class Trained:
+    def __init__(self, serve: Serve, folder: Path, tiny: Tiny) -> None:
+        self.serve, self.folder = serve, folder
+        fields = tiny.fields(max_steps=4, saving={"every": 2}, evaluation={"every": 2})
+        self.recipe = write_recipe(folder / "recipe.json", fields)
+        self.straight = Run(folder / "straight")
+        assert self.train(self.straight) == 0, self.told
+
+    def train(self, run: Run, fault: tuple[str, str] | None = None) -> int:
+        words = [
+            "train", str(self.recipe), "--precision", "fp32", "--no-plot", "--resume", "auto",
+            "--output", str(run.root),
+        ]  # fmt: skip
+        return self.ask(words, fault, self.folder / f"{run.root.name}-cache")
+
+    def ask(
+        self, words: list[str], fault: tuple[str, str] | None = None, cache: Path | None = None
+    ) -> int:
+        self.log = self.folder / "last.log"
+        self.log.with_suffix(".met").unlink(missing_ok=True)
+        return self.serve(self.log, words, cache or self.folder / "cache", fault)
+
+    @property
+    def told(self) -> str:
+        return self.log.read_text()
+
+    def refuse_silence(self, fault: str) -> None:
+        """The fault happened, and one that a person can mend is told in one line."""
+        assert self.log.with_suffix(".met").exists(), "no file of this phase was opened"
+        assert "Traceback" not in self.told
+        problems = [line for line in self.told.splitlines() if line.startswith("error")]
+        assert not problems if fault == "kill" else any(REASONS[fault] in p for p in problems), (
+            self.told
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(serve: Serve, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(serve, tmp_path_factory.mktemp("faults"), tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", STATUS)
+def test_a_run_that_meets_a_fault_is_continued_to_the_same_end(
+    trained: Trained, fault: str, phase: str
+) -> None:
+    run = Run(trained.folder / f"{fault}-{phase.replace(' ', '-')}")
+    status = trained.train(run, (fault, PHASES[phase]))
+    if phase in COMPLETE and fault in ("term", "hangup"):
+        assert status == 0
+    else:
+        assert status in STATUS[fault], trained.told
+        trained.refuse_silence(fault)
+    assert trained.train(run) == 0, trained.told
+    assert outcome(run) == outcome(trained.straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["report", "export"])
+@pytest.mark.parametrize("fault", ["kill", "full", "forbidden"])
+def test_what_is_made_of_a_run_is_whole_or_not_there(
+    trained: Trained, fault: str, verb: str
+) -> None:
+    run, before = trained.straight.root, outcome(trained.straight)
+    target = run / "report.html" if verb == "report" else trained.folder / f"{fault}-export"
+    words = [verb, str(run), *(["--to", str(target)] if verb == "export" else [])]
+    assert trained.ask(words, (fault, rf"/{run.parent.name}/.*\b{target.name}")) in STATUS[fault], (
+        trained.told
+    )
+    trained.refuse_silence(fault)
+    assert not target.exists()
+    assert trained.ask(words) == 0, trained.told
+    assert target.exists()
+    assert outcome(trained.straight) == before
+    if verb == "report":
+        target.unlink()
