@@ -396,11 +396,6 @@ def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None
     return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
 
 
-def on_cpu() -> bool:
-    """Whether this machine has no accelerator."""
-    return not torch.accelerator.is_available()
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -57,6 +57,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """This process's number among those of the job on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def world() -> int:
     """How many processes the job has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
