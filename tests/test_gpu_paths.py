@@ -1,28 +1,35 @@
 """What differs on a GPU and can be seen without one: choices, refusals, and fake tensors."""
 
+import dataclasses
 import functools
 import inspect
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Tiny
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import finetune as ft
 from finetune import catalog
-from finetune.distributed import device
+from finetune.distributed import device, heartbeat
 from finetune.distributed.device import Found
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels import chains
 from finetune.models import packed_attention
 from finetune.models.packed_attention import against_varlen, attend, varlen_words
 from finetune.planner import plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.predict import predict
+from finetune.process.start import growing_segments
+from finetune.training import memory_meter
 
 AMPERE, TURING = (8, 0), (7, 5)
 
@@ -324,3 +331,113 @@ def test_fsdp_loads_a_quantised_model_on_the_host(monkeypatch: pytest.MonkeyPatc
     assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
     assert placed_while_loading(quantised=True, shards_all=False) == {}
     assert placed_while_loading(quantised=False, shards_all=True) == {}
+
+
+# Who watches whom, and what each has begun.
+
+
+def test_the_flight_recorders_of_gloo_and_nccl_are_read_together() -> None:
+    gloo = {"version": "2.10", "pg_status": {"0": {"last_enqueued_collective": 3}}}
+    entries = [{"collective_seq_id": 9}]
+    nccl = {"pg_status": {"0": {"last_enqueued_collective": 9}}, "entries": entries}
+    found = heartbeat.merged([gloo, nccl])
+    assert sorted(group["last_enqueued_collective"] for group in found["pg_status"].values()) == [
+        3, 9,
+    ]  # fmt: skip
+    assert found["entries"] == entries
+    assert heartbeat.collectives_begun() == 0
+
+
+def test_each_rank_is_watched_on_its_host_and_each_host_by_another() -> None:
+    """Two hosts of four: every process has one that sees it end, every host one that hears it."""
+    ranks = [heartbeat.watched(rank, rank % 4, 4, 8) for rank in range(8)]
+    assert [process for process, _ in ranks] == [1, 2, 3, 0, 5, 6, 7, 4]
+    assert [beats for _, beats in ranks] == [4, None, None, None, 0, None, None, None]
+    assert [heartbeat.watched(rank, rank, 2, 2) for rank in range(2)] == [(1, None), (0, None)]
+
+
+def test_beats_that_do_not_move_are_silence() -> None:
+    silence, beat = heartbeat.Silence(), heartbeat.Beat(4, 7, 1, 0, 99, "b", "")
+    assert [silence.seconds(beat, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
+    assert silence.seconds(dataclasses.replace(beat, number=8), 80.0) == 0.0
+
+
+# How memory is counted, and what is said where it runs out.
+
+
+class Counter:
+    """PyTorch's count of a GPU, with what it counts written here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = self.highest = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.highest)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget)
+
+    def hold(self, size: int) -> None:
+        self.held, self.highest = size, max(self.highest, size)
+
+    def forget(self, *_: object) -> None:
+        self.highest = self.held
+
+
+def test_the_peak_of_a_step_does_not_hold_that_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, place = Counter(monkeypatch), torch.device("cuda", 0)
+    meter = memory_meter.Meter(place)
+    counter.hold(900)  # quantised
+    counter.hold(100)
+    with meter.measuring(nn.Linear(1, 1)):
+        counter.hold(300)
+        counter.hold(150)
+    assert meter.peak == 300
+    assert memory_meter.peak_bytes(place) == 900
+    counter.hold(1000)
+    assert memory_meter.peak_bytes(place) == 1000
+    memory_meter._before.clear()
+
+
+def test_blocks_of_a_gpu_grow_where_the_environment_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+
+
+GREEDY = """
+import torch
+from finetune.methods.sft import SFT
+
+class Greedy(SFT):
+    taken = 0
+
+    def loss(self, model, batch):
+        Greedy.taken += 1
+        if Greedy.taken > 2 * 4:  # micro-batches of two steps
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+            )
+        return super().loss(model, batch)
+"""
+
+
+def test_an_out_of_memory_error_is_one_message(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    fields = tiny.fields(saving={"every": 1}) | {"method": "greedy:Greedy"}
+    with pytest.raises(TrainingFailure) as failure:
+        ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+    (told,) = failure.value.problems
+    assert re.fullmatch(
+        r"step 3: out of memory on cpu of rank 0, which had held up to \S+ \S+ \(\S+ \S+ were "
+        r"predicted\): Tried to allocate 2\.00 GiB; change batch\.micro_rows=1 \(-\S+ \S+\) or "
+        r"model\.activation_checkpointing=true \(-\S+ \S+\).*; the last complete checkpoint is "
+        r"that of step 2: continue with --resume",
+        told,
+    ), told

@@ -44,6 +44,7 @@ from finetune.training.compiled import settle_compiled
 from finetune.training.feed import Feed
 from finetune.training.loop import StepResult, StepRows, evaluate, feeding, train_step
 from finetune.training.memory_meter import Meter, peak_bytes
+from finetune.training.out_of_memory import is_out_of_memory, out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.profiler import STEP, Profile
 from finetune.training.recorder import Reason, Recorder
@@ -161,6 +162,8 @@ class Training:
                 raise
             except Exception as error:  # what a collective raises when another rank is lost
                 self.interruption.defer()
+                if is_out_of_memory(error):
+                    raise self._out_of_memory(error) from None
                 explained = self.heartbeat.explain(error)
                 if explained is None:
                     raise
@@ -169,6 +172,13 @@ class Training:
                 self.heartbeat.stop()
         self.engine.close()
         return self.run
+
+    def _out_of_memory(self, error: Exception) -> TrainingFailure:
+        forecast = self.recorder.forecast if "recorder" in vars(self) else None
+        step, standing = self.heartbeat.step, self.run.standing()
+        failure = out_of_memory(error, self.engine, forecast, step, standing)
+        self.heartbeat.tell(str(failure))
+        return failure
 
     def _prepare(self) -> None:
         self.resumed = self.on_one(self._claim)
