@@ -28,7 +28,7 @@ from finetune.models.packed_attention import against_varlen, attend, varlen_word
 from finetune.planner import plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.predict import predict
-from finetune.process.start import growing_segments
+from finetune.process.quiet import growing_segments
 from finetune.training import memory_meter
 
 AMPERE, TURING = (8, 0), (7, 5)

@@ -16,12 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune.process import error_report
-    from finetune.process.start import (
-        collecting_later,
-        compiling_later,
-        growing_segments,
-        read_models_once,
-    )
+    from finetune.process.quiet import growing_segments
+    from finetune.process.start import collecting_later, compiling_later, read_models_once
     from finetune.training.preflight import check_here, read_words
 
     error_report.forget_earlier_attempts()

@@ -10,6 +10,7 @@ import torch
 
 from finetune.backend import Precision
 from finetune.planner.estimate import hardware
+from finetune.process import rendezvous
 from finetune.runs import units
 
 BF16_FROM = (8, 0)
@@ -64,7 +65,7 @@ def look(local_rank: int) -> Found:
     elif kind == "cuda" and listed:
         reason = _why_not()
     return Found(
-        torch.__version__, kind, usable, listed, os.environ.get(VISIBLE), reason, capability,
+        torch.__version__, kind, usable, listed, rendezvous.visible_gpus(), reason, capability,
         architectures,
     )  # fmt: skip
 

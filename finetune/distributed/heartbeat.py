@@ -89,10 +89,7 @@ class Heartbeat:
         # One process may outlive the shell that started it; a rank's parent is torch's agent.
         self._parent = os.getppid() if engine.world > 1 else None
         self._launcher = launcher
-        place = rendezvous.local_rank(), rendezvous.neighbours()
-        if "LOCAL_WORLD_SIZE" not in os.environ:  # as srun starts them: hosts are not known
-            place = engine.rank, engine.world
-        self._watched = watched(engine.rank, *place, engine.world)
+        self._watched = watched(engine.rank, *rendezvous.among_neighbours(), engine.world)
         self._silence = Silence()
         self._stopped = threading.Event()
         self._number = 0

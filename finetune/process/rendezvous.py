@@ -72,6 +72,20 @@ def neighbours() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def among_neighbours() -> tuple[int, int]:
+    """This process's number on its machine and how many run there; of all where that is not told.
+
+    srun, for one, tells it to none of them.
+    """
+    told = "LOCAL_WORLD_SIZE" in os.environ
+    return (local_rank(), neighbours()) if told else (rank(), world())
+
+
+def visible_gpus() -> str | None:
+    """The GPUs that this process may use, as the variable of CUDA names them; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def meeting_point() -> tuple[str, int]:
     """Host and port of the store through which the processes of a job find each other."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))

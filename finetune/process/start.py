@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,6 @@ def read_models_once() -> None:
         return read(models if Path(path) == models / "__init__.py" else path)
 
     import_utils.create_import_structure_from_path = read_once
-
-
-def growing_segments() -> None:
-    """Let PyTorch's allocator on GPUs grow its blocks, where the environment says nothing of it.
-
-    Micro-batches differ in length from step to step: blocks of fixed sizes leave gaps that no later
-    tensor fits into. Before PyTorch is imported.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @contextlib.contextmanager
