@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu coverage check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu test-cuda-trace coverage check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -43,6 +43,13 @@ test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it 
 	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
 	else echo "skipped every GPU test: PyTorch sees no GPU on this machine"; fi
 
+test-cuda-trace: $(READY) ## Trace what runs on a GPU with a CUDA build of PyTorch, where there is no GPU.
+	$(BIN)/python -m venv $(TRACES) --without-pip
+	grep -v '^torch' constraints.txt >$(TRACES)/constraints.txt
+	$(BIN)/python -m pip --python $(TRACES)/bin/python install --quiet -c $(TRACES)/constraints.txt \
+		"torch==$(TRACE_TORCH)" -e . pytest hypothesis
+	$(TRACES)/bin/python -m pytest tests/cuda_trace $(ARGS)
+
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" $(ARGS)
@@ -63,12 +70,16 @@ bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
 		$(BIN)/python -m benchmarks peers $(RACES) --gpu; \
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
-clean: ## Remove .venv, .bench and what tools left behind; runs and models stay.
-	rm -rf .venv .bench .coverage* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and models stay.
+	rm -rf .venv .bench .cuda-trace .coverage* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2
 PARALLEL = --numprocesses $(WORKERS) --dist loadfile
+
+# A CUDA build of another version: TRACE_TORCH=2.13.0. It is several gigabytes.
+TRACE_TORCH := 2.14.1
+TRACES := .cuda-trace
 
 RACES = --workload all --minutes 5 $(PEERS)
 

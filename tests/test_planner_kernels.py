@@ -110,11 +110,11 @@ def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
     workload = large(loss=CHUNKED, scheme="bf16", adapter=adapter, length=4096)
     vocabulary, hidden = 128_256, 4096
     found = traces(workload).head
-    chunk = 2**23 // vocabulary * vocabulary
+    chunk, tile = (entries // vocabulary * vocabulary for entries in (2**27, 2**25))
     stream, table = 2 * 4096 * hidden, vocabulary * hidden
-    # The last norm's result and the labelled rows of it, a chunk of logits in bf16, then in fp32
-    # with its shares, or the gradient of the head of a chunk; and the sum of these in fp32.
-    working = max(8 * chunk, 2 * table * trained) + 4 * table * trained
+    # The last norm's result and the labelled rows of it, a chunk of logits in bf16, a tile of it in
+    # fp32 with its shares, or the next chunk, or the gradient of the head; and the sum of these.
+    working = max(8 * tile, 2 * chunk, 2 * table * trained) + 4 * table * trained
     kept = found.trace.saved - 2 * table * trained  # the head's gradient becomes bf16 afterwards
     assert found.projected == kept + 2 * stream + 2 * chunk + working + 4
 

@@ -162,7 +162,7 @@ def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count() -> None:
     held, moments = resident.state(plain)["optimizer"], plain.moments * plain.trained
     assert held == moments > 16e9
     assert resident.state(paged)["optimizer"] == 0
-    assert resident.host(paged) - resident.host(plain) == moments
+    assert resident.offloaded(paged) - resident.offloaded(plain) == moments
     peaks = [memory.timeline(each).peak.total for each in (plain, paged)]
     assert peaks[0] - peaks[1] == moments
     # A CPU has one memory: the moments are in it.

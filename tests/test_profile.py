@@ -3,10 +3,13 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from finetune.kernels import activation
 from finetune.kernels.chains import compile_chains
@@ -19,12 +22,14 @@ from finetune.training.profiler import (
     ADAPTERS,
     ATTENTION,
     COMMUNICATION,
+    COPIES,
     ELEMENTWISE,
     HEAD,
     MATMUL,
     REST,
     ROWS,
     Profile,
+    spent,
 )
 
 SMOLLM2_135M = {
@@ -95,6 +100,39 @@ def test_compiled_operations_are_no_waiting(tmp_path: Path) -> None:
         compile_chains(False)
     found = json.loads((tmp_path / "where-rank-00000.json").read_text())
     assert found[ELEMENTWISE] > found[REST]
+
+
+def event(
+    number: int, name: str, start: float, end: float, gpu: bool = False, **about: Any
+) -> FunctionEvent:
+    kind = DeviceType.CUDA if gpu else DeviceType.CPU
+    return FunctionEvent(
+        id=number, name=name, thread=1, start_us=start, end_us=end, use_device="cuda",
+        device_type=kind, **about,
+    )  # fmt: skip
+
+
+def test_each_kernel_of_a_gpu_counts_once() -> None:
+    """Events as kineto makes them of a step of 8,000 us, 7,500 of which kernels run."""
+    launched = [
+        (event(1, "aten::mul", 0, 5), "void vectorized_elementwise_kernel<4, ...>", 1000),
+        (event(2, "aten::mm", 6, 12, input_shapes=[[8, 16], [16, 320]]), "nvjet_tst_128x256", 4000),
+        (event(3, "aten::copy_", 13, 15), "Memcpy DtoD (Device -> Device)", 500),
+        (event(4, "aten::_flash_attention_forward", 16, 20), "void pytorch_flash::flash_fwd", 2000),
+    ]
+    kernels, at = list[FunctionEvent](), 500
+    for number, (operation, name, duration) in enumerate(launched):
+        operation.append_kernel(name, 0, duration)
+        kernels.append(event(10 + number, name, at, at + duration, gpu=True))
+        at += duration
+    marked = event(
+        20, "Optimizer.step#AdamW.step", 500, 1500, gpu=True, is_user_annotation=True
+    )  # fmt: skip
+    reduced = event(21, "ncclDevKernel_AllReduce", 0, 400, gpu=True)
+    operations = [operation for operation, _, _ in launched]
+    found = spent([*operations, *kernels, marked, reduced], 320, frozenset({8}), cuda=True)
+    told = {kind: round(seconds * 1e6) for kind, seconds in found.items() if seconds}
+    assert told == {ELEMENTWISE: 1000, HEAD: 4000, COPIES: 500, ATTENTION: 2000, REST: 500}
 
 
 def test_a_run_that_ends_before_the_step_that_is_traced_says_so(

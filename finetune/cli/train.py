@@ -16,10 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune.process import error_report
+    from finetune.process.quiet import growing_segments
     from finetune.process.start import collecting_later, compiling_later, read_models_once
     from finetune.training.preflight import check_here, read_words
 
     error_report.forget_earlier_attempts()
+    growing_segments()
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     with collecting_later(), compiling_later():

@@ -24,6 +24,8 @@ class Boundaries:
     ends: torch.Tensor  # (documents + 1,) int32: 0, then the end of each document
     longest: int
     """Tokens of the longest document."""
+    numbers: tuple[int, ...]
+    """`ends` on the host, where no device has to be asked for them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class MicroBatch:
             "cu_seq_lens_k": ends,
             "max_length_q": longest,
             "max_length_k": longest,
+            "document_ends": self.boundaries.numbers,
         }
 
 
@@ -151,6 +154,7 @@ def _side_by_side(
             positions=_on_device(positions[None], device),
             ends=_on_device(ends.astype(np.int32), device),
             longest=int(lengths.max()),
+            numbers=tuple(ends.tolist()),
         ),
     )
 

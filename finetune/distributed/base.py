@@ -330,11 +330,6 @@ def wrapped_by(model: nn.Module) -> str:
     return "deepspeed" if type(model).__name__ == "DeepSpeedEngine" else "single"
 
 
-def on_cpu() -> bool:
-    """Whether this machine has no accelerator."""
-    return not torch.accelerator.is_available()
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

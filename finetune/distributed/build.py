@@ -3,11 +3,14 @@
 import datetime
 from pathlib import Path
 
+from finetune.distributed import device
 from finetune.distributed.base import Engine
 from finetune.distributed.deepspeed import DeepSpeed
 from finetune.distributed.fsdp import Fsdp
 from finetune.distributed.native import Ddp, Native
+from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.process import rendezvous
 
 ENGINES: dict[str, type[Engine]] = {
     "single": Native,
@@ -21,6 +24,17 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Engine:
     """The engine of this process; see `Engine`.
 
     Raises:
-        FinetuneError: Accelerate built something else than the plan asks for.
+        FinetuneError: the GPUs of this machine cannot be used as asked, or Accelerate built
+            something else than the plan asks for.
     """
-    return ENGINES[plan.backend.engine](plan, nvme_path, timeout)
+    local_rank, here = rendezvous.local_rank(), rendezvous.neighbours()
+    found = device.look(local_rank)
+    problems = device.problems(found, plan.backend.precision, local_rank, here)
+    if problems:
+        raise FinetuneError(*problems)
+    engine = ENGINES[plan.backend.engine](plan, nvme_path, timeout)
+    engine.notes += device.left_alone(found)
+    if engine.device.type == "cuda" and engine.world > 1:
+        unlike = device.different(engine.gather(device.described(engine.device)))
+        engine.notes += [] if unlike is None else [unlike]
+    return engine

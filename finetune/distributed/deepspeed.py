@@ -13,14 +13,8 @@ from torch import nn
 
 from finetune import backend as backends
 from finetune.distributed import deepspeed_nvme as nvme
-from finetune.distributed.base import (
-    Compare,
-    Engine,
-    Fragment,
-    Read,
-    on_cpu,
-    without_deepspeed,
-)
+from finetune.distributed.base import Compare, Engine, Fragment, Read, without_deepspeed
+from finetune.distributed.device import on_cpu
 from finetune.planner import Plan
 from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
 from finetune.process import rendezvous

@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.distributed.base import Compare, on_cpu
+from finetune.distributed.base import Compare
+from finetune.distributed.device import on_cpu
 from finetune.distributed.gloo_shared_memory import share_memory
 from finetune.distributed.native import Native
 from finetune.planner.mesh import Mesh
@@ -108,6 +109,7 @@ class Fsdp(Native):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._name_units(model)
         super().wrap(model, optimizers)
+        _move_scales(self.model, self.device)
         _keep_compute_type_between_units(self.model)
 
     def wrap_alone(self, model: nn.Module) -> None:
@@ -192,6 +194,14 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name, module
+
+
+def _move_scales(model: nn.Module, device: torch.device) -> None:
+    """Put the scales of 4-bit weights where products are made: FSDP2 knows parameters only."""
+    for module in model.modules():
+        scales = getattr(module, "quant_state", None)  # of bitsandbytes' layers only
+        if scales is not None:
+            scales.to(device)
 
 
 def _keep_compute_type_between_units(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import secrets
 import signal
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -28,13 +30,17 @@ from torch.distributed import DistError, TCPStore
 
 from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
+from finetune.process import rendezvous
 from finetune.runs.run import write_json
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """Without a beat for so long, a rank of another host counts as gone after a failed collective."""
+SILENT_HOST_SECONDS = 60.0
+"""Without a beat for so long, the first rank of another host counts as gone at any time."""
 GRACE_SECONDS = 5.0
 """How long the main thread may take to report a loss by itself before its process is ended."""
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 TRANSPORTS = (
     "/gloo/", "NCCL", "caused pair closure", "Connection closed by peer",
     "Connection reset by peer",
@@ -83,6 +89,8 @@ class Heartbeat:
         # One process may outlive the shell that started it; a rank's parent is torch's agent.
         self._parent = os.getppid() if engine.world > 1 else None
         self._launcher = launcher
+        self._watched = watched(engine.rank, *rendezvous.among_neighbours(), engine.world)
+        self._silence = Silence()
         self._stopped = threading.Event()
         self._number = 0
         self._store: TCPStore | None = None
@@ -136,14 +144,25 @@ class Heartbeat:
         """End this process where a rank was lost and the main thread does not notice."""
         assert self._store is not None
         if not self._store.check([f"{self._prefix}/lost"]):
-            neighbour = self._read((self._rank + 1) % self._world)
-            if neighbour is None or not gone_here(neighbour):
+            lost = self._lost()
+            if lost is None:
                 return
-            self._tell_all(self._describe([f"{name(neighbour)} ended without a word"]))
+            self._tell_all(self._describe([lost]))
         message = self._store.get(f"{self._prefix}/lost").decode()
         if not self._stopped.wait(GRACE_SECONDS):
             self._dump()
             self._on_loss(TrainingFailure(message))
+
+    def _lost(self) -> str | None:
+        """What became of a rank that this one watches; None while it lives."""
+        process, beats = self._watched
+        beat = self._read(process)
+        if beat is not None and gone_here(beat):
+            return f"{name(beat)} ended without a word"
+        beat = None if beats is None else self._read(beats)
+        if beat is None or self._silence.seconds(beat, time.monotonic()) < SILENT_HOST_SECONDS:
+            return None
+        return f"{name(beat)} has not been heard of for {SILENT_HOST_SECONDS:g} s"
 
     def _end_as_orphan(self) -> None:
         gone = self._launcher is not None and has_ended(self._launcher)
@@ -163,17 +182,21 @@ class Heartbeat:
 
     # After a collective has failed, in the main thread.
 
+    def tell(self, message: str) -> None:
+        """Let the other ranks end with a message of this one."""
+        if self._store is not None:
+            self._tell_all(message)
+
     def explain(self, error: BaseException) -> TrainingFailure | None:
         """What a failed collective means: the ranks that are gone, or behind; None for others.
 
         Takes up to `SILENT_SECONDS`. The flight recorder's dump is kept in the run.
         """
         if self._world == 1 or not is_transport(error):
-            if self._store is not None:
-                self._tell_all(
-                    f"rank {self._rank} failed in step {self.step}: {type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}; {self._standing()}"
-                )
+            self.tell(
+                f"rank {self._rank} failed in step {self.step}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}; {self._standing()}"
+            )
             return None
         self._dump()
         first_line = str(error).strip().splitlines()[0].rsplit("] ", 1)[-1]
@@ -288,14 +311,55 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def flight_record(entries: bool) -> dict[str, object]:
-    """Torch's flight recorder (TORCH_FR_BUFFER_SIZE > 0), of gloo and NCCL alike."""
-    text = torch._C._distributed_c10d._dump_fr_trace_json(entries, False)
-    return json.loads(text)
+def flight_record(entries: bool) -> dict[str, Any]:
+    """Torch's flight recorders (TORCH_FR_BUFFER_SIZE > 0): that of gloo, and NCCL's where it is.
+
+    torch 2.13 keeps one for each kind of events; a build without CUDA lacks the second.
+    """
+    library = torch._C._distributed_c10d
+    asked = [getattr(library, name, None) for name in RECORDERS]
+    return merged([json.loads(dump(entries, False)) for dump in asked if dump is not None])
+
+
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Records as one: the first's, with the entries and the groups of all."""
+    groups = {
+        f"{number}/{name}": group
+        for number, record in enumerate(records)
+        for name, group in record.get("pg_status", {}).items()
+    }
+    entries = [entry for record in records for entry in record.get("entries", [])]
+    return {**records[0], "pg_status": groups} | ({"entries": entries} if entries else {})
 
 
 def collectives_begun() -> int:
     """Over all process groups of this rank."""
-    status = flight_record(entries=False).get("pg_status", {})
-    assert isinstance(status, dict)
-    return sum(max(0, int(group["last_enqueued_collective"])) for group in status.values())
+    groups = flight_record(entries=False)["pg_status"].values()
+    return sum(max(0, int(group["last_enqueued_collective"])) for group in groups)
+
+
+def watched(rank: int, local_rank: int, here: int, world: int) -> tuple[int, int | None]:
+    """The rank whose process a rank looks at, and the one whose beats it counts.
+
+    The first is the next of its host, of which it sees the process end. The first rank of a host
+    counts the beats of the first rank of the next host, whose processes it cannot see.
+
+    Args:
+        here: ranks of its host, which follow one another.
+    """
+    first = rank - local_rank
+    alone = here >= world
+    return first + (local_rank + 1) % here, None if alone or local_rank else (first + here) % world
+
+
+class Silence:
+    """How long the beats of a rank have not moved."""
+
+    def __init__(self) -> None:
+        self._number, self._since = -1, math.inf
+
+    def seconds(self, beat: Beat, now: float) -> float:
+        """Since its last new beat was read; `now` in seconds of a clock that never goes back."""
+        if beat.number != self._number:
+            self._number, self._since = beat.number, now
+        return now - self._since

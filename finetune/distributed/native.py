@@ -11,7 +11,8 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune.distributed.base import Engine, Fragment, Read, local, on_cpu
+from finetune.distributed.base import Engine, Fragment, Read, local
+from finetune.distributed.device import on_cpu
 
 
 class Native(Engine):

@@ -7,6 +7,7 @@ computed.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,9 +50,19 @@ class Chain:
         for each in given:
             if isinstance(each, torch.Tensor) and each.shape[0] == rows:
                 torch._dynamo.maybe_mark_dynamic(each, 0)
+        return self.by_inductor(*given)
+
+    def by_inductor(self, *given: Any) -> Any:
+        """Compiled by TorchInductor; where that fails, eager like all that follows."""
         # One state of autocast for forward and backward passes, which would be compiled for each.
         with torch.autocast(given[0].device.type, enabled=False):
-            return self.compiled(*given)
+            try:
+                return self.compiled(*given)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                compile_chains(False)
+                told = f"note: kernels.pointwise: eager from here on, because {_reason(error)}"
+                print(told, file=sys.stderr, flush=True)
+                return self.eager(*given)
 
 
 def chain(function: Callable[..., Any]) -> Chain:
@@ -99,4 +110,29 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
         return cpu.reason_against_chains(dtype)
     from torch.utils._triton import has_triton  # slow to import
 
-    return None if has_triton() else "Triton is not installed"
+    return failure(device) if has_triton() else "Triton is not installed"
+
+
+@functools.cache
+def failure(device: torch.device) -> str | None:
+    """Why a chain cannot be compiled and run on a device; None where one was.
+
+    Triton compiles a module in C when it is first used, for which it needs a compiler and Python's
+    headers, and may know no code for a GPU: only a kernel that ran shows that there will be others.
+    """
+    given = torch.ones(8, 4, device=device)
+    try:
+        found = torch.compile(_tried)(given)
+    except Exception as error:  # of Triton, of a compiler or of a driver: whatever it is
+        return f"TorchInductor cannot compile for this {device.type} device: {_reason(error)}"
+    return None if bool(torch.isfinite(found).all()) else "a compiled kernel gave wrong numbers"
+
+
+def _tried(given: torch.Tensor) -> torch.Tensor:
+    return (given * 2).sigmoid() + given
+
+
+def _reason(error: Exception) -> str:
+    """The lines of an error that say what is wrong: the compiler's name, and what it said."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__

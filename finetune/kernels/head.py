@@ -19,7 +19,13 @@ from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chains import chain
 from finetune.kernels.precision import compute_dtype
-from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
+from finetune.planner.kernels import (
+    CHUNK_ENTRIES,
+    GPU_CHUNK_ENTRIES,
+    GPU_TILE_ENTRIES,
+    LOGITS,
+    TILE_ENTRIES,
+)
 
 
 def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = None) -> None:
@@ -40,7 +46,6 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
         head = _plain_head(model)
         head.__class__ = LabelledHead
         head.scale, head.cap = logit_function(model.config)
-        head.tiled = not torch.accelerator.is_available()
     kind = type(model)
     # With the module of the class too: transformers looks there for code of the model's own.
     own = {"loss_in_chunks": chunked, "balance": balance, "__module__": kind.__module__}
@@ -129,18 +134,21 @@ class LabelledHead(nn.Linear):
 
     scale: float
     cap: float | None
-    tiled: bool
-    """Whether a chunk becomes its gradient in tiles, as a CPU's caches like it."""
+    entries: tuple[int, int] | None = None
+    """Logits that are there at once, and that become a gradient at once; None for those of the
+    device."""
 
     def forward(
         self, input: torch.Tensor, targets: torch.Tensor | None = None, logps: bool = False
     ) -> torch.Tensor:
         if targets is None:
             return super().forward(input)
-        tile = TILE_ENTRIES if self.tiled else CHUNK_ENTRIES
+        of_cpu, of_gpu = (CHUNK_ENTRIES, TILE_ENTRIES), (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
+        entries = self.entries or (of_cpu if input.is_cpu else of_gpu)
+        rows = tuple(max(1, each // len(self.weight)) for each in entries)
         given = (input, self.weight, self.bias, targets)
         kind = ChunkedLogProbs if logps else ChunkedLoss
-        return kind.apply(*given, self.scale, self.cap, tile)
+        return kind.apply(*given, self.scale, self.cap, *rows)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -159,17 +167,17 @@ class ChunkedLoss(torch.autograd.Function):
         targets: torch.Tensor,  # (labelled,)
         scale: float,
         cap: float | None,
-        tile: int,  # logits
+        chunk: int,  # rows of logits that are there at once
+        tile: int,  # rows of them that become a gradient at once
     ) -> torch.Tensor:
         dtype = compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(dtype), weight.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             wanted = ctx.needs_input_grad[:3]
-            grads = _Gradients(given, matrix, bias, wanted, max(1, tile // weight.shape[0]))
-            rows = max(1, CHUNK_ENTRIES // weight.shape[0])
-            for start in range(0, len(given), rows):
-                part = slice(start, start + rows)
+            grads = _Gradients(given, matrix, bias, wanted, tile)
+            for start in range(0, len(given), chunk):
+                part = slice(start, start + chunk)
                 logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
                 loss += grads.count(part, logits, targets[part], scale, cap)
         ctx.grads = grads.of(hidden, weight, bias)
@@ -181,10 +189,7 @@ class ChunkedLoss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         return (
             *(each if each is None else each.mul_(grad) for each in grads),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -205,19 +210,19 @@ class ChunkedLogProbs(torch.autograd.Function):
         targets: torch.Tensor,  # (labelled,)
         scale: float,
         cap: float | None,
-        tile: int,  # logits
+        chunk: int,  # rows of logits that are there at once
+        tile: int,  # rows of them that become a gradient at once
     ) -> torch.Tensor:
         ctx.dtype = compute_dtype(weight)
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = scale, cap, tile
+        ctx.settings = scale, cap, chunk, tile
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-            # Where a chunk is tiled, the sums take copies of an eighth of a tile only.
-            at_once = tile if tile == CHUNK_ENTRIES else tile // 8
-            rows, few = (max(1, entries // weight.shape[0]) for entries in (CHUNK_ENTRIES, at_once))
-            for start in range(0, len(given), rows):
-                logits = F.linear(given[start : start + rows], matrix)  # (chunk, vocabulary)
+            # The sums take copies, on a CPU of an eighth of a tile only.
+            few = max(1, tile // 8) if hidden.is_cpu else tile
+            for start in range(0, len(given), chunk):
+                logits = F.linear(given[start : start + chunk], matrix)  # (chunk, vocabulary)
                 for first in range(0, len(logits), few):
                     here = slice(start + first, min(start + first + few, start + len(logits)))
                     wide = logits[first : first + few]
@@ -227,17 +232,16 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        scale, cap, tile = ctx.settings
+        scale, cap, chunk, tile = ctx.settings
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
             wanted = ctx.needs_input_grad[:3]
-            grads = _Gradients(given, matrix, bias, wanted, max(1, tile // weight.shape[0]))
-            rows = max(1, CHUNK_ENTRIES // weight.shape[0])
-            for start in range(0, len(given), rows):
-                part = slice(start, start + rows)
+            grads = _Gradients(given, matrix, bias, wanted, tile)
+            for start in range(0, len(given), chunk):
+                part = slice(start, start + chunk)
                 logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
                 grads.count(part, logits, targets[part], scale, cap, -grad[part])
-        return (*grads.of(hidden, weight, bias), None, None, None, None)
+        return (*grads.of(hidden, weight, bias), *(None,) * 5)
 
 
 class _Gradients:

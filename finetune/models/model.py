@@ -23,11 +23,13 @@ from transformers import (
 
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
 from finetune.distributed.base import Engine
+from finetune.distributed.device import on_cpu
 from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
+from finetune.kernels.expert_products import compute_as_autocast
 from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
@@ -41,7 +43,12 @@ from finetune.models.packed_attention import (
     check_layout,
     implementation,
 )
-from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
+from finetune.models.quantization import (
+    compute_in,
+    keep_unpacked,
+    loading_arguments,
+    placed_while_loading,
+)
 from finetune.models.recurrence import keep_apart
 from finetune.models.soundness import (
     DECODER_ONLY,
@@ -198,6 +205,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     for option, (fuse, _, _) in FUSED.items():
         if chosen[option] == "fused":
             fuse(model)
+    compute_as_autocast()
     keep_apart(model)
 
 
@@ -209,7 +217,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
         for reason, count in left.items()
     ]
-    if Chain.compiling and plan.backend.precision == "bf16" and not torch.cuda.is_available():
+    if Chain.compiling and plan.backend.precision == "bf16" and on_cpu():
         notes += [
             "kernels.lora: gradients of adapters by products of PyTorch, not in one pass over "
             f"tiles: {reason}"
@@ -249,7 +257,7 @@ def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]
         settings["context_fn"] = policy
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs=settings,
-        offload=how == "offload" and torch.accelerator.is_available(),
+        offload=how == "offload" and not on_cpu(),
     )
     model.enable_input_require_grads()
 
@@ -303,7 +311,9 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
     plan = engine.plan
     model = plan.recipe.model
     fields = _stored_fields(plan)
-    dequantising = prequantised.stored_kind(fields) in prequantised.DEQUANTISED
+    stored = prequantised.stored_kind(fields)
+    dequantising = stored in prequantised.DEQUANTISED
+    packed = stored is not None or model.quantization != "none"
     # A decomposition of the base weights must see them whole, and so must the mean of a table.
     whole = (
         not plan.backend.zero_init
@@ -330,6 +340,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
                 **vocabulary.without_lost_pad(config),
+                **placed_while_loading(packed, plan.traits.shards_all),
                 **loading_arguments(
                     fields,
                     model.quantization,

@@ -10,7 +10,11 @@ batch says of its documents (`cu_seq_lens_q`, as for flash attention), and no ma
               a b c d
 """
 
+import functools
+import inspect
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
+from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import SINKS, against_one_call
 from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
@@ -29,6 +34,10 @@ DOCUMENTS = "documents"
 
 VARLEN_FROM = (8, 0)
 """Compute capability (Ampere) from which PyTorch 2.13 has a variable-length flash kernel."""
+LARGEST_HEAD = 256
+"""Head size up to which it does."""
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Capabilities on which its backward pass has no room for heads of 193 to 224 (torch 2.13)."""
 
 
 def layout(recipe: Recipe, config: PreTrainedConfig) -> Padding:
@@ -80,8 +89,8 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
     found = against_one_call(device, precision, dropped, capped, sinks)
     instead = ""
     if device == "cuda":
-        if torch.cuda.get_device_capability() < VARLEN_FROM:
-            found.append("this GPU is older than Ampere")
+        lacking = against_varlen(torch.device("cuda"), _head_size(config))
+        found += [] if lacking is None else [lacking]
         instead = "each document by itself, not all in one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
         lacking = cpu.reason_against_attention_tiles()
@@ -100,6 +109,11 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
             "of a layer's window"
         )
     return notes
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    size = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
 
 
 def _window(config: PreTrainedConfig) -> int | None:
@@ -121,6 +135,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    document_ends: Sequence[int] | None = None,
     **_: object,  # transformers hands on every argument of the model's forward pass
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document, called by transformers in every layer.
@@ -139,6 +154,7 @@ def attend(
             (gpt-oss).
         cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
         max_length_q: Tokens of the longest document.
+        document_ends: `cu_seq_lens_q` on the host; None asks the device, which waits for it.
 
     Returns:
         (1, tokens, heads, head size), and None for the weights.
@@ -151,18 +167,21 @@ def attend(
             f"batch.padding_free: {type(module).__name__} does not say where documents end, so "
             "they would see each other; set batch.padding_free=false and batch.packing=false"
         )
+    # Norms and tables in fp32 under autocast leave query and key wider than the value.
+    query, key, value = (each.to(compute_dtype(value)) for each in (query, key, value))
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None
     # A sink, or values of another size than keys, are left to what PyTorch computes.
     known = s_aux is None and query.shape[-1] == value.shape[-1]
     if softcap is None and not dropout and known and _has_varlen(query):
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
-        return mixed[None], None
+        return mixed.unsqueeze(0), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     longest = 0
     if known and not dropout:
         longest = cpu.longest_served(query, max_length_q, window, softcap)
-    runs = _runs(cu_seq_lens_q.tolist(), longest)
+    ends = cu_seq_lens_q.tolist() if document_ends is None else document_ends
+    runs = _runs(ends, longest)
     # Its backward pass is one copy; that of a slice is as large as what was sliced.
     lengths = [run[-1] - run[0] for run in runs]
     heads = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
@@ -179,7 +198,7 @@ def attend(
     return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
 
 
-def _runs(ends: list[int], longest: int) -> list[list[int]]:
+def _runs(ends: Sequence[int], longest: int) -> list[list[int]]:
     """Boundaries of documents in one call: neighbours up to a length, else one by itself."""
     runs: list[list[int]] = []
     for start, end in itertools.pairwise(ends):
@@ -198,9 +217,14 @@ def _causal(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One document through PyTorch's kernel; key heads are shared, not repeated."""
+    """One document through PyTorch's kernel."""
     length = query.shape[2]
     band = _band(length, window, query.device) if window is not None and window < length else None
+    shared = query.shape[1] != key.shape[1]
+    if shared and _needs_whole_heads(query, band is not None):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        shared = False
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -209,8 +233,20 @@ def _causal(
         dropout_p=dropout,
         is_causal=band is None,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=shared,
     )
+
+
+def _needs_whole_heads(query: torch.Tensor, masked: bool) -> bool:
+    """Whether shared key heads leave a GPU nothing but the kernel that holds all scores.
+
+    Flash attention alone shares them (torch 2.13), and it takes 16 bits and no mask. With a head
+    of its own for each query the memory-efficient kernel serves the rest.
+    """
+    if query.device.type != "cuda":
+        return False
+    flash = query.dtype != torch.float32 and _capability(query.device) >= VARLEN_FROM
+    return masked or not flash
 
 
 def _written_out(
@@ -245,10 +281,29 @@ def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 
 def _has_varlen(query: torch.Tensor) -> bool:
-    """Whether flash attention of PyTorch 2.13 takes these: 16 bits, Ampere or newer, 256 a head."""
+    """Whether the variable-length kernel takes these: 16 bits, on a GPU that has it."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= VARLEN_FROM
+    return against_varlen(query.device, query.shape[-1]) is None
+
+
+@functools.cache
+def against_varlen(device: torch.device, head_size: int) -> str | None:
+    """Why a GPU has no variable-length kernel for heads of a size; None where it has."""
+    if torch.version.hip is not None:
+        return "on ROCm the kernel has not been tried"
+    capability = _capability(device)
+    if capability < VARLEN_FROM:
+        return "this GPU is older than Ampere"
+    if head_size > LARGEST_HEAD or head_size % 8:
+        return f"heads of {head_size} are no multiple of 8 up to {LARGEST_HEAD}"
+    if 192 < head_size <= 224 and capability in SMALL_SHARED_MEMORY:
+        return f"this GPU has too little shared memory for heads of {head_size}"
+    return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _varlen(
@@ -264,21 +319,24 @@ def _varlen(
     # Needs a build of PyTorch with CUDA to be of use.
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    mixed = varlen_attn(
-        q,
-        k,
-        v,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    words = varlen_words(varlen_attn, scaling, window, q.shape[1] != k.shape[1])
+    mixed = varlen_attn(q, k, v, ends, ends, longest, longest, **words)
     assert isinstance(mixed, torch.Tensor)
     return mixed
+
+
+def varlen_words(
+    kernel: Callable[..., Any], scaling: float | None, window: int | None, shared: bool
+) -> dict[str, Any]:
+    """What `varlen_attn` is given by name. That of torch 2.11 shares key heads without a word."""
+    words = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    return words | ({"enable_gqa": shared} if _knows_sharing(kernel) else {})
+
+
+@functools.cache
+def _knows_sharing(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 AttentionInterface.register(DOCUMENTS, attend)

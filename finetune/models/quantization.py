@@ -62,6 +62,15 @@ def loading_arguments(
     return {}
 
 
+def placed_while_loading(quantised: bool, shards_all: bool) -> dict[str, Any]:
+    """Where `from_pretrained` puts a quantised model: in host memory where it will be cut there.
+
+    By itself transformers 5.23 puts all of it on the GPU of each process. FSDP2 moves one unit
+    after the other to its GPU, and keeps a shard of it: no GPU ever holds more than one whole.
+    """
+    return {"device_map": {"": "cpu"}} if quantised and shards_all else {}
+
+
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let NF4 layers multiply in a dtype: files that are quantised already bring their own."""
     for layer in model.modules():

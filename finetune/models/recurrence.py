@@ -8,6 +8,7 @@ batch instead: it is causal, so that what pads a shorter row on the right reache
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from finetune.planner.padding import FORGETFUL, RECURRENT, rope_types
 
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends")
 """Arguments of a forward pass that say where documents end, by their names in transformers."""
 
 
@@ -26,7 +27,7 @@ class Held:
 
     given: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """What flash attention takes, by the names of transformers; empty for padded rows."""
-    ends: list[int] | None = None
+    ends: Sequence[int] | None = None
     """0 and the end of each document; None where rows are not side by side."""
 
 
@@ -64,8 +65,7 @@ class NotesDocuments:
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         self.held.given = {name: inputs[name] for name in BOUNDARIES if name in inputs}
-        ends = self.held.given.get("cu_seq_lens_q")
-        self.held.ends = None if ends is None else ends.tolist()
+        self.held.ends = self.held.given.get("document_ends")
         return super().forward(*args, **inputs)
 
 
@@ -120,7 +120,7 @@ class PositionsPerDocument:
         return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
 
-def _alike(ends: list[int]) -> list[list[tuple[int, int]]]:
+def _alike(ends: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Documents (start, end) in groups, the longest of each less than twice the shortest."""
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for start, end in itertools.pairwise(ends):

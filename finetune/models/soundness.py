@@ -123,10 +123,11 @@ def _rows(vocabulary: int) -> torch.Tensor:
 def _laid(ids: torch.Tensor) -> dict[str, Any]:
     """Rows of one length side by side, as a micro-batch hands them to a model."""
     rows, tokens = ids.shape
-    ends = torch.arange(0, ids.numel() + 1, tokens, dtype=torch.int32, device=ids.device)
+    numbers = tuple(range(0, ids.numel() + 1, tokens))
+    ends = torch.tensor(numbers, dtype=torch.int32, device=ids.device)
     positions = torch.arange(tokens, device=ids.device).repeat(rows)[None]
     flat = ids.view(1, -1)
-    boundaries = Boundaries(positions, ends, tokens)
+    boundaries = Boundaries(positions, ends, tokens, numbers)
     return MicroBatch(flat, flat, None, rows, 0, ids.numel(), boundaries).inputs()
 
 

@@ -47,10 +47,16 @@ UNFUSED: dict[str, tuple[str, ...]] = {
 PARTS = {"norm": "norms", "activation": "feed-forward layers", "rotary": "attention layers"}
 
 CHUNK_ENTRIES = 2**23
-"""Logits of one chunk of `kernels.head=chunked`, 16 MiB in bf16: enough rows for a matrix product
-to be fast."""
+"""Logits of one chunk of `kernels.head=chunked` on a CPU, 16 MiB in bf16: enough rows for a matrix
+product to be fast."""
 TILE_ENTRIES = 2**21
 """Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
+GPU_CHUNK_ENTRIES = 2**27
+"""Logits of one chunk on a GPU, 256 MiB in bf16: 1,024 rows of 128,256 tokens. A product of fewer
+reads the head's matrix more often than a GPU can while it multiplies (an H100: 300 rows)."""
+GPU_TILE_ENTRIES = 2**25
+"""Logits that a GPU turns into a gradient at once, 128 MiB in fp32: its threads are busy with
+less, and copies of a whole chunk would take a GiB."""
 
 SCORE_BLOCK = 384
 """Queries of a document whose scores attention by products on a CPU holds at once, at most."""

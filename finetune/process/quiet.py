@@ -1,4 +1,4 @@
-"""Sets what libraries read from the environment: how much they log, and threads of tokenizers."""
+"""Sets what libraries read from the environment: logs, threads of tokenizers, GPU memory."""
 
 import logging
 import os
@@ -26,6 +26,16 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")
+
+
+def growing_segments() -> None:
+    """Let PyTorch's allocator on GPUs grow its blocks, where the environment says nothing of it.
+
+    Micro-batches differ in length from step to step: blocks of fixed sizes leave gaps that no later
+    tensor fits into. Before PyTorch is imported.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def tokenise_on_one_core() -> None:

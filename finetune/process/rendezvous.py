@@ -57,6 +57,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """This process's number among those of the job on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def world() -> int:
     """How many processes the job has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,6 +70,20 @@ def world() -> int:
 def neighbours() -> int:
     """How many of them run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def among_neighbours() -> tuple[int, int]:
+    """This process's number on its machine and how many run there; of all where that is not told.
+
+    srun, for one, tells it to none of them.
+    """
+    told = "LOCAL_WORLD_SIZE" in os.environ
+    return (local_rank(), neighbours()) if told else (rank(), world())
+
+
+def visible_gpus() -> str | None:
+    """The GPUs that this process may use, as the variable of CUDA names them; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def meeting_point() -> tuple[str, int]:

@@ -232,7 +232,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         np.arange(len(rows)), rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens,
         rows.side_by_side,
     )  # fmt: skip
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    sums: list[torch.Tensor] = []
     metrics, terms = _Metrics(recipe.metrics, engine.device), 0
     engine.model.eval()
     # As many on every rank: forward passes are collective.
@@ -240,10 +240,12 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         batch = collate(rows, indices, pad_id, engine.device)
         terms += recipe.count(batch)
         found = recipe.loss(engine.model, batch)
-        total += found.sum
+        sums.append(found.sum)
         metrics.add(found.metrics)
     engine.reshard()
-    brought = [total.item(), float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
+    # Added in fp64, which not every device has, on the host.
+    total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
+    brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
     summed, counted, *measured = engine.sum(brought)
     return EvalResult(
         loss=summed / max(1.0, counted),

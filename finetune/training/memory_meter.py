@@ -16,12 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 from finetune.kernels import cpu
 
 MAPS = Path("/proc/self/maps")
+_before: dict[torch.device, int] = {}
+"""Largest memory of each device before its count began anew."""
 
 
 def peak_bytes(device: torch.device) -> int:
     """Largest memory so far: allocated on an accelerator, resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(_before.get(device, 0), torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
@@ -50,6 +52,8 @@ class Meter:
             # Its second forward pass would do so (torch 2.13), between two counts.
             model.reducer._rebuild_buckets()
         if self.device.type == "cuda":
+            _before[self.device] = peak_bytes(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)  # loading is no part of a step
             yield
             self.peak = torch.cuda.max_memory_allocated(self.device)
         elif not self.counts:

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -81,24 +83,48 @@ class Profile:
 def spent(
     events: list[FunctionEvent], vocabulary: int, ranks: frozenset[int], cuda: bool
 ) -> dict[str, float]:
-    """Seconds of a step by kind of work; what no operation accounts for is waiting."""
+    """Seconds of a step by kind of work; what no operation accounts for is waiting.
+
+    On a GPU they are those of kernels, each counted once, by the operation that launched it:
+    an operation's own device time holds its kernels', which are events too, and so does an
+    annotation's on the device. Waiting is the time in which no kernel of this rank's own runs.
+    """
     found = dict.fromkeys(ROWS, 0.0)
     first = min(event.time_range.start for event in events)
     last = max(event.time_range.end for event in events)
+    kernels: list[tuple[float, float]] = []
     for event in events:
+        if event.device_type != DeviceType.CPU:
+            if not event.is_user_annotation and not _exchanges(event.name):
+                kernels.append((event.time_range.start, event.time_range.end))
+            continue
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
         kind = kind_of(event, vocabulary, ranks)
         if kind is not None and (kind == COMMUNICATION or not event.is_async):
             found[kind] += seconds
     counted = sum(seconds for kind, seconds in found.items() if kind != COMMUNICATION)
-    found[REST] = max(0.0, (last - first) / 1e6 - counted)
+    busy = _union(kernels) / 1e6 if cuda else counted
+    found[REST] = max(0.0, (last - first) / 1e6 - busy)
     return found
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _exchanges(name: str) -> bool:
+    return any(word in name for word in EXCHANGES)
 
 
 def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str | None:
     """The row of an event; None for one that only wraps others, whose own time is Python's."""
     name = event.name
-    if any(word in name for word in EXCHANGES):
+    if _exchanges(name):
         return COMMUNICATION
     above = list(_above(event))
     if any(word.startswith(("Optimizer.step", "clip_grad")) for word in (name, *above)):

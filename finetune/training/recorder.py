@@ -258,8 +258,8 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
-    elif installed := _installed():
-        machine = hardware.machine(installed[0], engine.world)
+    elif (card := hardware_of(engine.device)) is not None:
+        machine = hardware.machine(card, engine.world)
     return forecast(engine.plan, steps, facts(engine, data, steps), machine)
 
 
@@ -271,8 +271,8 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     most = np.sort(rows.labelled)[-recipe.most_micro_rows :]
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
-    chained, _ = chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)
     on_cpu = engine.device.type == "cpu"
+    chained = on_cpu and chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
     products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
     return Facts(
         length=int(lengths.max()),
@@ -281,7 +281,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
         slots=_slots(plan, rows, steps),
         document=float(rows.documents.lengths.mean()),
         cpu=on_cpu,
-        chained=chained and on_cpu,
+        chained=chained,
         scored=int(rows.documents.lengths.max()) if products else 0,
     )
 
@@ -306,11 +306,13 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
     return sum(found) / min(steps, COUNTED_STEPS)
 
 
-def _installed() -> list[hardware.GPU]:
+def hardware_of(device: torch.device) -> hardware.GPU | None:
+    """The numbers of this process's GPU; None where its speed is not known."""
+    card = torch.cuda.get_device_properties(device)
     try:
-        return hardware.installed()
-    except FinetuneError:  # a GPU whose speed nobody has told: memory is predicted all the same
-        return []
+        return hardware.of_driver(card.name, card.total_memory)
+    except FinetuneError:  # memory is predicted all the same
+        return None
 
 
 def accelerators() -> list[str]:

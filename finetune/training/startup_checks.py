@@ -22,6 +22,7 @@ from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
 from finetune.data.prepare import Prepared
+from finetune.distributed import device
 from finetune.distributed.base import Engine
 from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError, TrainingFailure
@@ -30,12 +31,12 @@ from finetune.models.load_checks import token_rows
 from finetune.models.model import compute_dtype
 from finetune.planner import Plan
 from finetune.planner.engines import TRAITS
-from finetune.planner.estimate.hardware import installed, machine
-from finetune.planner.estimate.predict import predict
+from finetune.planner.estimate.forecast import Forecast
 from finetune.runs import units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
+from finetune.training.recorder import Recorder
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Job(Protocol):
     steps: int
     resumed: int | None
     base: str | None
+    recorder: Recorder
 
     def on_one(self, work: Callable[[], T]) -> T: ...
 
@@ -67,7 +69,7 @@ def make_sure(job: Job) -> str:
     size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
     lines = {
         "ranks": ranks,
-        "memory": memory_line(job.plan, engine.device),
+        "memory": memory_line(job.recorder.forecast, engine.device),
         "disk": job.on_one(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
         "model": check_model(job),
         "start": f"after step {job.resumed}, whose checkpoint is intact"
@@ -184,17 +186,30 @@ def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) ->
     return told
 
 
-def memory_line(plan: Plan, device: torch.device) -> str:
+def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
+    """Refuse a GPU on which another process has the memory that a run needs, before it is loaded.
+
+    Raises:
+        FinetuneError: on every rank, with the processes of each such GPU.
+    """
+    if engine.device.type != "cuda" or forecast is None:
+        return
+    free, total = torch.cuda.mem_get_info(engine.device)
+    found = device.too_full(forecast.peak_memory, free, total, device.users)
+    problems = [problem for problem in checkpoint.gather(engine, found) if problem is not None]
+    if problems:
+        raise FinetuneError(*dict.fromkeys(problems))
+
+
+def memory_line(forecast: Forecast | None, place: torch.device) -> str:
     """The plan's peak against what this machine has."""
-    if device.type != "cuda":
+    if place.type != "cuda":
         available = psutil.virtual_memory().available
         return f"no accelerator; {units.size(available)} of host memory available"
-    free, total = torch.cuda.mem_get_info(device)
-    try:
-        cards = installed()
-        predicted = predict(plan, machine(cards[0], plan.processes)).timeline.peak.total
-    except (FinetuneError, IndexError):
+    free, total = torch.cuda.mem_get_info(place)
+    if forecast is None:
         return f"{units.size(free)} of {units.size(total)} free; no prediction for this model"
+    predicted = forecast.peak_memory
     told = f"{units.size(predicted)} predicted, {units.size(free)} of {units.size(total)} free"
     return told if predicted <= free else f"{told}: it may run out of memory"
 

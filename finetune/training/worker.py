@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune.cache import cache, keep_compiled
+from finetune.cache import cache
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
@@ -31,7 +31,7 @@ from finetune.distributed.build import build
 from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
-from finetune.kernels import chains, cpu
+from finetune.kernels import cpu
 from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
@@ -41,14 +41,20 @@ from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
+from finetune.training.compiled import settle_compiled
 from finetune.training.feed import Feed
 from finetune.training.loop import StepResult, StepRows, evaluate, feeding, train_step
 from finetune.training.memory_meter import Meter, peak_bytes
+from finetune.training.out_of_memory import is_out_of_memory, out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.profiler import STEP, Profile
-from finetune.training.recorder import Reason, Recorder, tokens_of_run
+from finetune.training.recorder import Reason, Recorder
 from finetune.training.reference import with_reference
-from finetune.training.startup_checks import make_sure, refuse_weights_not_finite
+from finetune.training.startup_checks import (
+    make_sure,
+    refuse_full_gpu,
+    refuse_weights_not_finite,
+)
 
 T = TypeVar("T")
 
@@ -157,6 +163,8 @@ class Training:
                 raise
             except Exception as error:  # what a collective raises when another rank is lost
                 self.interruption.defer()
+                if is_out_of_memory(error):
+                    raise self._out_of_memory(error) from None
                 explained = self.heartbeat.explain(error)
                 if explained is None:
                     raise
@@ -165,6 +173,13 @@ class Training:
                 self.heartbeat.stop()
         self.engine.close()
         return self.run
+
+    def _out_of_memory(self, error: Exception) -> TrainingFailure:
+        forecast = self.recorder.forecast if "recorder" in vars(self) else None
+        step, standing = self.heartbeat.step, self.run.standing()
+        failure = out_of_memory(error, self.engine, forecast, step, standing)
+        self.heartbeat.tell(str(failure))
+        return failure
 
     def _prepare(self) -> None:
         self.resumed = self.on_one(self._claim)
@@ -175,6 +190,7 @@ class Training:
         self.steps = self.plan.steps(len(self.data.train))
         self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
+        refuse_full_gpu(self.engine, self.recorder.forecast)
         self.meter = Meter(self.engine.device)
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
@@ -250,7 +266,7 @@ class Training:
     def _build(self) -> Progress:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
         engine = self.engine
-        compiled = self._settle_compiled()
+        compiled = settle_compiled(engine, self.data, self.steps)
         network = model.build(engine, self.recipe.seed)
         self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
         self.padding = layout(self.recipe, network.config)
@@ -313,18 +329,6 @@ class Training:
         if learned or self.recipe.data_checks == "refuse":
             raise FinetuneError(problem)
         return [problem.removesuffix(f"; {MEANT}")]
-
-    def _settle_compiled(self) -> list[str]:
-        """Decide what is compiled for this machine; returns what is to be said of it."""
-        keep_compiled(chains.usual_folder)
-        kernels = self.recipe.kernels
-        dtype = torch.bfloat16 if self.plan.backend.precision == "bf16" else torch.float32
-        device, tokens = self.engine.device, tokens_of_run(self.plan, self.data, self.steps)
-        chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
-        chains.compile_chains(chained)
-        pooled, of_pool = cpu.settle_pool(kernels.allocator, device, tokens)
-        cpu.use_pool(pooled)
-        return [note for note in (of_chains, of_pool) if note is not None]
 
     def _loop(self) -> None:
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)

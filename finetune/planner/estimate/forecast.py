@@ -42,6 +42,11 @@ class Forecast:
     """None where its speed is not known: only memory is predicted then."""
     steps: int
 
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of one process at the peak of the largest micro-batch."""
+        return round(memory.timeline(self.workload).peak.total)
+
     def peak(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> int:
         """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens.
 

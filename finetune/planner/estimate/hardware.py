@@ -9,6 +9,8 @@ from typing import Literal
 from finetune.errors import FinetuneError, did_you_mean
 
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+SMI_SECONDS = 60
+"""How long it may take: without the driver's persistence mode it wakes one GPU after another."""
 
 GIGA = 1e9
 Bound = Literal["compute", "launches", "communication", "offload"]
@@ -243,18 +245,39 @@ def installed() -> list[GPU]:
     """The GPUs of this machine, as NVIDIA's driver names them; empty where there is no driver.
 
     Raises:
-        FinetuneError: a GPU is not in the table.
+        FinetuneError: a GPU is not in the table, or has no memory of its own.
+    """
+    found: list[GPU] = []
+    for name, reported in listed():
+        if reported is None:
+            raise FinetuneError(
+                f"this machine's {name} tells no memory of its own; describe it by --gpu-memory "
+                "... --tflops ... --bandwidth ..."
+            )
+        found.append(of_driver(name, reported))
+    return found
+
+
+def listed() -> list[tuple[str, float | None]]:
+    """Names and bytes of this machine's GPUs, as NVIDIA's driver tells them; empty without it.
+
+    One that shares the host's memory (GB10, Thor) tells `[N/A]`: None.
     """
     if shutil.which(SMI[0]) is None:
         return []
-    answer = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=False)
+    try:
+        answer = subprocess.run(
+            SMI, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
     if answer.returncode != 0:
         return []
-    found: list[GPU] = []
+    found: list[tuple[str, float | None]] = []
     for line in answer.stdout.strip().splitlines():
-        name, _, memory = line.rpartition(",")
-        reported = float(memory) * 2**20
-        found.append(dataclasses.replace(_of_driver(name, reported), memory=reported))
+        name, _, memory = (word.strip() for word in line.rpartition(","))
+        number = re.fullmatch(r"\d+(\.\d+)?", memory)
+        found.append((name, float(memory) * 2**20 if number else None))
     return found
 
 
@@ -282,8 +305,16 @@ def processor(flops: float, processes: int, memory: float) -> Machine:
     return Machine(core, processes, link=LOOPBACK)
 
 
-def _of_driver(name: str, reported: float) -> GPU:
-    """The row of a driver's name: `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090`, ..."""
+def of_driver(name: str, reported: float) -> GPU:
+    """A GPU of a driver's name, `NVIDIA A100-SXM4-80GB` or so, with the bytes that it reports.
+
+    Raises:
+        FinetuneError: it is not in the table.
+    """
+    return dataclasses.replace(_row(name, reported), memory=reported)
+
+
+def _row(name: str, reported: float) -> GPU:
     exact = _named(name)
     if exact is not None:
         return exact

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.sharding import deepspeed
 from finetune.planner.estimate.sharding.gathered import Gathered
-from finetune.planner.estimate.sharding.resident import state
+from finetune.planner.estimate.sharding.resident import loading, state
 from finetune.planner.estimate.workload import Workload
 
 
@@ -100,7 +100,9 @@ class _Step:
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.numerics.residual
         inside = run.layer.passing if self.checkpointed else run.layer.forward
-        moments = [
+        found = loading(self.workload)
+        moments = [Moment("loading", found)] if found else []
+        moments += [
             self.moment(
                 "forward: last layer",
                 # The model's own frame holds the embedding's output while layers run.

@@ -22,6 +22,7 @@ from finetune.kernels.head import LabelledHead
 from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.planner import Plan
+from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
 
 UNPADDED = "one_kernel_without_mask"
 """SDPA or flash attention as a batch without padding runs it. transformers 5.23 leaves the mask
@@ -198,7 +199,7 @@ def _compute_as_on_a_gpu(module: nn.Module) -> None:
     if type(module) is nn.Dropout and module.p > 0:
         module.__class__ = _Dropout
     if isinstance(module, LabelledHead):
-        module.tiled = False
+        module.entries = (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
     if type(module) is Linear4bit:  # after the kernels, which know the real class
         module.__class__ = Packed
 

@@ -5,7 +5,12 @@ import dataclasses
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape, Trace, Value, trace
 from finetune.planner.estimate.workload import Workload
-from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
+from finetune.planner.kernels import (
+    CHUNK_ENTRIES,
+    GPU_CHUNK_ENTRIES,
+    GPU_TILE_ENTRIES,
+    TILE_ENTRIES,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +131,11 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     # gradient of the hidden states; the gradient of the weight is in fp32.
     held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
     held += 4.0 * shape.embedding * trained
-    rows = min(labelled, max(1, CHUNK_ENTRIES // shape.vocab))
+    of_cpu, of_gpu = (CHUNK_ENTRIES, TILE_ENTRIES), (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
+    entries = of_cpu if workload.cpu else of_gpu
+    rows = min(labelled, max(1, entries[0] // shape.vocab))
     chunk = rows * shape.vocab * compute
-    least = min(rows, max(1, TILE_ENTRIES // shape.vocab)) if workload.cpu else rows
-    tile = 4.0 * least * shape.vocab
+    tile = 4.0 * min(rows, max(1, entries[1] // shape.vocab)) * shape.vocab
     # A tile in fp32, where it is not in that, and its shares; with a cap also the slope.
     copies = 2 - (compute == 4) + shape.capped_logits
     if workload.chained:

@@ -61,7 +61,40 @@ def _inputs(workload: Workload) -> float:
     return 8.0 * workload.tokens + 8.0 * workload.length + tables + mask
 
 
+def loading(workload: Workload) -> dict[str, float]:
+    """Bytes on one process's GPU while it loads, where that is more than it keeps of the weights.
+
+    Of a quantised model ZeRO-3 partitions nothing before all of it is there (transformers 5.23
+    calls `zero.Init` only without a quantiser), and the largest matrix besides in 16 bits. FSDP
+    cuts it in host memory.
+    """
+    if workload.quantization == "none" or not workload.layout.for_own_module or workload.cpu:
+        return {}
+    largest = max([workload.shape.embedding, *(m.weights for m in workload.shape.matrices)])
+    return {"weights": workload.frozen_bytes, "casts": 2.0 * largest}
+
+
+def loading_on_host(workload: Workload) -> float:
+    """Bytes of host memory per process while it loads, besides pages of files that are mapped.
+
+    Weights in the type of their file are mapped, and ZeRO-3 partitions them one by one. A copy is
+    made of trained weights in fp32, and of quantised ones that FSDP will cut.
+    """
+    traits = workload.layout.traits
+    if workload.quantization != "none":
+        return workload.frozen_bytes if traits.shards_all else 0.0
+    whole = workload.adapter is None and not traits.masters
+    return 4.0 * workload.shape.parameters if whole else 0.0
+
+
 def host(workload: Workload) -> float:
+    """Bytes of host memory per process, while the model is loaded or in training."""
+    if workload.cpu:  # where weights lie in training
+        return offloaded(workload)
+    return max(loading_on_host(workload), offloaded(workload))
+
+
+def offloaded(workload: Workload) -> float:
     """Bytes of host memory per process that offload needs.
 
     What blocks keep for the backward pass, where it waits there, and paged moments, which move

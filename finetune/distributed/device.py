@@ -1,0 +1,217 @@
+"""Find the device that a process trains on, and what is wrong with it before a model is loaded."""
+
+import dataclasses
+import os
+import re
+import subprocess
+from collections.abc import Callable
+
+import torch
+
+from finetune.backend import Precision
+from finetune.planner.estimate import hardware
+from finetune.process import rendezvous
+from finetune.runs import units
+
+BF16_FROM = (8, 0)
+"""Compute capability (Ampere) from which a GPU multiplies bf16; before it, PyTorch emulates it."""
+USERS = (
+    "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+    "--format=csv,noheader",
+)  # fmt: skip
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What PyTorch and the driver say of the GPUs of a machine."""
+
+    build: str
+    """Of PyTorch, such as 2.14.1+cu130."""
+    kind: str | None
+    """`cuda` or `hip`, for which it was built; None for a build without."""
+    usable: int
+    """GPUs that it can use."""
+    listed: tuple[str, ...]
+    """Names of those that the driver lists, where PyTorch can use none."""
+    visible: str | None
+    """The variable that chooses among them."""
+    reason: str = ""
+    """What PyTorch says where it can use none."""
+    capability: tuple[int, int] = (0, 0)
+    """Of this process's GPU; of ROCm it says nothing."""
+    architectures: tuple[str, ...] = ()
+    """For which PyTorch has code, such as `sm_90`; `compute_90` can be compiled for newer ones."""
+
+
+def on_cpu() -> bool:
+    """Whether processes of this machine train on its CPU.
+
+    That is so without a GPU of CUDA or ROCm. Apple's and Intel's GPUs, which have no fp64 or no
+    test here, are left alone: `left_alone` says so.
+    """
+    return not torch.cuda.is_available()
+
+
+def look(local_rank: int) -> Found:
+    """What is there for a process of this machine."""
+    kind = "hip" if torch.version.hip is not None else "cuda" if torch.version.cuda else None
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    listed = () if usable else tuple(name for name, _ in hardware.listed())
+    reason, capability, architectures = "", (0, 0), ()
+    if usable and local_rank < usable and kind == "cuda":
+        capability = torch.cuda.get_device_capability(local_rank)
+        architectures = tuple(torch.cuda.get_arch_list())
+    elif kind == "cuda" and listed:
+        reason = _why_not()
+    return Found(
+        torch.__version__, kind, usable, listed, rendezvous.visible_gpus(), reason, capability,
+        architectures,
+    )  # fmt: skip
+
+
+def _why_not() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return "it sees none"
+
+
+def problems(found: Found, precision: Precision, local_rank: int, here: int) -> list[str]:
+    """Why a process cannot train as it was asked to on the GPUs of its machine.
+
+    Args:
+        here: processes of the job on this machine.
+    """
+    if found.usable == 0:
+        return _unusable(found)
+    if here > found.usable:
+        which = f" ({VISIBLE}={found.visible})" if found.visible is not None else ""
+        return [
+            f"processes: {here} on this machine, where PyTorch can use {found.usable} "
+            f"GPU{'s' * (found.usable > 1)}{which}; use --processes {found.usable}, or make more "
+            "of its GPUs visible"
+        ]
+    if found.kind != "cuda":
+        return []
+    major, minor = found.capability
+    name = f"the GPU of rank {local_rank} here (compute capability {major}.{minor})"
+    if not _has_code(found.capability, found.architectures):
+        return [
+            f"device: PyTorch {found.build} has no code for {name}: it has "
+            f"{', '.join(found.architectures)}; install a build for it, such as one of CUDA 12.6 "
+            "(make setup TORCH=torch==...+cu126 for a V100 or older)"
+        ]
+    if precision == "bf16" and found.capability < BF16_FROM:
+        return [
+            f"precision: bf16 is emulated, slowly, on {name}; use --precision fp16, or fp32, or a "
+            "GPU of Ampere or newer"
+        ]
+    return []
+
+
+def _unusable(found: Found) -> list[str]:
+    hidden = found.visible is not None and found.visible.strip() in ("", "-1")
+    if not found.listed or found.kind is None or hidden:
+        return []  # it trains on the CPU, and `left_alone` says why
+    gpus = f"{len(found.listed)} x {found.listed[0]}"
+    if found.kind == "cuda" and found.visible is not None:
+        last = len(found.listed) - 1
+        return [
+            f"{VISIBLE}={found.visible}: names no GPU of this machine, which has {gpus}: 0"
+            f"{f' to {last}' if last else ''}; name some of them, or nothing to train on the CPU"
+        ]
+    return [
+        f"device: PyTorch {found.build} cannot use this machine's {gpus}: {found.reason}; update "
+        f"the driver, install a build of PyTorch for it, or set {VISIBLE}= to train on the CPU"
+    ]
+
+
+def left_alone(found: Found) -> list[str]:
+    """One line where a machine has an accelerator and trains on its CPU all the same."""
+    if found.usable:
+        return []
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if other is not None:
+        reason = f"nothing of this toolkit has run on PyTorch's {other.type}"
+    elif not found.listed:
+        return []
+    elif found.kind is None:
+        reason = (
+            f"PyTorch {found.build} is a build without CUDA, although the driver lists "
+            f"{found.listed[0]}; make setup takes one with it"
+        )
+    else:
+        reason = f"{VISIBLE} is empty"
+    return [f"device: trains on the CPU, because {reason}"]
+
+
+def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
+    """Whether a build runs on a GPU: code for its generation, or what is compiled when loaded."""
+    for name in architectures:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name)
+        if found is None:
+            continue
+        major, minor = int(found[2]), int(found[3])
+        same = major == capability[0] and minor <= capability[1]
+        if same or (found[1] == "compute" and (major, minor) <= capability):
+            return True
+    return not architectures
+
+
+def different(names: list[str]) -> str | None:
+    """A note where the GPUs of a job are not alike; `names` by rank."""
+    others = sorted(set(names) - {names[0]})
+    if not others:
+        return None
+    ranks = ", ".join(f"rank {names.index(each)} has {each}" for each in others)
+    return (
+        f"device: the GPUs of this job differ: rank 0 has {names[0]}, {ranks}; every step waits "
+        f"for the slowest, and the least memory is what counts; choose alike ones by {VISIBLE}"
+    )
+
+
+def described(device: torch.device) -> str:
+    """The name and memory of a GPU."""
+    card = torch.cuda.get_device_properties(device)
+    return f"{card.name} with {units.size(card.total_memory)}"
+
+
+def too_full(predicted: float, free: int, total: int, users: Callable[[], list[str]]) -> str | None:
+    """Why a run does not fit beside what is on its GPU already; None where it does.
+
+    Args:
+        predicted: bytes that the plan says, of which a GPU that is empty has enough.
+        users: gives other processes on it.
+    """
+    if predicted <= free or predicted > total:
+        return None
+    others = users()
+    who = f", by {'; '.join(others)}" if others else ""
+    return (
+        f"device: {units.size(predicted)} are predicted, and {units.size(free)} of "
+        f"{units.size(total)} are free on this GPU: the rest is in use{who}; end that, choose "
+        f"another GPU by {VISIBLE}, or lower batch.micro_rows"
+    )
+
+
+def users() -> list[str]:
+    """Processes with memory on a GPU of this machine, as NVIDIA's driver lists them."""
+    try:
+        answer = subprocess.run(
+            USERS, capture_output=True, text=True, timeout=hardware.SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return users_of(answer.stdout, os.getpid())
+
+
+def users_of(answer: str, own: int) -> list[str]:
+    """The lines of `nvidia-smi` for people, without process `own`."""
+    found: list[str] = []
+    for line in answer.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 4 and words[1].isdigit() and int(words[1]) != own:
+            found.append(f"{words[2]} (process {words[1]}) with {words[3]}")
+    return found

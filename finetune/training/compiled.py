@@ -1,0 +1,27 @@
+"""Decide what a run compiles for its machine, on every rank alike."""
+
+from finetune.cache import keep_compiled
+from finetune.data.prepare import Prepared
+from finetune.distributed.base import Engine
+from finetune.kernels import chains, cpu
+from finetune.models.model import compute_dtype
+from finetune.training.recorder import tokens_of_run
+
+
+def settle_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
+    """Let chains and the pool be compiled or not; returns what is to be said of it.
+
+    What one rank cannot compile no rank uses: a job is as fast as its slowest.
+    """
+    keep_compiled(chains.usual_folder)
+    kernels, device = engine.plan.recipe.kernels, engine.device
+    tokens = tokens_of_run(engine.plan, data, steps)
+    dtype = compute_dtype(engine.plan)
+    chained, of_chains = chains.settle(kernels.pointwise, device, tokens, dtype)
+    somewhere_eager = bool(engine.largest([int(not chained)])[0])
+    if chained and somewhere_eager:
+        chained, of_chains = False, "kernels.pointwise: eager, because another rank cannot compile"
+    chains.compile_chains(chained)
+    pooled, of_pool = cpu.settle_pool(kernels.allocator, device, tokens)
+    cpu.use_pool(pooled)
+    return [note for note in (of_chains, of_pool) if note is not None]

@@ -1,0 +1,62 @@
+"""Explain that memory ran out: what was predicted, what to change, where to go on from."""
+
+import torch
+
+from finetune.distributed.base import Engine
+from finetune.errors import TrainingFailure
+from finetune.planner.estimate.changes import changes
+from finetune.planner.estimate.forecast import Forecast
+from finetune.runs import units
+from finetune.training.memory_meter import peak_bytes
+
+ON_CPU = "DefaultCPUAllocator"
+"""What PyTorch's error begins with where the host has no more memory."""
+MOST_NAMED = 3
+"""Changes that a message names."""
+USUAL = (
+    "batch.micro_rows=1 (or fewer batch.micro_tokens)", "model.activation_checkpointing=true",
+    "a backend that shards",
+)  # fmt: skip
+"""What to change where nothing is predicted."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no more memory for tensors."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ON_CPU in str(error)
+
+
+def out_of_memory(
+    error: BaseException, engine: Engine, forecast: Forecast | None, step: int, standing: str
+) -> TrainingFailure:
+    """The failure of a run whose memory ran out.
+
+    Args:
+        step: that runs, from 1; 0 before the first.
+        standing: what the run can be continued from.
+    """
+    when = f"step {step}" if step else "before step 1"
+    held = units.size(peak_bytes(engine.device))
+    said = str(error).strip().splitlines()[0].split(". ")
+    tried = ". ".join(part for part in said if "ried to allocate" in part) or said[0]
+    predicted = (
+        "nothing was predicted for this model"
+        if forecast is None
+        else f"{units.size(forecast.peak_memory)} were predicted"
+    )
+    return TrainingFailure(
+        f"{when}: out of memory on {engine.device} of rank {engine.rank}, which had held up to "
+        f"{held} ({predicted}): {tried.rstrip('.')}; change {' or '.join(_changes(forecast))}; "
+        f"{standing}"
+    )
+
+
+def _changes(forecast: Forecast | None) -> list[str]:
+    """Settings that lower the peak, those that cost nothing first."""
+    if forecast is None or forecast.machine is None:
+        return list(USUAL)
+    precision = "fp32" if forecast.workload.compute == 4 else "bf16"
+    found = changes(forecast.workload, forecast.machine, precision)
+    named = [f"{each.setting} (-{units.size(round(each.gain))})" for each in found[:MOST_NAMED]]
+    return named or list(USUAL)

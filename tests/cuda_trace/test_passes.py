@@ -1,0 +1,43 @@
+"""Forward passes under CUDA's autocast: no value is waited for, and the one kernel is called."""
+
+import pytest
+import torch
+from traced import Way, forward
+
+from finetune.planner.kernels import LOGITS
+from finetune.planner.rules import WITHOUT_SDPA
+
+KINDS = (*LOGITS, "glm4", "ernie4_5", "exaone4", "seed_oss")
+"""Sixteen architectures whose every part is known here, and some others."""
+CAPPED = ("gemma2",)
+"""Types whose scores the one kernel does not cap, as their plan says."""
+
+
+@pytest.mark.parametrize("way", ["rows", "side by side", "packs"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
+    kind: str, adapter: bool, way: Way
+) -> None:
+    if way == "rows" and kind in WITHOUT_SDPA:
+        pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
+    found = forward(kind, adapter, way)
+    assert found.loss.device.type == "cuda"
+    assert found.loss.dtype == torch.float32
+    assert found.elsewhere == []
+    assert found.seen.left == []
+    promised = found.layers if way != "rows" and kind not in CAPPED else 0
+    assert found.seen.count("_varlen_attn") == promised
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
+def test_before_ampere_each_document_is_computed_without_waiting_for_the_gpu(kind: str) -> None:
+    found = forward(kind, way="packs", capability=(7, 5))
+    assert found.seen.count("_varlen_attn") == 0
+    assert found.seen.left == []
+
+
+def test_experts_multiply_in_the_type_of_autocast() -> None:
+    """The stand-in of the grouped product refuses fp32, which a GPU would compute slowly."""
+    found = forward("qwen3_moe", way="packs")
+    assert found.seen.count("_grouped_mm") == 2 * found.layers

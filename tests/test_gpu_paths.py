@@ -1,0 +1,443 @@
+"""What differs on a GPU and can be seen without one: choices, refusals, and fake tensors."""
+
+import dataclasses
+import functools
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import finetune as ft
+from finetune import catalog
+from finetune.distributed import device, heartbeat
+from finetune.distributed.device import Found
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.kernels import chains
+from finetune.models import packed_attention
+from finetune.models.packed_attention import against_varlen, attend, varlen_words
+from finetune.planner import plan
+from finetune.planner.estimate import hardware
+from finetune.planner.estimate.predict import predict
+from finetune.process.quiet import growing_segments
+from finetune.training import memory_meter
+
+AMPERE, TURING = (8, 0), (7, 5)
+
+
+class Names(TorchDispatchMode):
+    """Operations by name, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
+        self.calls.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, part: str) -> list[list[tuple[int, ...]]]:
+        return [shapes for name, shapes in self.calls if part in name]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]:
+    """Tensors are fake, and a GPU has the capability that is written here."""
+    found = {"capability": AMPERE}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: found["capability"])
+    with FakeTensorMode():
+        yield found
+    torch.set_autocast_enabled("cuda", False)
+    against_varlen.cache_clear()
+
+
+def attended(dtypes: tuple[torch.dtype, ...], size: int = 64, window: int | None = None) -> Names:
+    """Attention over three documents of 300 tokens, 8 heads and 2 key heads, on a GPU."""
+    heads = (8, 2, 2)
+    given = [
+        torch.empty(1, count, 300, size, dtype=dtype, device="cuda")
+        for count, dtype in zip(heads, dtypes, strict=True)
+    ]
+    ends = torch.empty(4, dtype=torch.int32, device="cuda")
+    with Names() as names:
+        attend(
+            nn.Module(), *given, None, sliding_window=window, cu_seq_lens_q=ends,
+            max_length_q=120, document_ends=(0, 90, 210, 300),
+        )  # fmt: skip
+    return names
+
+
+# What a call of the one kernel needs.
+
+
+def of_torch_2_11(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: Any = (-1, -1),
+) -> None:  # fmt: skip
+    """The signature of `varlen_attn` there."""
+
+
+@pytest.mark.parametrize("kernel", [varlen_attn, of_torch_2_11])
+@pytest.mark.parametrize("window", [None, 512])
+def test_the_one_kernel_is_called_as_each_torch_has_it(kernel: Any, window: int | None) -> None:
+    words = varlen_words(kernel, 0.125, window, shared=True)
+    bound = inspect.signature(kernel).bind(*range(7), **words).arguments
+    assert bound["window_size"] == ((-1, 0) if window is None else (511, 0))
+    assert ("enable_gqa" in bound) == ("enable_gqa" in inspect.signature(kernel).parameters)
+
+
+def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
+    gpu: dict[str, tuple[int, int]],
+) -> None:
+    """So they come under autocast, where norms of heads or tables of positions are in fp32."""
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    names = attended((torch.float32, torch.float32, torch.bfloat16))
+    assert len(names.of("_varlen_attn")) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "reason"),
+    [
+        (AMPERE, 64, None),
+        ((9, 0), 256, None),
+        (TURING, 64, "this GPU is older than Ampere"),
+        (AMPERE, 60, "heads of 60 are no multiple of 8 up to 256"),
+        ((9, 0), 264, "heads of 264 are no multiple of 8 up to 256"),
+        ((8, 0), 224, None),
+        ((8, 9), 224, "this GPU has too little shared memory for heads of 224"),
+        ((12, 0), 256, None),
+    ],
+)
+def test_why_a_gpu_lacks_the_one_kernel(
+    gpu: dict[str, tuple[int, int]], capability: tuple[int, int], size: int, reason: str | None
+) -> None:
+    gpu["capability"] = capability
+    assert against_varlen(torch.device("cuda"), size) == reason
+
+
+def test_on_rocm_each_document_is_computed_by_itself(
+    gpu: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    gpu["capability"] = (9, 4)
+    assert against_varlen(torch.device("cuda"), 64) == "on ROCm the kernel has not been tried"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "window", "whole"),
+    [
+        (torch.float32, AMPERE, None, True),
+        (torch.float16, TURING, None, True),
+        (torch.float32, AMPERE, 32, True),
+        (torch.float16, AMPERE, None, False),
+    ],
+)
+def test_shared_key_heads_are_repeated_where_only_flash_attention_would_share_them(
+    gpu: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+    capability: tuple[int, int], window: int | None, whole: bool,
+) -> None:  # fmt: skip
+    seen: list[tuple[int, bool]] = []
+
+    def product(query: Any, key: Any, value: Any, *, enable_gqa: bool, **_: Any) -> torch.Tensor:
+        seen.append((key.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", product)
+    monkeypatch.setattr(packed_attention, "LARGEST_HEAD", 0)  # not the one kernel
+    gpu["capability"] = capability
+    attended((dtype,) * 3, window=window)
+    assert seen == [(8, False) if whole else (2, True)] * 3
+
+
+# What a machine has.
+
+GB10 = "NVIDIA GB10, [N/A]"
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        (f"echo '{GB10}'", [("NVIDIA GB10", None)]),
+        ("echo 'NVIDIA H100 80GB HBM3, 81559'", [("NVIDIA H100 80GB HBM3", 81559 * 2.0**20)]),
+        ("sleep 5; echo 'NVIDIA L4, 23034'", []),
+        ("echo broken; exit 9", []),
+    ],
+)
+def test_whatever_nvidia_smi_says_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: list[Any]
+) -> None:
+    write_smi(tmp_path, script, monkeypatch)
+    monkeypatch.setattr(hardware, "SMI_SECONDS", 1)
+    assert hardware.listed() == found
+
+
+def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an `nvidia-smi` of ours before the machine's own."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_gpu_without_memory_of_its_own_is_described_by_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_smi(tmp_path, f"echo '{GB10}'", monkeypatch)
+    with pytest.raises(FinetuneError, match="GB10 tells no memory of its own; describe it by"):
+        hardware.installed()
+
+
+CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+
+
+def h100(**changes: Any) -> Found:
+    given: dict[str, Any] = {
+        "build": "2.14.1+cu130", "kind": "cuda", "usable": 2, "listed": (), "visible": None,
+        "capability": (9, 0), "architectures": CUDA_13,
+    }  # fmt: skip
+    return Found(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("found", "here", "told"),
+    [
+        (h100(), 2, None),
+        (h100(), 4, "4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"),
+        (
+            h100(usable=1, visible="1"), 2,
+            "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1",
+        ),
+        (h100(capability=TURING), 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
+        (h100(capability=(7, 0)), 1, "PyTorch 2.14.1+cu130 has no code for the GPU of rank 0"),
+        (h100(capability=(12, 1)), 1, None),  # compiled from compute_120 when it is loaded
+        (
+            h100(usable=0, listed=("NVIDIA L4",) * 2, visible="7", reason="no device"), 1,
+            "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4: 0 to 1",
+        ),
+        (
+            h100(usable=0, listed=("NVIDIA L4",), reason="The NVIDIA driver is too old"), 1,
+            "cannot use this machine's 1 x NVIDIA L4: The NVIDIA driver is too old; update the",
+        ),
+        (h100(usable=0, listed=("NVIDIA L4",), visible=""), 1, None),
+        (h100(usable=0, kind=None, listed=("NVIDIA L4",)), 1, None),
+        (h100(kind="hip", capability=(0, 0), architectures=()), 1, None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(
+    found: Found, here: int, told: str | None
+) -> None:
+    problems = device.problems(found, "bf16", 0, here)
+    assert len(problems) == (told is not None)
+    assert told is None or told in problems[0]
+
+
+def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert device.left_alone(h100()) == []
+    assert device.left_alone(h100(usable=0)) == []
+    (hidden,) = device.left_alone(h100(usable=0, listed=("NVIDIA L4",), visible=""))
+    assert hidden == "device: trains on the CPU, because CUDA_VISIBLE_DEVICES is empty"
+    (plain,) = device.left_alone(h100(usable=0, kind=None, listed=("NVIDIA L4",)))
+    assert "is a build without CUDA, although the driver lists NVIDIA L4" in plain
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert device.on_cpu()
+    (apple,) = device.left_alone(h100(usable=0, kind=None))
+    assert apple.endswith("because nothing of this toolkit has run on PyTorch's mps")
+
+
+def test_processes_that_hold_a_gpu_are_named() -> None:
+    answer = "GPU-1, 4711, /opt/app/server, 60000 MiB\nGPU-1, 12, python, 500 MiB\nnonsense\n"
+    users = device.users_of(answer, own=12)
+    assert users == ["/opt/app/server (process 4711) with 60000 MiB"]
+    told = device.too_full(40e9, 20 * 10**9, 80 * 10**9, lambda: users)
+    assert told is not None
+    assert "37.3 GiB are predicted, and 18.6 GiB of 74.5 GiB are free" in told
+    assert "in use, by /opt/app/server (process 4711) with 60000 MiB; end that" in told
+    assert device.too_full(10e9, 20 * 10**9, 80 * 10**9, lambda: users) is None
+
+
+def test_gpus_that_differ_are_told_by_rank() -> None:
+    assert device.different(["L4 with 24 GB"] * 3) is None
+    told = device.different(["L4 with 24 GB", "L4 with 24 GB", "T4 with 16 GB"])
+    assert told is not None
+    assert "rank 0 has L4 with 24 GB, rank 2 has T4 with 16 GB" in told
+
+
+# What is compiled.
+
+
+def refuses(*_: Any) -> Any:
+    """A compiler as Triton's is where Python's headers are missing."""
+    raise OSError("Python.h: no such file")
+
+
+def test_a_missing_compiler_is_found_by_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuses))
+    chains.failure.cache_clear()
+    told = chains.failure(torch.device("cpu"))
+    chains.failure.cache_clear()
+    assert told is not None
+    assert told.startswith("TorchInductor cannot compile for this cpu device: ")
+    assert "Python.h: no such file" in told
+
+
+def test_a_chain_that_cannot_be_compiled_is_eager_from_then_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    doubled = chains.Chain(lambda x: x * 2)
+    doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
+    chains.compile_chains(True)
+    try:
+        assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
+        assert not chains.Chain.compiling
+    finally:
+        chains.compile_chains(False)
+    assert "eager from here on, because" in capsys.readouterr().err
+
+
+# What is loaded where.
+
+
+def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_whole() -> None:
+    """Llama-3.3-70B in NF4 is 39 GB; each of four cards has 24."""
+    recipe = catalog.resolve("llama3_3_70b_qlora")
+    machine = hardware.machine("4090", 4, host_memory=128e9)
+    cut = predict(plan(recipe, "fsdp_full_shard", 4), machine)
+    assert cut.timeline.peak.total < machine.usable
+    assert 4 * 39e9 < cut.host < 4 * 41e9
+    assert cut.status == "no"  # 158 GB of host memory while four processes load
+    whole = predict(plan(recipe, "zero3", 4), machine)
+    assert whole.timeline.peak.name == "loading"
+    assert whole.timeline.peak.total > 39e9
+    assert whole.status == "no"
+
+
+def test_fsdp_loads_a_quantised_model_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.models.quantization import placed_while_loading
+
+    assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
+    assert placed_while_loading(quantised=True, shards_all=False) == {}
+    assert placed_while_loading(quantised=False, shards_all=True) == {}
+
+
+# Who watches whom, and what each has begun.
+
+
+def test_the_flight_recorders_of_gloo_and_nccl_are_read_together() -> None:
+    gloo = {"version": "2.10", "pg_status": {"0": {"last_enqueued_collective": 3}}}
+    entries = [{"collective_seq_id": 9}]
+    nccl = {"pg_status": {"0": {"last_enqueued_collective": 9}}, "entries": entries}
+    found = heartbeat.merged([gloo, nccl])
+    assert sorted(group["last_enqueued_collective"] for group in found["pg_status"].values()) == [
+        3, 9,
+    ]  # fmt: skip
+    assert found["entries"] == entries
+    assert heartbeat.collectives_begun() == 0
+
+
+def test_each_rank_is_watched_on_its_host_and_each_host_by_another() -> None:
+    """Two hosts of four: every process has one that sees it end, every host one that hears it."""
+    ranks = [heartbeat.watched(rank, rank % 4, 4, 8) for rank in range(8)]
+    assert [process for process, _ in ranks] == [1, 2, 3, 0, 5, 6, 7, 4]
+    assert [beats for _, beats in ranks] == [4, None, None, None, 0, None, None, None]
+    assert [heartbeat.watched(rank, rank, 2, 2) for rank in range(2)] == [(1, None), (0, None)]
+
+
+def test_beats_that_do_not_move_are_silence() -> None:
+    silence, beat = heartbeat.Silence(), heartbeat.Beat(4, 7, 1, 0, 99, "b", "")
+    assert [silence.seconds(beat, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
+    assert silence.seconds(dataclasses.replace(beat, number=8), 80.0) == 0.0
+
+
+# How memory is counted, and what is said where it runs out.
+
+
+class Counter:
+    """PyTorch's count of a GPU, with what it counts written here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = self.highest = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.highest)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget)
+
+    def hold(self, size: int) -> None:
+        self.held, self.highest = size, max(self.highest, size)
+
+    def forget(self, *_: object) -> None:
+        self.highest = self.held
+
+
+def test_the_peak_of_a_step_does_not_hold_that_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, place = Counter(monkeypatch), torch.device("cuda", 0)
+    meter = memory_meter.Meter(place)
+    counter.hold(900)  # quantised
+    counter.hold(100)
+    with meter.measuring(nn.Linear(1, 1)):
+        counter.hold(300)
+        counter.hold(150)
+    assert meter.peak == 300
+    assert memory_meter.peak_bytes(place) == 900
+    counter.hold(1000)
+    assert memory_meter.peak_bytes(place) == 1000
+    memory_meter._before.clear()
+
+
+def test_blocks_of_a_gpu_grow_where_the_environment_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+
+
+GREEDY = """
+import torch
+from finetune.methods.sft import SFT
+
+class Greedy(SFT):
+    taken = 0
+
+    def loss(self, model, batch):
+        Greedy.taken += 1
+        if Greedy.taken > 2 * 4:  # micro-batches of two steps
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+            )
+        return super().loss(model, batch)
+"""
+
+
+def test_an_out_of_memory_error_is_one_message(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    fields = tiny.fields(saving={"every": 1}) | {"method": "greedy:Greedy"}
+    with pytest.raises(TrainingFailure) as failure:
+        ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+    (told,) = failure.value.problems
+    assert re.fullmatch(
+        r"step 3: out of memory on cpu of rank 0, which had held up to \S+ \S+ \(\S+ \S+ were "
+        r"predicted\): Tried to allocate 2\.00 GiB; change batch\.micro_rows=1 \(-\S+ \S+\) or "
+        r"model\.activation_checkpointing=true \(-\S+ \S+\).*; the last complete checkpoint is "
+        r"that of step 2: continue with --resume",
+        told,
+    ), told
