@@ -40,6 +40,8 @@ def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
 """Names of modules, or a regular expression; a word alone is a name."""
+Kind = Literal["text", "pairs", "judged"]
+"""Samples: single sequences, pairs of answers, or answers that are wanted or not."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -255,14 +257,16 @@ class Recipe(Changes, metaclass=Checked):
 
     method: ClassVar[str] = ""
     """The method's name in YAML and JSON."""
-    takes: ClassVar[Literal["text", "pairs"]] = "text"
-    """Samples that it learns from: single sequences, or pairs of answers."""
+    takes: ClassVar[Kind] = "text"
+    """Samples that it learns from."""
     document_names: ClassVar[tuple[str, ...]] = ("",)
     """What the sequences of an `Example` are, which stay together as one row."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what `loss` measures besides the loss; the first two are shown at each step."""
     unit: ClassVar[str] = "tokens"
     """What the terms of the loss are."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that `encode` gives each row: columns of the batch for `loss`."""
     reads_reference: ClassVar[bool] = False
     """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None

@@ -72,7 +72,7 @@ def with_reference(
         )
     if not (resumed and engine.on_first(run.reference.is_file)):
         engine.on_first(lambda: _write(run.reference, values))
-    whole = np.full(len(data.train.documents), np.nan, dtype=np.float32)
+    whole = np.full(len(data.train.documents), np.nan)
     whole[numbers] = values
     return data.with_columns({COLUMN: whole}), f"{len(numbers):,} log-probabilities, {told}"
 
@@ -84,7 +84,7 @@ def used(data: Prepared) -> np.ndarray:
 
 @torch.no_grad()
 def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
-    """Log-probabilities of the documents that `used` names, (documents,) fp32, on every rank.
+    """Log-probabilities of the documents that `used` names, (documents,) fp64, on every rank.
 
     In eval mode: dropout would make each a random number.
     """
@@ -94,7 +94,7 @@ def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     rows = Rows(data.train.documents, numbers, bounds, packed=side_by_side)
     slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
     cuts = cut(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, side_by_side)
-    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
     engine.model.eval()
     with _as_reference(engine):
         # As many on every rank: forward passes are collective.
@@ -103,7 +103,7 @@ def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
             places += [rows.bounds[index] + np.arange(each) for index in indices]
             found.append(logps.cpu().numpy())
     engine.reshard()
-    values = np.full(len(numbers), np.nan, dtype=np.float32)
+    values = np.full(len(numbers), np.nan)
     for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):
         values[at] = logps
     return values
@@ -178,9 +178,9 @@ def _read(path: Path, count: int) -> np.ndarray:
     """The numbers of a file, whose checksum the reader compares."""
     with np.load(path) as found:
         values = found[COLUMN]
-    if values.shape != (count,) or values.dtype != np.float32:
-        raise ValueError(f"it holds {values.dtype} {values.shape}, expected float32 ({count},)")
-    return values
+    if values.shape != (count,) or values.dtype.kind != "f":
+        raise ValueError(f"it holds {values.dtype} {values.shape}, expected float64 ({count},)")
+    return values.astype(np.float64)
 
 
 def _write(path: Path, values: np.ndarray) -> None:
