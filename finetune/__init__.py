@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from finetune.launchers.job import launch
     from finetune.methods.cpo import CPO
     from finetune.methods.dpo import DPO
+    from finetune.methods.kto import KTO
     from finetune.methods.orpo import ORPO
     from finetune.methods.pretrain import Pretrain
     from finetune.methods.sft import SFT
@@ -69,6 +70,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and _HERE != sys.path[0] =
 HOMES = {
     "CPO": "finetune.methods.cpo",
     "DPO": "finetune.methods.dpo",
+    "KTO": "finetune.methods.kto",
     "ORPO": "finetune.methods.orpo",
     "SimPO": "finetune.methods.simpo",
     "Pretrain": "finetune.methods.pretrain",
@@ -116,6 +118,7 @@ INNER_NAMES = {"load_recipe": "resolve", "quickstart_data": "write_data"}
 __all__ = [  # noqa: RUF022 - in the order of their use
     "CPO",
     "DPO",
+    "KTO",
     "ORPO",
     "SimPO",
     "Pretrain",

@@ -14,6 +14,8 @@ from finetune.changes import Changes
 from finetune.errors import Checked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from transformers import PreTrainedModel
 
@@ -269,6 +271,8 @@ class Recipe(Changes, metaclass=Checked):
     """Names of the numbers that `encode` gives each row: columns of the batch for `loss`."""
     reads_reference: ClassVar[bool] = False
     """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
+    reads_kl: ClassVar[bool] = False
+    """Whether `loss` reads the KL of the whole step (`batch.kl`): a forward pass before it."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """The method's own fields that `encode` depends on; None for all of them."""
     adapter_kind: ClassVar[type] = LoRA
@@ -324,6 +328,10 @@ class Recipe(Changes, metaclass=Checked):
         """What the user should know of the method's settings although nothing is wrong."""
         return []
 
+    def data_advice(self, counts: "Mapping[str, Any]") -> list[str]:
+        """What the user should know of the training rows, by their `audit.count_rows`."""
+        return []
+
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         """Token ids of the sequences of a sample, and which of them are trained."""
         raise NotImplementedError
@@ -346,3 +354,7 @@ class Recipe(Changes, metaclass=Checked):
         the step is cut into micro-batches.
         """
         raise NotImplementedError
+
+    def derived(self, means: "Mapping[str, float]") -> dict[str, float]:
+        """Metrics of a step that follow from the means of the others."""
+        return {}

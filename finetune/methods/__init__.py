@@ -2,6 +2,7 @@
 
 from finetune.methods.cpo import CPO
 from finetune.methods.dpo import DPO
+from finetune.methods.kto import KTO
 from finetune.methods.orpo import ORPO
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
@@ -15,4 +16,5 @@ METHODS: dict[str, type[Recipe]] = {
     "orpo": ORPO,
     "simpo": SimPO,
     "cpo": CPO,
+    "kto": KTO,
 }

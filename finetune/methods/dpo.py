@@ -11,6 +11,8 @@ from finetune.recipe import STRICT, Optim
 if TYPE_CHECKING:
     import torch
 
+    from finetune.data.samples import Preference
+
 DEFAULTS: dict[str, Any] = {"lr": 5e-6, "warmup": 0.1}
 
 
@@ -20,6 +22,8 @@ class DPO(PairMethod):
 
     method: ClassVar[str] = "dpo"
     reads_reference: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("margin",)
+    encoding_fields: ClassVar[tuple[str, ...] | None] = ("margin",)
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] = "sigmoid"
@@ -30,6 +34,8 @@ class DPO(PairMethod):
     """Share of the pairs whose answers are assumed to be swapped (`sigmoid`, `robust`)."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the chosen answer's mean cross-entropy, which is added to a pair's loss."""
+    margin: bool = False
+    """Subtract the number in each row's column `margin` from its difference of rewards."""
     reference: Literal["start", "base"] = "start"
     """The model as training starts, or the base without any adapter."""
 
@@ -38,6 +44,11 @@ class DPO(PairMethod):
             raise ValueError(
                 f"`label_smoothing` belongs to loss_type sigmoid and robust, not {self.loss_type}"
             )
+        if self.margin and self.loss_type == "ipo":
+            raise ValueError("`margin` belongs to every loss_type but ipo, which has its own")
+
+    def margin_of(self, sample: "Preference") -> float:
+        return sample.margin if self.margin else 0.0
 
     @property
     def nll_weight(self) -> float:
@@ -49,21 +60,22 @@ class DPO(PairMethod):
         rejected: "torch.Tensor",  # (pairs,)
         chosen_tokens: "torch.Tensor",  # (pairs,)
         rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
     ) -> "torch.Tensor":
         """The loss of each pair, (pairs,).
 
         With a and b the log-probabilities of the chosen and the rejected answer less those of the
-        reference, h = a - b, e = `label_smoothing`, s the logarithm of the sigmoid:
+        reference, h = a - b - margin / beta, e = `label_smoothing`, s the logarithm of the sigmoid:
 
             sigmoid        -(1 - e) s(beta h) - e s(-beta h)        arXiv:2305.18290, eq. 7
             robust         (-(1 - e) s(beta h) + e s(-beta h)) / (1 - 2 e)      arXiv:2403.00409
             hinge          max(0, 1 - beta h)                                   arXiv:2305.10425
             ipo            (a / tokens - b / tokens - 1 / (2 beta))^2           arXiv:2310.12036
-            sigmoid_norm   -s(beta (a / tokens - b / tokens))
+            sigmoid_norm   -s(beta (a / tokens - b / tokens) - margin)
         """
         from torch.nn.functional import logsigmoid, relu
 
-        scaled, e = self.beta * (chosen - rejected), self.label_smoothing
+        scaled, e = self.beta * (chosen - rejected) - margin, self.label_smoothing
         of_tokens = chosen / chosen_tokens - rejected / rejected_tokens
         match self.loss_type:
             case "sigmoid":
@@ -76,4 +88,4 @@ class DPO(PairMethod):
             case "ipo":
                 return (of_tokens - 1 / (2 * self.beta)) ** 2
             case "sigmoid_norm":
-                return -logsigmoid(self.beta * of_tokens)
+                return -logsigmoid(self.beta * of_tokens - margin)

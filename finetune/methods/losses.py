@@ -7,8 +7,8 @@ import torch
 
 from finetune.data.collate import UNTRAINED, MicroBatch
 
-Sum = tuple[torch.Tensor, int]
-"""A sum, as a scalar, and how many numbers were added."""
+Sum = tuple[torch.Tensor, int | torch.Tensor]
+"""A sum, as a scalar, and how many numbers were added, a scalar where only the device knows."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ class ORPO(PairMethod):
         rejected: "torch.Tensor",  # (pairs,)
         chosen_tokens: "torch.Tensor",  # (pairs,)
         rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
     ) -> "torch.Tensor":
         """Of each pair -beta log sigmoid(log odds(chosen) - log odds(rejected)), eq. 6 and 7."""
         from torch.nn.functional import logsigmoid

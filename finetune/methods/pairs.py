@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from finetune.data.chat.render import Chat
     from finetune.data.collate import MicroBatch
     from finetune.data.example import Example
-    from finetune.data.samples import Sample
+    from finetune.data.samples import Preference, Sample
     from finetune.data.store import Rows
     from finetune.methods.losses import Loss
 
@@ -90,9 +90,16 @@ class PairMethod(Recipe):
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         from finetune.data.example import Example
-        from finetune.data.samples import sequences_of
+        from finetune.data.samples import Preference, sequences_of
 
-        return Example(tuple(chat.render(each, "assistant") for each in sequences_of(sample)))
+        assert isinstance(sample, Preference)
+        sequences = tuple(chat.render(each, "assistant") for each in sequences_of(sample))
+        margin = {"margin": self.margin_of(sample)} if "margin" in self.columns else {}
+        return Example(sequences, margin)
+
+    def margin_of(self, sample: "Preference") -> float:
+        """What the difference of a pair's rewards is to exceed, where `columns` has `margin`."""
+        return sample.margin
 
     def count(self, batch: "MicroBatch") -> int:
         return len(batch.document_labels) // 2
@@ -112,7 +119,8 @@ class PairMethod(Recipe):
         if self.of_means:
             logps = logps / batch.document_labels
         compared = logps - batch.columns["reference"] if self.reads_reference else logps
-        terms = self.pair_losses(*compared.view(-1, 2).unbind(1), *lengths.unbind(1))
+        margin = batch.columns["margin"][::2] if "margin" in self.columns else 0.0
+        terms = self.pair_losses(*compared.view(-1, 2).unbind(1), *lengths.unbind(1), margin=margin)
         if self.nll_weight:
             terms = terms + self.nll_weight * nll
         with torch.no_grad():
@@ -134,6 +142,7 @@ class PairMethod(Recipe):
         rejected: "torch.Tensor",  # (pairs,)
         chosen_tokens: "torch.Tensor",  # (pairs,)
         rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
     ) -> "torch.Tensor":
         """The loss of each pair, (pairs,), without the cross-entropy of `nll_weight`.
 
@@ -143,6 +152,7 @@ class PairMethod(Recipe):
             rejected: the same of the rejected answer.
             chosen_tokens: trained tokens of the chosen answer.
             rejected_tokens: trained tokens of the rejected answer.
+            margin: what the data says that the difference of rewards is to exceed.
         """
         raise NotImplementedError
 

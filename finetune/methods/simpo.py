@@ -36,6 +36,7 @@ class SimPO(PairMethod):
         rejected: "torch.Tensor",  # (pairs,)
         chosen_tokens: "torch.Tensor",  # (pairs,)
         rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
     ) -> "torch.Tensor":
         """Of each pair -log sigmoid(beta (chosen - rejected) - gamma), eq. 6."""
         from torch.nn.functional import logsigmoid
