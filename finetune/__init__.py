@@ -31,9 +31,13 @@ if TYPE_CHECKING:
         open_model,
     )
     from finetune.launchers.job import launch
+    from finetune.methods.cpo import CPO
     from finetune.methods.dpo import DPO
+    from finetune.methods.kto import KTO
+    from finetune.methods.orpo import ORPO
     from finetune.methods.pretrain import Pretrain
     from finetune.methods.sft import SFT
+    from finetune.methods.simpo import SimPO
     from finetune.planner.estimate.answers import plan
     from finetune.planner.estimate.predict import Prediction
     from finetune.planner.plan import Plan
@@ -64,7 +68,11 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and _HERE != sys.path[0] =
     del sys.path[0]
 
 HOMES = {
+    "CPO": "finetune.methods.cpo",
     "DPO": "finetune.methods.dpo",
+    "KTO": "finetune.methods.kto",
+    "ORPO": "finetune.methods.orpo",
+    "SimPO": "finetune.methods.simpo",
     "Pretrain": "finetune.methods.pretrain",
     "SFT": "finetune.methods.sft",
     "Recipe": "finetune.recipe",
@@ -108,7 +116,11 @@ INNER_NAMES = {"load_recipe": "resolve", "quickstart_data": "write_data"}
 """Public names that differ from those in their modules."""
 
 __all__ = [  # noqa: RUF022 - in the order of their use
+    "CPO",
     "DPO",
+    "KTO",
+    "ORPO",
+    "SimPO",
     "Pretrain",
     "SFT",
     "Recipe",

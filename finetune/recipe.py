@@ -14,6 +14,8 @@ from finetune.changes import Changes
 from finetune.errors import Checked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from transformers import PreTrainedModel
 
@@ -40,6 +42,8 @@ def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
 """Names of modules, or a regular expression; a word alone is a name."""
+Kind = Literal["text", "pairs", "judged"]
+"""Samples: single sequences, pairs of answers, or answers that are wanted or not."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -255,16 +259,20 @@ class Recipe(Changes, metaclass=Checked):
 
     method: ClassVar[str] = ""
     """The method's name in YAML and JSON."""
-    takes: ClassVar[Literal["text", "pairs"]] = "text"
-    """Samples that it learns from: single sequences, or pairs of answers."""
+    takes: ClassVar[Kind] = "text"
+    """Samples that it learns from."""
     document_names: ClassVar[tuple[str, ...]] = ("",)
     """What the sequences of an `Example` are, which stay together as one row."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what `loss` measures besides the loss; the first two are shown at each step."""
     unit: ClassVar[str] = "tokens"
     """What the terms of the loss are."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that `encode` gives each row: columns of the batch for `loss`."""
     reads_reference: ClassVar[bool] = False
     """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
+    reads_kl: ClassVar[bool] = False
+    """Whether `loss` reads the KL of the whole step (`batch.kl`): a forward pass before it."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """The method's own fields that `encode` depends on; None for all of them."""
     adapter_kind: ClassVar[type] = LoRA
@@ -320,6 +328,10 @@ class Recipe(Changes, metaclass=Checked):
         """What the user should know of the method's settings although nothing is wrong."""
         return []
 
+    def data_advice(self, counts: "Mapping[str, Any]") -> list[str]:
+        """What the user should know of the training rows, by their `audit.count_rows`."""
+        return []
+
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         """Token ids of the sequences of a sample, and which of them are trained."""
         raise NotImplementedError
@@ -342,3 +354,7 @@ class Recipe(Changes, metaclass=Checked):
         the step is cut into micro-batches.
         """
         raise NotImplementedError
+
+    def derived(self, means: "Mapping[str, float]") -> dict[str, float]:
+        """Metrics of a step that follow from the means of the others."""
+        return {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Finetune, Tiny, write_recipe
+from oracles import published
 from peft import PeftModel
 from test_backends import launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +102,8 @@ def sequences(tiny: Tiny) -> list[tuple[tuple[list[int], int], ...]]:
 
 def logp(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
     shares = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return shares[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][prompt - 1 :].sum()
+    said = shares[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][prompt - 1 :]
+    return said.double().sum()
 
 
 def expected(
@@ -379,58 +381,17 @@ OTHERS = (
 )  # fmt: skip
 
 
-def published(assets: Path, folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A recipe that trains on the rows of the published steps in their order, and the run."""
-    oracles = assets / "oracles"
-    if not oracles.is_dir():
-        pytest.skip("no published values among the assets")
-    run = json.loads((oracles / "dpo.json").read_text())["runs"][name]
-    of_row = {
-        each["row"]: each for each in json.loads((oracles / "pairs.json").read_text())["rows"]
-    }
-    wanted = [row for step in run["steps"] for row in step["rows"]]
-    order = rows_of_step(0, len(wanted), len(wanted), SEED)
-    placed = [of_row[row] for _, row in sorted(zip(order.tolist(), wanted, strict=True))]
-    columns = ("prompt", "chosen", "rejected")
-    data = folder / "pairs.jsonl"
-    data.write_text(
-        "".join(json.dumps({name: row[name] for name in columns}) + "\n" for row in placed)
-    )
-    settings = dict(run["config"])
-    if settings["loss_type"] == "conservative":
-        settings["loss_type"] = "sigmoid"
-    given: dict[str, Any] = {
-        "method": "dpo",
-        "model": {
-            "name": str(assets / "models/stories260K"),
-            "chat_template": str(oracles / "template.jinja"),
-        },
-        "data": [{"source": str(data), "format": "preference"}],
-        "batch": {"rows": 8, "micro_rows": 4, "max_length": 512},
-        "optim": {"lr": run["lr"], "warmup": 0, "schedule": "constant", "max_grad_norm": None},
-        "max_steps": len(run["steps"]),
-        "reference": run["reference"],
-        **settings,
-    }
-    if run["policy"] != "full":
-        given["model"]["adapter"] = str(oracles / "adapter")
-        given["adapter"] = {"r": 4, "alpha": 8}
-    return given, run
-
-
 @pytest.mark.parametrize(
     "name", [*EVERY_DAY, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)]
 )
 def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name: str) -> None:
-    """Sums of up to 1,600 nats: in fp32 each has a resolution of 1e-4 nats, and a reward is beta
-    times the difference of two. TRL and the computation on single sequences differ by 3.5e-5."""
-    given, published_run = published(assets, tmp_path, name)
+    """Sums of up to 1,600 nats, which the published values hold in fp32: to 1e-4 nats each."""
+    given, published_run = published(assets, tmp_path, "dpo", name)
     beta = given["beta"]
     found = steps_of(train(tmp_path / "run", given))
     for mine, theirs in zip(found, published_run["steps"], strict=True):
-        # Two sums, each to 1e-4 nats, reach the loss times beta.
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=2e-4 * beta)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-6)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-4 * beta)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4, abs=1e-6)
         for side in ("chosen", "rejected"):
             mean = sum(theirs[f"logps/{side}"]) / 8
             assert mine[f"logps/{side}"] == pytest.approx(mean, abs=1e-3)

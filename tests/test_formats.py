@@ -19,7 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.samples import Preference
+from finetune.data.samples import Judged, Preference
 from finetune.errors import FinetuneError
 
 
@@ -210,27 +210,27 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "kto wanted": (
         "kto",
         {"messages": [user("Hi"), assistant("Hello")], "label": True},
-        Conversation((user("Hi"), assistant("Hello"))),
+        Judged(Conversation((user("Hi"), assistant("Hello"))), True),
     ),
     "kto of completions": (
         "kto",
         {"prompt": "2+2=", "completion": "4", "label": True},
-        Completion("2+2=", "4"),
+        Judged(Completion("2+2=", "4"), True),
     ),
     "kto of completions, unwanted": (
         "kto",
         {"prompt": "2+2=", "completion": "5", "label": False},
-        None,
+        Judged(Completion("2+2=", "5"), False),
     ),
     "kto of a column of text": (
         "kto",
         {"prompt": "2+2=", "completion": "5", "label": "False"},
-        None,
+        Judged(Completion("2+2=", "5"), False),
     ),
     "kto by its tag": (
         "kto",
         {"instruction": "Add", "input": "2 2", "output": "4", "kto_tag": True},
-        Conversation((user("Add\n\n2 2"), assistant("4"))),
+        Judged(Conversation((user("Add\n\n2 2"), assistant("4"))), True),
     ),
     "messages of which some are context": (
         "messages",
@@ -372,7 +372,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         {"question": "Hi", "answer": "Hello", "system": "Be brief"},
         Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
     ),
-    "kto unwanted": ("kto", {"messages": [user("Hi"), assistant("Go")], "label": False}, None),
+    "kto unwanted": (
+        "kto",
+        {"messages": [user("Hi"), assistant("Go")], "label": False},
+        Judged(Conversation((user("Hi"), assistant("Go"))), False),
+    ),
     "a preference of texts": (
         "preference",
         {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
@@ -907,7 +911,7 @@ REAL = [
     ("llamafactory_demo/alpaca_en_demo.json", "alpaca", 999, 999, "Describe a process"),
     ("llamafactory_demo/identity.json", "alpaca", 91, 91, "hi"),
     ("llamafactory_demo/glaive_toolcall_en_demo.json", "sharegpt", 300, 300, "Hi, I have some"),
-    ("llamafactory_demo/kto_en_demo.json", "kto", 300, 150, None),
+    ("llamafactory_demo/kto_en_demo.json", "kto", 300, 300, None),
     ("llamafactory_demo/c4_demo.jsonl", "text", 300, 300, "Don\u2019t think you need"),
     ("seed_tasks/seed_tasks.jsonl", "self_instruct", 175, 175, "Is there anything I can eat"),
     ("seed_tasks/user_oriented_instructions.jsonl", "self_instruct", 252, 252, "The sentence"),

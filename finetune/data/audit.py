@@ -85,6 +85,7 @@ def count_rows(
         "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
         "documents_per_row": each,
         "longer_chosen": _longer_chosen(rows, facts) if recipe.takes == "pairs" else None,
+        "wanted": _wanted(rows) if recipe.takes == "judged" else None,
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
@@ -117,6 +118,11 @@ def _longer_chosen(rows: Rows, facts: Facts) -> float:
     return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
 
 
+def _wanted(rows: Rows) -> int:
+    """Answers whose label says that they are wanted."""
+    return int(np.count_nonzero(rows.documents.columns["wanted"][rows.members]))
+
+
 def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
     """The place of the first document whose end is not trained, where there is one."""
     members = np.sort(rows.members)
@@ -134,6 +140,12 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             f"data: the two answers of {counts['tied']} of {counts['samples']} pairs are the same "
             f"tokens, the first: {counts['first'].get('tied')}; raise batch.max_length if they are "
             f"cut, or look for answers that were copied; {MEANT}"
+        )
+    if counts["documents"] and counts.get("wanted") in (0, counts["documents"]):
+        said = "wanted" if counts["wanted"] else "unwanted"
+        yield (
+            f"data: each of the {counts['documents']:,} answers is labelled as {said}, so there is "
+            f"nothing to tell them from; look at the column of labels; {MEANT}"
         )
     if counts["documents"] and counts["unended"] == counts["documents"]:
         cut = f" ({counts['truncated']} rows are truncated)" if counts["truncated"] else ""
@@ -216,6 +228,9 @@ def describe(counts: dict[str, Any]) -> list[str]:
 
 
 def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
+    wanted = counts.get("wanted")
+    if wanted is not None:
+        yield f"{wanted:,} wanted and {counts['documents'] - wanted:,} unwanted answers"
     share = counts.get("longer_chosen")
     if share is not None:
         more = "; what is learned first may be length" if share > MOSTLY_LONGER else ""

@@ -46,7 +46,9 @@ class MicroBatch:
     document_labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Labels of each document, (documents,) int64; filling is not among them."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Numbers of each document, (documents,) fp32, by what they are."""
+    """Numbers of each document, (documents,) fp64, by what they are."""
+    kl: float = 0.0
+    """Of the whole step: how far its `mismatched` answers moved from the reference, in nats."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,9 +86,10 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
         numbers = np.concatenate([rows.numbers(int(index)) for index in indices])
         picked = [rows.documents.document(int(number)) for number in numbers]
         batch = lay(picked, len(indices), pad_id, device)
-    if not rows.columns:
+    known = {**rows.documents.columns, **rows.columns}
+    if not known:
         return batch
-    columns = {name: _on_device(values[numbers], device) for name, values in rows.columns.items()}
+    columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
     return replace(batch, columns=columns)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeGuard
@@ -14,13 +14,22 @@ from finetune.data.chat.render import Chat
 from finetune.data.columns import is_given
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
-from finetune.data.samples import Completion, Conversation, Plain, Sample, sequences_of
+from finetune.data.samples import (
+    Completion,
+    Conversation,
+    Plain,
+    Sample,
+    as_kind,
+    sequences_of,
+)
 from finetune.data.store import Columns
 from finetune.data.tally import Tally
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 
+Numbered = tuple[tuple[Columns, ...], Mapping[str, float]]
+"""The documents of a row, and what is known of the row besides."""
 HUGE = 1 << 20
 """Characters of a sample that is looked at before it is tokenised, which could take minutes."""
 
@@ -68,6 +77,7 @@ class Encoded:
     trained_tokens: np.ndarray  # (documents,) int64
     ended: np.ndarray  # (documents,) bool: the last trained token ends a turn or a text
     digests: np.ndarray  # (documents,) uint64: equal for equal documents of equal rows
+    columns: dict[str, np.ndarray]  # (documents,) fp64 each, by the method's `columns`
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
@@ -84,7 +94,7 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         """Encode a chunk; problems are noted, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
-        rows, numbers = list[tuple[Columns, ...]](), list[int]()
+        rows, numbers = list[Numbered](), list[int]()
         read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
         whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
         with self.chat.ahead(whole):
@@ -118,10 +128,12 @@ class Encoder:
             return False
         return sum(len(text) for _, text in _texts(sample)) <= HUGE
 
-    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[tuple[Columns, ...]]:
-        if sample is None:
-            tally.note("passed_over", place)
-            return []
+    def _encode(self, sample: Sample | None, tally: Tally, place: str) -> list[Numbered]:
+        samples = () if sample is None else as_kind(sample, self.recipe.takes)
+        tally.note("passed_over", place, not samples)
+        return [row for each in samples for row in self._encode_one(each, tally, place)]
+
+    def _encode_one(self, sample: Sample, tally: Tally, place: str) -> list[Numbered]:
         sequences = sequences_of(sample)
         for sequence in sequences:
             if isinstance(sequence, Conversation):
@@ -145,7 +157,8 @@ class Encoder:
         assert len(example.sequences) == self.recipe.documents_per_row
         for name in sorted(frozenset().union(*(row.notes for row in example.sequences))):
             tally.note(name, place)
-        return fit(example, batch, tally, place)
+        assert set(example.numbers) == set(self.recipe.columns)
+        return [(row, example.numbers) for row in fit(example, batch, tally, place)]
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """The counts of special tokens that a sample holds as text."""
@@ -176,14 +189,15 @@ class Encoder:
     def _joined(
         self,
         chunk: Chunk,
-        rows: list[tuple[Columns, ...]],
+        rows: list[Numbered],
         numbers: list[int],
         tally: Tally,
         problems: list[tuple[str, str]],
         bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
-        documents = [document for row in rows for document in row]
+        documents = [document for row, _ in rows for document in row]
+        each = self.recipe.documents_per_row
         return Encoded(
             section=chunk.section,
             file=chunk.file,
@@ -193,7 +207,11 @@ class Encoder:
             numbers=np.array(numbers, dtype=np.int64),
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
             ended=np.array([int(ids[t][-1]) in ends for ids, t in documents], dtype=bool),
-            digests=np.array([d for row in rows for d in _digests(row)], dtype=np.uint64),
+            digests=np.array([d for row, _ in rows for d in _digests(row)], dtype=np.uint64),
+            columns={
+                name: np.repeat(np.array([known[name] for _, known in rows], np.float64), each)
+                for name in self.recipe.columns
+            },
             tally=tally,
             problems=problems,
             bad=bad,

@@ -1,6 +1,7 @@
 """What a method makes of a sample: one or more sequences that stay together."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from finetune.data.chat.render import Row
 
@@ -14,3 +15,5 @@ class Example:
 
     sequences: tuple[Row, ...]
     """As many of every sample as the method's `documents_per_row`."""
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What is known of the row beside its tokens, by the names in the method's `columns`."""

@@ -25,7 +25,7 @@ from finetune.data.samples import (
     CONVERSATION,
     Completion,
     Conversation,
-    Kind,
+    Judged,
     Sample,
     Text,
     conversation_of,
@@ -33,6 +33,7 @@ from finetune.data.samples import (
 )
 from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, text_of
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.recipe import Kind
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ def read_oasst(row: Raw) -> Conversation | None:
     return Conversation(tuple(messages)) if messages else None
 
 
-def read_kto(row: Raw) -> Sample | None:
-    """An answer with a `label` (`kto_tag`): the wanted are learned, the unwanted passed over."""
+def read_kto(row: Raw) -> Judged:
+    """An answer with a `label` (`kto_tag`) that says whether it is wanted."""
     said = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
     wanted = {name: verdict(value) for name, value in said.items()}
     for name, value in wanted.items():
@@ -245,11 +246,11 @@ def read_kto(row: Raw) -> Sample | None:
             raise RowProblem(f"{name} is {kind_of(row[name])}, expected true or false")
     if len(set(wanted.values())) > 1:
         raise RowProblem("label and kto_tag contradict each other; keep one of them")
-    if not any(wanted.values()):
-        return None
     there = {column for column, value in row.items() if value is not None}
     base = next(name for name in JUDGED if find_format(name).needed(there))
-    return FORMATS[base].read(row)
+    answer = FORMATS[base].read(row)
+    assert isinstance(answer, Conversation | Completion)
+    return Judged(answer, any(wanted.values()))
 
 
 def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
@@ -279,6 +280,7 @@ JUDGED = ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answe
 """Formats whose rows may have a label that says whether the answer is wanted."""
 
 EXCHANGE = (*CONVERSATION, "history")
+COMPARED = (*CONVERSATION, "margin")
 
 FORMATS: dict[str, Format] = {
     "messages": Format((("messages",),), read_messages, CONVERSATION),
@@ -300,14 +302,18 @@ FORMATS["kto"] = Format(
     read_kto,
     ("input", "label", "kto_tag", *EXCHANGE),
     "'label' (or 'kto_tag') beside the columns of " + ", ".join(JUDGED),
+    gives="judged",
 )
 FORMATS |= {
-    "preference": Format((("prompt", *PAIR), PAIR), read_preference, CONVERSATION, gives="pairs"),
+    "preference": Format((("prompt", *PAIR), PAIR), read_preference, COMPARED, gives="pairs"),
     "sharegpt_preference": Format(
-        (("conversations", *PAIR),), read_sharegpt_preference, CONVERSATION, gives="pairs"
+        (("conversations", *PAIR),), read_sharegpt_preference, COMPARED, gives="pairs"
     ),
     "alpaca_preference": Format(
-        (("instruction", *PAIR),), read_alpaca_preference, ("input", *EXCHANGE), gives="pairs"
+        (("instruction", *PAIR),),
+        read_alpaca_preference,
+        ("input", "margin", *EXCHANGE),
+        gives="pairs",
     ),
-    "hh": Format((PAIR,), read_hh, gives="pairs"),
+    "hh": Format((PAIR,), read_hh, ("margin",), gives="pairs"),
 }

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from finetune.data.chat.messages import (
@@ -115,7 +116,8 @@ def _of_texts(row: Raw) -> Preference:
         )
     prompt = text_of(row, "prompt")
     _refuse_empty_or_equal({name: row[name].strip() for name in ("chosen", "rejected")}, _is_text)
-    return Preference(Completion(prompt, row["chosen"]), Completion(prompt, row["rejected"]))
+    chosen, rejected = (Completion(prompt, row[name]) for name in ("chosen", "rejected"))
+    return Preference(chosen, rejected, _margin(row))
 
 
 def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
@@ -133,7 +135,17 @@ def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
     chosen, rejected = (
         _conversation(row, given, ends[name], answers[name], skipped) for name in answers
     )
-    return Preference(chosen, rejected)
+    return Preference(chosen, rejected, _margin(row))
+
+
+def _margin(row: Raw) -> float:
+    """How much better the chosen answer is, by the column `margin`; 0 where it says nothing."""
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+        raise RowProblem(f"margin is {margin!r}, expected a finite number")
+    return float(margin)
 
 
 def _conversation(

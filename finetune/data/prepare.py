@@ -86,10 +86,16 @@ class Prepared:
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 
-    def with_columns(self, columns: dict[str, np.ndarray]) -> "Prepared":
-        """The same rows with numbers of every document, by what they are."""
+    def with_columns(
+        self,
+        columns: dict[str, np.ndarray],
+        train_reference: np.ndarray | None = None,
+        eval_reference: np.ndarray | None = None,
+    ) -> "Prepared":
+        """The same rows with numbers of every document, and of every step (`step_reference`)."""
         train, held_out = (
-            dataclasses.replace(rows, columns=columns) for rows in (self.train, self.eval)
+            dataclasses.replace(rows, columns=columns, step_reference=reference)
+            for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 
@@ -257,7 +263,9 @@ def _encode(
             break
         count = len(encoded.lengths) // encoder.recipe.documents_per_row
         file = files.setdefault(encoded.file, len(files))
-        writer.append(encoded.ids, encoded.trained, encoded.lengths, _origins(file, encoded))
+        writer.append(
+            encoded.ids, encoded.trained, encoded.lengths, _origins(file, encoded), encoded.columns
+        )
         facts.append(encoded)
         members[encoded.section].append(np.arange(written, written + count))
         written += count

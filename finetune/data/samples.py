@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from finetune.data.chat.messages import Message, Turns
 from finetune.data.chat.tools import template_kwargs_of, tools_of
 from finetune.data.values import Raw, RowProblem, text_of
+from finetune.recipe import Kind
 
 CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
 """Columns that every format of conversations reads where a row has them."""
@@ -54,16 +55,48 @@ class Preference:
     """With the wanted answer; of a conversation `given` are the messages of the prompt."""
     rejected: Conversation | Completion
     """The same prompt with the unwanted answer."""
+    margin: float = 0.0
+    """How much better the wanted answer is: what the difference of rewards is to exceed."""
 
 
-Sample = Plain | Preference
-Kind = Literal["text", "pairs"]
-"""What the samples of a format are: single sequences, or pairs of answers."""
+@dataclass(frozen=True)
+class Judged:
+    """A prompt with an answer that is wanted or not."""
+
+    answer: Conversation | Completion
+    wanted: bool
+
+
+Sample = Plain | Preference | Judged
+
+READ_AS: dict[Kind, tuple[Kind, ...]] = {
+    "text": ("text", "judged"),
+    "pairs": ("pairs",),
+    "judged": ("judged", "pairs"),
+}
+"""Of samples that a method takes, the kinds that formats may give: see `as_kind`."""
+
+
+def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
+    """A sample as a method takes it: a pair is two judged answers, a wanted answer is a text."""
+    match sample:
+        case Judged() if kind == "text":
+            return (sample.answer,) if sample.wanted else ()
+        case Preference() if kind == "judged":
+            return Judged(sample.chosen, True), Judged(sample.rejected, False)
+        case _:
+            return (sample,)
 
 
 def sequences_of(sample: Sample) -> tuple[Plain, ...]:
     """The sequences that a sample consists of."""
-    return (sample.chosen, sample.rejected) if isinstance(sample, Preference) else (sample,)
+    match sample:
+        case Preference():
+            return sample.chosen, sample.rejected
+        case Judged():
+            return (sample.answer,)
+        case _:
+            return (sample,)
 
 
 def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:

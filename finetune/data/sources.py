@@ -14,6 +14,7 @@ from finetune.data.columns import rename
 from finetune.data.files import kind_of_file, read_file, why_not_read
 from finetune.data.formats import FORMATS, find_format
 from finetune.data.hub import hub_rows
+from finetune.data.samples import READ_AS
 from finetune.data.splits import choose, splits_of
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError, did_you_mean
@@ -25,6 +26,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 WORDS = {
     "text": "texts and conversations",
     "pairs": "pairs of a chosen and a rejected answer",
+    "judged": "answers with a label that says whether each is wanted",
 }
 """What samples are, in words."""
 
@@ -123,8 +125,9 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
 
 def _refuse_unfit(recipe: Recipe, name: str) -> None:
     """Refuse a format whose samples a method does not learn from."""
-    if find_format(name).gives != recipe.takes:
-        known = ", ".join(n for n, each in sorted(FORMATS.items()) if each.gives == recipe.takes)
+    readable = READ_AS[recipe.takes]
+    if find_format(name).gives not in readable:
+        known = ", ".join(n for n, each in sorted(FORMATS.items()) if each.gives in readable)
         raise FinetuneError(
             f"data.format: '{name}' gives {WORDS[find_format(name).gives]}, but method "
             f"'{recipe.method}' learns from {WORDS[recipe.takes]} (formats: {known})"

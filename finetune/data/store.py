@@ -1,7 +1,7 @@
 """Prepared data on disk: documents of token ids end to end, and the rows that batches are made of.
 
 ids.bin trained.bin     one entry a token, mapped into memory, never read whole
-lengths.npy origins.npy one entry a document
+lengths.npy origins.npy columns/NAME.npy   one entry a document
 train/ eval/            which documents each row holds: one, or those that share a slot
 """
 
@@ -29,6 +29,8 @@ class Documents:
     trained: np.ndarray  # (tokens,) bool: the model is trained to say this token
     offsets: np.ndarray  # (documents + 1,) int64
     origins: np.ndarray  # (documents, 2) int64: the number of its file, and of its row there
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """Numbers that the data says of each document, (documents,) fp64, by what they are."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -62,7 +64,9 @@ class Rows:
     padding_free: bool = False
     """Rows of a micro-batch are side by side too, though none is a pack."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    """Numbers of every document, (documents,) fp32, by what they are."""
+    """Numbers of every document besides those of the data, (documents,) fp64, by what they are."""
+    step_reference: np.ndarray | None = None  # (steps,) fp64
+    """Sums of a reference's log-probabilities of each step's `mismatched` answers."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -82,6 +86,11 @@ class Rows:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([t for _, t in parts])
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        """Numbers of the documents that any row holds, ascending.  # (different,) int64"""
+        return np.unique(self.members)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -125,6 +134,8 @@ def digest(rows: Rows) -> str:
     found = hashlib.sha256(rows.documents.lengths[used].tobytes())
     found.update(places.tobytes())
     found.update(rows.bounds.tobytes())
+    for name, values in sorted(rows.documents.columns.items()):
+        found.update(name.encode() + values[used].tobytes())
     for start in range(0, len(used), AT_ONCE):
         for number in used[start : start + AT_ONCE]:
             ids, trained = rows.documents.document(int(number))
@@ -137,6 +148,17 @@ def digest(rows: Rows) -> str:
 def documents_of_rows(rows: np.ndarray, each: int) -> np.ndarray:
     """Numbers of the documents of rows that have `each` neighbouring ones.  # (rows * each,)"""
     return (rows[:, None] * each + np.arange(each)).ravel()
+
+
+def composed(documents: list[Columns]) -> Documents:
+    """Documents in memory, of no file."""
+    lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
+    return Documents(
+        np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in documents)]),
+        np.concatenate([np.empty(0, bool), *(trained for _, trained in documents)]),
+        _offsets(lengths),
+        np.zeros((len(documents), 2), dtype=np.int64),
+    )
 
 
 def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows:
@@ -157,15 +179,23 @@ class DocumentWriter:
         )
         self._lengths: list[np.ndarray] = []
         self._origins: list[np.ndarray] = []
+        self._columns: dict[str, list[np.ndarray]] = {}
 
     def append(
-        self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, origins: np.ndarray
+        self,
+        ids: np.ndarray,
+        trained: np.ndarray,
+        lengths: np.ndarray,
+        origins: np.ndarray,
+        columns: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Documents end to end, as `Documents` holds them, with their lengths."""
         for file, array, kind in zip(self._files, (ids, trained), (np.int32, bool), strict=True):
             file.write(np.ascontiguousarray(array, dtype=kind).data)
         self._lengths.append(lengths)
         self._origins.append(origins)
+        for name, values in (columns or {}).items():
+            self._columns.setdefault(name, []).append(values)
 
     def close(self) -> Documents:
         """Write what is in memory; returns all documents, mapped."""
@@ -175,6 +205,9 @@ class DocumentWriter:
         origins = np.concatenate([np.empty((0, 2), dtype=np.int64), *self._origins])
         np.save(self.folder / "lengths.npy", lengths.astype(np.int64))
         np.save(self.folder / "origins.npy", origins.astype(np.int64))
+        (self.folder / "columns").mkdir()
+        for name, parts in self._columns.items():
+            np.save(self.folder / "columns" / f"{name}.npy", np.concatenate(parts))
         return open_documents(self.folder)
 
 
@@ -186,7 +219,8 @@ def open_documents(folder: Path) -> Documents:
         _mapped(folder / name, kind, int(offsets[-1]))
         for name, kind in (("ids.bin", np.int32), ("trained.bin", bool))
     )
-    return Documents(ids, trained, offsets, origins)
+    columns = {path.stem: np.load(path) for path in sorted((folder / "columns").glob("*.npy"))}
+    return Documents(ids, trained, offsets, origins, columns)
 
 
 def save_rows(rows: Rows, folder: Path) -> None:

@@ -11,7 +11,7 @@ from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import prepare
-from finetune.data.samples import Completion, Conversation, Preference
+from finetune.data.samples import Completion, Conversation, Preference, as_kind
 from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
@@ -113,6 +113,9 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
         return None
     if isinstance(sample, Preference):
         sample = sample.chosen
+    sample = next(iter(as_kind(sample, "text")), None)
+    if sample is None:
+        return None
     if not isinstance(sample, Conversation | Completion):
         raise FinetuneError(f"{row.place}: a text has no answer to compare with")
     problem = unanswerable(sample)

@@ -1,8 +1,20 @@
 """Training methods by name: each a Recipe that says what a row's loss is."""
 
+from finetune.methods.cpo import CPO
 from finetune.methods.dpo import DPO
+from finetune.methods.kto import KTO
+from finetune.methods.orpo import ORPO
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
+from finetune.methods.simpo import SimPO
 from finetune.recipe import Recipe
 
-METHODS: dict[str, type[Recipe]] = {"sft": SFT, "pretrain": Pretrain, "dpo": DPO}
+METHODS: dict[str, type[Recipe]] = {
+    "sft": SFT,
+    "pretrain": Pretrain,
+    "dpo": DPO,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "cpo": CPO,
+    "kto": KTO,
+}

@@ -7,8 +7,8 @@ import torch
 
 from finetune.data.collate import UNTRAINED, MicroBatch
 
-Sum = tuple[torch.Tensor, int]
-"""A sum, as a scalar, and how many numbers were added."""
+Sum = tuple[torch.Tensor, int | torch.Tensor]
+"""A sum, as a scalar, and how many numbers were added, a scalar where only the device knows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,11 @@ def sequence_logps(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of the trained tokens of each document, (documents,), and `Loss.balance`.
 
-    Sums in fp32, in the order of the batch's documents.
+    In the order of the batch's documents, in fp64: differences of two sums of a thousand nats are
+    compared to a hundredth, and fp32 resolves a ten-thousandth of one.
     """
     logps, balance = token_logps(model, batch)
+    logps = logps.double()
     if not batch.rows:  # torch 2.13 reduces no empty tensor
         return logps, balance
     lengths = batch.document_labels

@@ -88,6 +88,7 @@ def inspect_rows(
             "the padding token is the end token: here padding is known by its place, so the end is "
             "trained; a collator that masks it by its id would never train it"
         )
+    notes += recipe.data_advice(counts["train"]) if counts["train"]["documents"] else []
     if prepared.bad_rows is not None:
         notes.append(f"the bad rows that were dropped are listed in {prepared.bad_rows}")
     train = prepared.train
@@ -109,6 +110,8 @@ def _document(
 ) -> Document:
     ids, trained = prepared.train.documents.document(number)
     found = list(pieces(tokenizer, ids.tolist(), trained.tolist()))
+    if "wanted" in prepared.train.documents.columns:
+        name = "wanted" if prepared.train.documents.columns["wanted"][number] else "unwanted"
     return Document(prepared.place(number), found, name)
 
 

@@ -15,6 +15,8 @@ from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
 from finetune.methods.losses import Sum
+from finetune.recipe import Recipe
+from finetune.training.answers import mismatched_batches, step_kl
 from finetune.training.feed import Feed, feed
 from finetune.training.nonfinite import poison, suspects
 from finetune.training.optim import learning_rate
@@ -34,6 +36,10 @@ class StepRows:
     """Tokens that have a label, of all ranks."""
     real_tokens: int
     """Tokens that are no padding, of all ranks."""
+    mismatched: list[MicroBatch]
+    """This rank's micro-batches of the answers that give the KL of a step, where it is read."""
+    reference: float
+    """The sum of the reference's log-probabilities of these answers, of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +91,11 @@ class EvalResult:
 class _Metrics:
     """Sums and counts of what a method measures, over the micro-batches of one rank."""
 
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, names = recipe, recipe.metrics
         self.names = names
         self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
-        self.counts = [0] * len(names)
+        self.counts: list[int | torch.Tensor] = [0] * len(names)
 
     def add(self, found: Mapping[str, Sum]) -> None:
         """The sums of a micro-batch; no device has to be waited for."""
@@ -105,7 +112,8 @@ class _Metrics:
         """From the sums over all ranks, then the counts over all ranks."""
         sums, counts = totals[: len(self.names)], totals[len(self.names) :]
         found = zip(self.names, sums, counts, strict=True)
-        return {name: total / count for name, total, count in found if count}
+        means = {name: total / count for name, total, count in found if count}
+        return self.recipe.derived(means) | means
 
 
 def feeding(
@@ -120,6 +128,11 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
     mine = _micro_batches(engine, rows, chosen)
+    given, reference = list[MicroBatch](), 0.0
+    if recipe.reads_kl:
+        assert rows.step_reference is not None
+        given = mismatched_batches(engine, rows, chosen, epoch_of(step, recipe, rows), pad_id)
+        reference = float(rows.step_reference[step])
     return StepRows(
         batches=[(number, collate(rows, taken, pad_id, engine.device)) for number, taken in mine],
         chosen=chosen,
@@ -127,7 +140,14 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
         terms=recipe.terms(rows, chosen),
         trained_tokens=int(rows.labelled[chosen].sum()),
         real_tokens=int(rows.lengths[chosen].sum()),
+        mismatched=given,
+        reference=reference,
     )
+
+
+def epoch_of(step: int, recipe: Recipe, rows: Rows) -> int:
+    """The epoch in which a step begins."""
+    return step * recipe.batch.rows // len(rows)
 
 
 def _nothing() -> list[int]:
@@ -160,7 +180,10 @@ def train_step(
     scale = engine.data_world * plan.accumulation / max(1, terms)
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
-    metrics = _Metrics(recipe.metrics, engine.device)
+    metrics = _Metrics(recipe, engine.device)
+    if recipe.reads_kl:
+        kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
+        batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
     engine.model.train()
     measured = contextlib.ExitStack()
     for index, (number, batch) in enumerate(batches):
@@ -233,11 +256,15 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         rows.side_by_side,
     )  # fmt: skip
     sums: list[torch.Tensor] = []
-    metrics, terms = _Metrics(recipe.metrics, engine.device), 0
+    metrics, terms, kl = _Metrics(recipe, engine.device), 0, 0.0
+    if recipe.reads_kl:
+        assert rows.step_reference is not None
+        given = mismatched_batches(engine, rows, np.arange(len(rows)), 0, pad_id)
+        kl = step_kl(engine, given, float(rows.step_reference[0]))
     engine.model.eval()
     # As many on every rank: forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
-        batch = collate(rows, indices, pad_id, engine.device)
+        batch = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
         terms += recipe.count(batch)
         found = recipe.loss(engine.model, batch)
         sums.append(found.sum)

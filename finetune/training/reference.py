@@ -21,7 +21,7 @@ from peft import PeftModel
 
 from finetune.cache import cache
 from finetune.data.collate import collate
-from finetune.data.order import cut, deal
+from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
@@ -32,14 +32,27 @@ from finetune.models.adapters import reads_base
 from finetune.models.model import compute_dtype, weight_dtype
 from finetune.planner import Plan
 from finetune.runs.run import Run
+from finetune.training.answers import cut_answers, mismatched_batches, sum_logps
+from finetune.training.loop import epoch_of
 from finetune.training.startup_checks import libraries
 
 COLUMN = "reference"
 """The name of the numbers in a batch's columns."""
+TRAIN, EVAL = "kl", "kl_eval"
+"""The names of the sums over `mismatched` answers, of each step and of the evaluation."""
+
+Numbers = dict[str, np.ndarray]
+"""What a reference gives, by these names, each in fp64."""
 
 
 def with_reference(
-    engine: Engine, run: Run, data: Prepared, pad_id: int, base: str | None, resumed: bool
+    engine: Engine,
+    run: Run,
+    data: Prepared,
+    steps: int,
+    pad_id: int,
+    base: str | None,
+    resumed: bool,
 ) -> tuple[Prepared, str]:
     """The same rows with the log-probability of each document, and a line on where it is from.
 
@@ -47,6 +60,7 @@ def with_reference(
         engine: with the model as training starts, unless `resumed`.
         run: keeps the numbers.
         data: what is trained and evaluated.
+        steps: of the whole run: a method that reads the KL of a step has a number of each.
         pad_id: fills rows that are padded.
         base: identity of the base's weights; None where it is not known.
         resumed: whether the run goes on: then its own numbers are used.
@@ -55,15 +69,19 @@ def with_reference(
         FinetuneError: the run's numbers cannot be read, or one is not finite.
     """
     numbers, begun = used(data), time.perf_counter()
-    key = cache_key(engine.plan, data, base)
+    sizes = {COLUMN: len(numbers)}
+    if engine.plan.recipe.reads_kl:
+        sizes |= {TRAIN: steps, EVAL: 1}
+    key = cache_key(engine.plan, data, steps, base)
     cached = None if key is None else cache("reference") / f"{key}.npz"
-    values = engine.on_first(lambda: _known(run, resumed, cached, len(numbers)))
+    found = engine.on_first(lambda: _known(run, resumed, cached, sizes))
     told = "kept with the run" if resumed else f"from {cached}"
-    if values is None:
-        values = compute(engine, data, pad_id)
+    if found is None:
+        found = compute(engine, data, steps, pad_id)
         told = f"computed in {time.perf_counter() - begun:.1f} s"
         if cached is not None:
-            engine.on_first(lambda: _write(cached, values))
+            engine.on_first(lambda: _write(cached, found))
+    values = found[COLUMN]
     wrong = numbers[~np.isfinite(values)]
     if len(wrong):
         raise FinetuneError(
@@ -71,10 +89,11 @@ def with_reference(
             f"finite ({len(wrong)} of {len(numbers)} sequences have one)"
         )
     if not (resumed and engine.on_first(run.reference.is_file)):
-        engine.on_first(lambda: _write(run.reference, values))
-    whole = np.full(len(data.train.documents), np.nan, dtype=np.float32)
+        engine.on_first(lambda: _write(run.reference, found))
+    whole = np.full(len(data.train.documents), np.nan)
     whole[numbers] = values
-    return data.with_columns({COLUMN: whole}), f"{len(numbers):,} log-probabilities, {told}"
+    data = data.with_columns({COLUMN: whole}, found.get(TRAIN), found.get(EVAL))
+    return data, f"{len(numbers):,} log-probabilities, {told}"
 
 
 def used(data: Prepared) -> np.ndarray:
@@ -82,28 +101,44 @@ def used(data: Prepared) -> np.ndarray:
     return np.unique(np.concatenate([data.train.members, data.eval.members]))
 
 
-@torch.no_grad()
-def compute(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
-    """Log-probabilities of the documents that `used` names, (documents,) fp32, on every rank.
+def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
+    """Log-probabilities of the documents that `used` names, on every rank.
 
-    In eval mode: dropout would make each a random number.
+    Where the method reads the KL of a step, also the sums over the `mismatched` answers of each of
+    `steps`, and over those of the evaluation.
     """
-    recipe, numbers = engine.plan.recipe, used(data)
-    batch, each, side_by_side = recipe.batch, recipe.documents_per_row, data.train.side_by_side
-    bounds = np.arange(0, len(numbers) + 1, each)
-    rows = Rows(data.train.documents, numbers, bounds, packed=side_by_side)
-    slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
-    cuts = cut(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, side_by_side)
-    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
-    engine.model.eval()
+    recipe = engine.plan.recipe
     with _as_reference(engine):
-        # As many on every rank: forward passes are collective.
-        for _, indices in deal(cuts, engine.data_rank, engine.data_world):
-            logps, _ = sequence_logps(engine.model, collate(rows, indices, pad_id, engine.device))
-            places += [rows.bounds[index] + np.arange(each) for index in indices]
-            found.append(logps.cpu().numpy())
+        found = {COLUMN: _of_documents(engine, data, pad_id)}
+        if recipe.reads_kl:
+            found[TRAIN] = np.array([
+                sum_logps(engine, mismatched_batches(
+                    engine, data.train,
+                    rows_of_step(step, len(data.train), recipe.batch.rows, recipe.seed),
+                    epoch_of(step, recipe, data.train), pad_id,
+                ))[0]
+                for step in range(steps)
+            ])  # fmt: skip
+            held_out = np.arange(len(data.eval))
+            given = mismatched_batches(engine, data.eval, held_out, 0, pad_id)
+            found[EVAL] = np.array([sum_logps(engine, given)[0]])
+    return found
+
+
+@torch.no_grad()
+def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
+    """(documents,) fp64, in eval mode: dropout would make each a random number."""
+    numbers, each = used(data), engine.plan.recipe.documents_per_row
+    bounds = np.arange(0, len(numbers) + 1, each)
+    rows = Rows(data.train.documents, numbers, bounds, packed=data.train.side_by_side)
+    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
+    engine.model.eval()
+    for indices in cut_answers(engine, rows):
+        logps, _ = sequence_logps(engine.model, collate(rows, indices, pad_id, engine.device))
+        places += [rows.bounds[index] + np.arange(each) for index in indices]
+        found.append(logps.cpu().numpy())
     engine.reshard()
-    values = np.full(len(numbers), np.nan, dtype=np.float32)
+    values = np.full(len(numbers), np.nan)
     for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):
         values[at] = logps
     return values
@@ -122,7 +157,7 @@ def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
+def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str | None:
     """A hash of all that the numbers depend on; None where the base cannot be told.
 
     Neither the engine, nor the processes, nor the micro-batch are part of it.
@@ -130,6 +165,7 @@ def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
     Args:
         plan: of the run.
         data: its rows.
+        steps: of the run, which a method depends on that reads the KL of a step.
         base: identity of the base's weights.
     """
     recipe = plan.recipe
@@ -146,6 +182,7 @@ def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
         "base": base or [model.config, recipe.seed],
         "model": [model.quantization, model.attention, list(model.add_tokens)],
         "adapter": start,
+        "steps": [steps, recipe.batch.rows, recipe.seed] if recipe.reads_kl else None,
         "precision": [str(compute_dtype(plan)), str(weight_dtype(plan))],
         "kernels": dataclasses.asdict(recipe.kernels),
         "libraries": libraries(""),
@@ -153,7 +190,7 @@ def cache_key(plan: Plan, data: Prepared, base: str | None) -> str | None:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _known(run: Run, resumed: bool, cached: Path | None, count: int) -> np.ndarray | None:
+def _known(run: Run, resumed: bool, cached: Path | None, sizes: dict[str, int]) -> Numbers | None:
     """The numbers of a run that goes on, else those in the cache; None where there are none.
 
     Raises:
@@ -162,7 +199,7 @@ def _known(run: Run, resumed: bool, cached: Path | None, count: int) -> np.ndarr
     problem: Exception | None = None
     for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
         try:
-            return _read(path, count)
+            return _read(path, sizes)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             problem = problem or error
     if resumed:
@@ -174,19 +211,27 @@ def _known(run: Run, resumed: bool, cached: Path | None, count: int) -> np.ndarr
     return None
 
 
-def _read(path: Path, count: int) -> np.ndarray:
-    """The numbers of a file, whose checksum the reader compares."""
+def _read(path: Path, sizes: dict[str, int]) -> Numbers:
+    """The numbers of a file, whose checksum the reader compares; those of later steps left out."""
     with np.load(path) as found:
-        values = found[COLUMN]
-    if values.shape != (count,) or values.dtype != np.float32:
-        raise ValueError(f"it holds {values.dtype} {values.shape}, expected float32 ({count},)")
-    return values
+        read = {name: found[name] for name in sizes}
+    for name, count in sizes.items():
+        values = read[name]
+        if name == TRAIN and values.ndim == 1 and len(values) < count:
+            raise ValueError(
+                f"the KL of {len(values)} steps was prepared, and {count} are asked for: max_steps "
+                "and epochs of a method that reads it cannot be raised"
+            )
+        read[name] = values[:count] if name == TRAIN else values
+        if read[name].shape != (count,) or values.dtype.kind != "f":
+            raise ValueError(f"{name} is {values.dtype} {values.shape}, expected ({count},)")
+    return {name: values.astype(np.float64) for name, values in read.items()}
 
 
-def _write(path: Path, values: np.ndarray) -> None:
+def _write(path: Path, found: Numbers) -> None:
     """Write the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("wb") as file:
-        np.savez(file, **{COLUMN: values})
+        np.savez(file, **found)  # type: ignore[arg-type]
     scratch.replace(path)

@@ -197,8 +197,9 @@ class Training:
         told = make_sure(self)
         if self.recipe.reads_reference:
             self.data, line = with_reference(
-                self.engine, self.run, self.data, self.pad_id, self.base, self.resumed is not None
-            )
+                self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
+                self.resumed is not None,
+            )  # fmt: skip
             told = f"{told}\nreference  {line}"
         if self.engine.speaks:
             print(told, flush=True)
@@ -276,7 +277,8 @@ class Training:
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
         self.notes = [
-            *self.plan.notes(), *self._origin(), *vocabulary_notes,
+            *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
+            *self._origin(), *vocabulary_notes,
             *self._check_context(network), *model.kernel_notes(network, self.plan), *compiled,
             *experts.notes(network, self.recipe),
         ]  # fmt: skip

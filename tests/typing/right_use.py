@@ -22,6 +22,9 @@ recipe = (
 )
 assert_type(recipe, ft.SFT)
 assert_type(ft.DPO(ft.Model("m"), beta=0.2, loss_type="ipo").with_lora(4), ft.DPO)
+assert_type(ft.ORPO(ft.Model("m"), beta=0.2), ft.ORPO)
+assert_type(ft.SimPO(ft.Model("m"), gamma=0.5), ft.SimPO)
+assert_type(ft.CPO(ft.Model("m"), sft_weight=0.0), ft.CPO)
 assert_type(ft.Pretrain().with_qlora(4), ft.Pretrain)
 assert_type(ft.load_recipe("quickstart", ["optim.lr=1e-4"]), ft.Recipe)
 

@@ -24,6 +24,7 @@ from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.data.samples import (
     Completion,
     Conversation,
+    Judged,
     Preference,
     Sample,
     Text,
@@ -94,8 +95,8 @@ class Chat:
             case Text():
                 ids = self._closed(self._opened(self._tokens(sample.text).ids))
                 return Row(ids, [True] * len(ids), self._bos_notes(ids))
-            case Preference():
-                raise FinetuneError("a pair of answers is two sequences; render each of them")
+            case Preference() | Judged():
+                raise FinetuneError("render the sequences of a sample, not what is said of them")
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""

@@ -1,0 +1,48 @@
+"""Answers to prompts of other rows of a step, by which a method sees how far the model moved."""
+
+import dataclasses
+
+import numpy as np
+
+from finetune.data.order import permutation
+from finetune.data.store import Columns, Rows, composed, single_rows
+
+
+def mismatched(rows: Rows, chosen: np.ndarray, epoch: int, seed: int, max_length: int) -> Rows:
+    """The prompt of each document of a step with the answer of the one before it, the first last.
+
+    Documents are in the order of the shuffle of `epoch`, each once, so that neither the number of
+    ranks, nor micro-batches, nor packs change the partners:
+
+        step     prompt a, answer a    prompt b, answer b    prompt c, answer c
+        here     prompt a, answer c    prompt b, answer a    prompt c, answer b
+
+    Args:
+        rows: of one document each, or packs of them.
+        chosen: (rows,) numbers of those that make the step.
+        epoch: in which the step begins.
+        seed: of the shuffle.
+        max_length: tokens at which a document is cut; one whose prompt fills it is left out.
+    """
+    parts = [rows.numbers(int(index)) for index in chosen]
+    numbers = np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
+    place = np.empty(len(rows.used), dtype=np.int64)
+    place[permutation(len(rows.used), seed, epoch)] = np.arange(len(rows.used))
+    ordered = numbers[np.argsort(place[np.searchsorted(rows.used, numbers)])]
+    documents = [rows.documents.document(int(number)) for number in ordered]
+    joined = [
+        _joined(documents[index], documents[index - 1], max_length)
+        for index in range(len(documents))
+        if len(documents) > 1
+    ]
+    made = single_rows(composed([each for each in joined if each[1].any()]))
+    return dataclasses.replace(made, padding_free=rows.side_by_side)
+
+
+def _joined(asked: Columns, said: Columns, max_length: int) -> Columns:
+    """The prompt of a document with the answer of another."""
+    (ids, trained), (other, answered) = asked, said
+    prompt, start = int(trained.argmax()), int(answered.argmax())
+    whole = np.concatenate([ids[:prompt], other[start:]])
+    labels = np.concatenate([np.zeros(prompt, bool), answered[start:]])
+    return whole[:max_length], labels[:max_length]

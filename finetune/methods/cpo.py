@@ -1,0 +1,44 @@
+"""Contrastive preference optimisation: DPO without a reference, and supervised tuning."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from finetune.methods.pairs import PairMethod, completed_by, optim_of
+from finetune.recipe import STRICT, Optim
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
+
+
+@dataclass(frozen=True, config=STRICT)
+class CPO(PairMethod):
+    """Prefer the chosen answer by its log-probability, and learn it too (arXiv:2401.08417)."""
+
+    method: ClassVar[str] = "cpo"
+
+    optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Scale of the rewards."""
+    sft_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the chosen answer's mean cross-entropy, which is added to a pair's loss."""
+
+    @property
+    def nll_weight(self) -> float:
+        return self.sft_weight
+
+    def pair_losses(
+        self,
+        chosen: "torch.Tensor",  # (pairs,)
+        rejected: "torch.Tensor",  # (pairs,)
+        chosen_tokens: "torch.Tensor",  # (pairs,)
+        rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
+    ) -> "torch.Tensor":
+        """Of each pair -log sigmoid(beta (chosen - rejected)), eq. 3; sums favour short answers."""
+        from torch.nn.functional import logsigmoid
+
+        return -logsigmoid(self.beta * (chosen - rejected))

@@ -1,0 +1,136 @@
+"""Kahneman-Tversky optimisation: answers that are wanted or not, none beside another."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from finetune.methods.pairs import completed_by, optim_of, preference_advice
+from finetune.recipe import STRICT, Kind, Optim, Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel
+
+    from finetune.data.chat.render import Chat
+    from finetune.data.collate import MicroBatch
+    from finetune.data.example import Example
+    from finetune.data.samples import Sample
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Loss
+
+DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
+HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
+FEWEST_ROWS = 16
+"""Rows of a step below which its KL is mostly noise."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class KTO(Recipe):
+    """Learn from answers that are labelled as wanted or not (arXiv:2402.01306)."""
+
+    method: ClassVar[str] = "kto"
+    takes: ClassVar[Kind] = "judged"
+    columns: ClassVar[tuple[str, ...]] = ("wanted",)
+    reads_reference: ClassVar[bool] = True
+    reads_kl: ClassVar[bool] = True
+    unit: ClassVar[str] = "answers"
+    encoding_fields: ClassVar[tuple[str, ...] | None] = ()
+    metrics: ClassVar[tuple[str, ...]] = (
+        "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
+        "lengths/chosen", "lengths/rejected",
+    )  # fmt: skip
+
+    optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the policy is held to its reference."""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of a wanted answer."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of an unwanted answer."""
+    reference: Literal["start", "base"] = "start"
+    """The model as training starts, or the base without any adapter."""
+
+    def __post_init__(self) -> None:
+        if self.batch.rows < 2:
+            raise ValueError(
+                "`batch.rows`: a step of one answer has no other prompt to compare it with; use "
+                f"at least 2, and {FEWEST_ROWS} or more to learn well"
+            )
+
+    def advice(self) -> list[str]:
+        notes = preference_advice(self, HIGH_LR)
+        if self.batch.rows < FEWEST_ROWS and not self.batch.packing:
+            notes.append(
+                f"batch.rows: {self.batch.rows} answers a step give a noisy estimate of the KL; "
+                f"use {FEWEST_ROWS} or more"
+            )
+        return notes
+
+    def data_advice(self, counts: Mapping[str, Any]) -> list[str]:
+        """Both sides should weigh alike: eq. 8 asks for a ratio of 1 to 4/3."""
+        wanted = counts["wanted"]
+        unwanted = counts["documents"] - wanted
+        if not wanted or not unwanted:
+            return []
+        ratio = self.desirable_weight * wanted / (self.undesirable_weight * unwanted)
+        if 1 <= ratio <= 4 / 3:
+            return []
+        low, high = (self.undesirable_weight * unwanted / wanted * each for each in (1, 4 / 3))
+        most = self.desirable_weight * wanted / unwanted
+        return [
+            f"desirable_weight: {wanted:,} wanted and {unwanted:,} unwanted answers weigh "
+            f"{ratio:.2f} to 1, and 1 to 1.33 is usual: set desirable_weight to {low:.2f} up to "
+            f"{high:.2f}, or undesirable_weight to {0.75 * most:.2f} up to {most:.2f}"
+        ]
+
+    def encode(self, sample: "Sample", chat: "Chat") -> "Example":
+        """The answer behind a prompt: all of it where the prompt is given, else the last turn."""
+        from finetune.data.example import Example
+        from finetune.data.samples import Conversation, Judged
+
+        assert isinstance(sample, Judged)
+        answer = sample.answer
+        last = isinstance(answer, Conversation) and not answer.given
+        row = chat.render(answer, "completion" if last else "assistant")
+        return Example((row,), {"wanted": float(sample.wanted)})
+
+    def count(self, batch: "MicroBatch") -> int:
+        return len(batch.document_labels)
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
+
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
+        """Summed over answers, eq. 7 and 8.
+
+        With r the log-probability of an answer less that of the reference, and z the step's KL
+        (`batch.kl`, at least 0, a constant): weight x (1 - sigmoid(beta (r - z))) of a wanted
+        answer, weight x (1 - sigmoid(beta (z - r))) of an unwanted one.
+        """
+        import torch
+
+        from finetune.methods.losses import Loss, sequence_logps
+
+        logps, balance = sequence_logps(model, batch)  # (documents,)
+        gains, kl = logps - batch.columns["reference"], max(0.0, batch.kl)
+        wanted = batch.columns["wanted"] > 0
+        held = torch.where(wanted, gains - kl, kl - gains)
+        weights = torch.where(wanted, self.desirable_weight, self.undesirable_weight)
+        terms = weights * torch.sigmoid(-self.beta * held)
+        with torch.no_grad():
+            measured = self.beta * gains, logps, batch.document_labels
+            sides = ("chosen", wanted), ("rejected", ~wanted)
+            metrics = {
+                f"{name}/{side}": ((values * chosen).sum(), chosen.sum())
+                for name, values in zip(("rewards", "logps", "lengths"), measured, strict=True)
+                for side, chosen in sides
+            }
+            metrics["kl"] = torch.full_like(terms, kl).sum(), len(terms)
+        return Loss(terms.sum().float(), metrics, balance)
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The margin of a step that has answers of both kinds."""
+        both = [means.get(f"rewards/{side}") for side in ("chosen", "rejected")]
+        return {} if None in both else {"rewards/margins": both[0] - both[1]}  # type: ignore[operator]

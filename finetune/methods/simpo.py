@@ -1,0 +1,44 @@
+"""Simple preference optimisation: mean log-probabilities are compared, without a reference."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from finetune.methods.pairs import PairMethod, completed_by, optim_of
+from finetune.recipe import STRICT, Optim
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
+
+
+@dataclass(frozen=True, config=STRICT)
+class SimPO(PairMethod):
+    """Prefer the chosen answer by its mean log-probability of a token (arXiv:2405.14734)."""
+
+    method: ClassVar[str] = "simpo"
+    of_means: ClassVar[bool] = True
+    high_lr: ClassVar["Mapping[str, float]"] = {"adapter": 5e-5, "all weights": 2e-6}
+
+    optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
+    beta: Annotated[float, Field(gt=0)] = 2.0
+    """Scale of the rewards: 2 to 10."""
+    gamma: Annotated[float, Field(ge=0)] = 1.0
+    """Margin that the chosen answer's reward is to have: 0.3 to 0.5 of `beta`."""
+
+    def pair_losses(
+        self,
+        chosen: "torch.Tensor",  # (pairs,)
+        rejected: "torch.Tensor",  # (pairs,)
+        chosen_tokens: "torch.Tensor",  # (pairs,)
+        rejected_tokens: "torch.Tensor",  # (pairs,)
+        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
+    ) -> "torch.Tensor":
+        """Of each pair -log sigmoid(beta (chosen - rejected) - gamma), eq. 6."""
+        from torch.nn.functional import logsigmoid
+
+        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)

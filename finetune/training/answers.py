@@ -1,0 +1,60 @@
+"""Log-probabilities of answers without gradient, and the KL of a step that methods read."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from finetune.data.collate import MicroBatch, collate
+from finetune.data.mismatched import mismatched
+from finetune.data.order import cut, deal
+from finetune.data.store import Rows
+from finetune.distributed.base import Engine
+from finetune.methods.losses import sequence_logps
+
+
+def cut_answers(engine: Engine, rows: Rows) -> list[np.ndarray]:
+    """Row numbers of this rank's micro-batches: as many on every rank, as passes are collective."""
+    recipe = engine.plan.recipe
+    batch = recipe.batch
+    slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
+    cuts = cut(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, rows.side_by_side)
+    return [taken for _, taken in deal(cuts, engine.data_rank, engine.data_world)]
+
+
+def mismatched_batches(
+    engine: Engine, rows: Rows, chosen: np.ndarray, epoch: int, pad_id: int
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the `mismatched` answers of some rows."""
+    recipe = engine.plan.recipe
+    made = mismatched(rows, chosen, epoch, recipe.seed, recipe.batch.max_length)
+    return [collate(made, taken, pad_id, engine.device) for taken in cut_answers(engine, made)]
+
+
+@torch.no_grad()
+def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    """The sum over the answers of all ranks' micro-batches, and their number.
+
+    In eval mode: dropout would make each a random number.
+    """
+    engine.model.eval()
+    total, count = torch.zeros((), dtype=torch.float64, device=engine.device), 0
+    for batch in batches:
+        total += sequence_logps(engine.model, batch)[0].sum()
+        count += len(batch.document_labels)
+    engine.reshard()
+    summed, counted = engine.sum([float(total), float(count)])
+    return summed, int(counted)
+
+
+def step_kl(engine: Engine, batches: Iterable[MicroBatch], reference: float) -> float:
+    """Mean over a step's `mismatched` answers of log-probability less that of the reference.
+
+    The same on every rank, and however the step is cut; 0 where there are none.
+
+    Args:
+        batches: this rank's.
+        reference: the sum of the reference's log-probabilities of the answers of all ranks.
+    """
+    summed, counted = sum_logps(engine, batches)
+    return (summed - reference) / counted if counted else 0.0
