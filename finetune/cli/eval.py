@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--general-text", type=Path, help="file for forgetting")
     measured.add_argument("--judge", help="URL of a model that says which answer is better")
     measured.add_argument("--judge-model", help="its name there; by default the first")
+    measured.add_argument(
+        "--tasks", help="tasks of lm-evaluation-harness: names or YAML files, separated by commas"
+    )
     parser.add_argument("--model-name", help="of a URL: the model's name there")
     parser.add_argument("--key-file", type=Path, help="file with the API key of the URLs")
     parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
@@ -76,6 +79,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
     from finetune.evaluation.evaluation import Request
     from finetune.evaluation.judge import Judge
     from finetune.evaluation.metrics.metric import Settings
+    from finetune.evaluation.tasks import find_tasks
     from finetune.inference.endpoint import open_endpoint
     from finetune.recipe import Data
 
@@ -83,6 +87,10 @@ def _request(arguments: argparse.Namespace) -> "Request":
     judged = None
     if arguments.judge is not None:
         judged = Judge(open_endpoint(arguments.judge, arguments.judge_model, key))
+    tasks = None
+    if arguments.tasks:
+        asked = (arguments.limit, arguments.max_new_tokens, arguments.batch_rows)
+        tasks = find_tasks(_words(arguments.tasks), *asked)
     return Request(
         subject=arguments.model,
         against=arguments.against,
@@ -90,7 +98,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
         data=None if arguments.data is None else Data(arguments.data, arguments.format),
         limit=arguments.limit,
         step=_step(arguments.step),
-        metrics=tuple(filter(None, (arguments.metrics or "").split(","))),
+        metrics=_words(arguments.metrics),
         settings=Settings(arguments.run_code, arguments.database, arguments.schema),
         asking=Asking(arguments.max_new_tokens, arguments.batch_rows),
         code_samples=arguments.code_samples,
@@ -98,6 +106,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
         key=key,
         general_text=arguments.general_text,
         judge=judged,
+        tasks=tasks,
         require=tuple(gate.bounds(arguments.require)) if arguments.require else (),
     )
 
@@ -114,13 +123,18 @@ def _check(arguments: argparse.Namespace) -> None:
         if (path := getattr(arguments, name)) is not None and not path.is_file()
     ]
     is_run = (Path(arguments.model) / "recipe.json").is_file()
-    if arguments.rows_of is None and arguments.data is None and not is_run:
+    has_rows = arguments.rows_of or arguments.data or arguments.tasks
+    if not has_rows and not is_run:
         problems.append(
             f"{arguments.model}: not a run directory (it has no recipe.json); for another model "
             "give --rows-of RUN, or --data FILE and --format"
         )
     if problems:
         raise FinetuneError(*problems)
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, (text or "").split(",")))
 
 
 def _step(word: str | None) -> Any:

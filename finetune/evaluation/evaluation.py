@@ -29,7 +29,8 @@ from finetune.evaluation.subject import (
     release,
     switched_off,
 )
-from finetune.inference.endpoint import Endpoint
+from finetune.evaluation.tasks import Tasks, task_measures
+from finetune.inference.endpoint import Endpoint, is_url
 from finetune.inference.generate import Loaded
 from finetune.inference.load import Step
 from finetune.methods import DPO, SFT
@@ -64,6 +65,8 @@ class Request:
     key: str | None = None
     general_text: Path | None = None
     judge: Judge | None = None
+    tasks: Tasks | None = None
+    """Tasks of lm-evaluation-harness; then there need be no rows."""
     require: tuple[gate.Bound, ...] = ()
 
     @property
@@ -85,6 +88,8 @@ class Side:
     losses: RowLosses | None
     """None behind a URL."""
     general: RowLosses | None
+    of_tasks: tuple[Measure, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def rows(self, asked: Sequence[Asked]) -> list[Row]:
         """Rows with their answers, as metrics take them."""
@@ -135,14 +140,17 @@ class _Job:
             given = ask(model, questions, self.request.asking)
         drawn = self._drawn(model) if questions else []
         losses = general = None
-        if isinstance(model, Loaded):
+        of_tasks, notes = list[Measure](), list[str]()
+        if isinstance(model, Loaded) and self.request.tasks is not None:
+            of_tasks, notes = task_measures(model, self.request.tasks)
+        if isinstance(model, Loaded) and self.scored:
             losses = self._losses(model, subject.recipe, self.scored, self.bounded)
-            if self.general:
-                fits = Batch(max_length=model.context or UNBOUNDED.max_length, overlong="split")
-                general = self._losses(model, SFT(batch=fits), self.general, True)
+        if isinstance(model, Loaded) and self.general:
+            fits = Batch(max_length=model.context or UNBOUNDED.max_length, overlong="split")
+            general = self._losses(model, SFT(batch=fits), self.general, True)
         return Side(
             subject, given.given, tuple(zip(*drawn, strict=True)) or ((),) * len(questions),
-            given.tokens_per_second, losses, general,
+            given.tokens_per_second, losses, general, tuple(of_tasks), tuple(notes),
         )  # fmt: skip
 
     def _drawn(self, model: Loaded | Endpoint) -> list[tuple[Answer, ...]]:
@@ -180,13 +188,15 @@ def evaluate(request: Request) -> Evaluation:
     against = _against(request, subject, rows_of)
     source = rows_of or subject.run
     everything = _rows(request, source)
-    texts = all(each.is_text for each in everything)
+    texts = all(each.is_text for each in everything)  # or there are none
     if not texts and any(each.is_text for each in everything):
         raise FinetuneError("the rows are texts and questions; evaluate them one after the other")
     asked = [] if texts else spread(everything, request.limit or ANSWERED)
     metrics = choose(request.metrics, asked, request.settings) if asked else {}
     pairs = any(isinstance(each.sample, Preference) for each in everything)
     _check_gate(request, metrics, against, texts, pairs)
+    if request.tasks is not None and any(each and is_url(each.name) for each in (subject, against)):
+        raise FinetuneError("--tasks: a model behind a URL cannot be loaded; name a run or folder")
     if request.judge is not None:
         request.judge.check(against is not None, bool(asked))
     job = _Job(
@@ -215,7 +225,7 @@ def evaluate(request: Request) -> Evaluation:
         measures=measures,
         before_measures=earlier,
         primary=_primary(metrics, pairs),
-        overlap=None if source is None else overlap(source, everything),
+        overlap=None if source is None or not everything else overlap(source, everything),
         verdicts=gate.judge(request.require, measures),
         notes=notes,
     )
@@ -237,6 +247,8 @@ def _against(request: Request, subject: Subject, rows_of: Run | None) -> Subject
 def _rows(request: Request, source: Run | None) -> list[Asked]:
     if request.data is not None:
         return of_source(request.data)
+    if source is None and request.tasks is not None:
+        return []
     if source is None:
         raise FinetuneError(
             f"{request.subject}: not a run directory, so it says nothing of held-out rows; give "
@@ -254,6 +266,7 @@ def _check_gate(
 ) -> None:
     """Refuse bounds on what will not be measured, before anything is loaded."""
     known = ["loss", "perplexity"]
+    known += [each.name for each in request.require if request.tasks and "/" in each.name]
     known += [] if texts else ["stopped", "length"]
     known += [name for metric in metrics.values() for name in metric.measures]
     known += [f"pass@{request.code_samples}"] if "code" in metrics else []
@@ -289,6 +302,7 @@ def _measures(
     found = list[Measure]()
     for metric in metrics.values():
         found += metric.measure(side.rows(asked), settings)
+    found += side.of_tasks
     losses = side.losses
     if losses is not None:
         if losses.nll.shape[1] == 2:
@@ -354,9 +368,10 @@ def comparable(after: Measure, before: Measure) -> bool:
 def _notes(after: Side, before: Side | None) -> list[str]:
     notes = list[str]()
     for side in (after, before):
-        if side is not None and side.losses is None:
+        notes += side.notes if side is not None else ()
+        if side is not None and is_url(side.subject.name):
             notes.append(f"{side.subject.name}: a server gives no loss of a reference answer")
-        elif side is not None and not side.losses.tokens.all(axis=None):
+        elif side and side.losses is not None and not side.losses.tokens.all(axis=None):
             dropped = int((~side.losses.tokens.all(axis=1)).sum())
             notes.append(f"{dropped} rows have no trained token, or are dropped as in training")
     losses = [side.losses.tokens for side in (after, before) if side and side.losses is not None]

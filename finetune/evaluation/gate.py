@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.evaluation.measures import Measure, rows_needed
 
-BOUND = re.compile(r"\s*([\w@]+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+BOUND = re.compile(r"\s*([\w@/.-]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def bounds(text: str) -> list[Bound]:
 
 def judge(required: Sequence[Bound], measures: Mapping[str, Measure]) -> list[Verdict]:
     """Whether the interval of each measure, not its mean alone, is within its bound."""
+    check(required, list(measures))
     return [_judge(each, measures[each.name]) for each in required]
 
 

@@ -25,7 +25,8 @@ def folder_of(evaluation: Evaluation, name: str | None) -> Path:
     request = evaluation.request
     run = evaluation.after.subject.run
     if name is None:
-        name = Path(request.data.source).stem if request.data is not None else "held-out"
+        of_rows = "held-out" if evaluation.asked or evaluation.total else "tasks"
+        name = Path(request.data.source).stem if request.data is not None else of_rows
         name = name if run is not None else f"{request.subject}-{name}"
     root = run.evaluations if run is not None else Path("eval")
     return root / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "eval")
