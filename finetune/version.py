@@ -6,5 +6,5 @@ DISTRIBUTION = "accelerate-finetune"
 
 
 def install(extra: str) -> str:
-    """The command that installs an optional part: deepspeed, plots or trackers."""
+    """The command that installs an optional part: deepspeed, eval, plots or trackers."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -1,4 +1,4 @@
-"""`finetune eval` asks runs, folders and base models every held-out row, and shows the answers."""
+"""`finetune eval` measures runs, folders and servers on held-out rows, beside others."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,9 @@ from finetune import catalog
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_run, spread
+from finetune.evaluation.subject import switched_off
 from finetune.exporters.export import export
+from finetune.inference.generate import load, load_base
 from finetune.runs.run import Run, write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]
@@ -29,7 +31,7 @@ def write_rows(path: Path, questions: list[str], answer: str = "ok.") -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that learnt to say "ok.", with three rows held out of two files."""
+    """An adapter that learnt to say "ok.", with three rows held out of two files."""
     tmp = tmp_path_factory.mktemp("evaluated")
     base = save_base(tiny_llama(), tmp / "base")
     files = [
@@ -39,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = catalog.from_fields({
         "method": "sft",
         "model": {"name": str(base)},
+        "adapter": {"r": 8},
         "data": [{"source": str(file), "format": "messages"} for file in files],
         "eval_rows": 3,
         "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
@@ -56,65 +59,104 @@ def place(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def evaluate(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    assert cli.main(["eval", *map(str, words)]) == 0
-    return capsys.readouterr().out
+def evaluate(capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 0) -> str:
+    assert cli.main(["eval", *map(str, words)]) == status
+    read = capsys.readouterr()
+    return read.out if status < 2 else read.err
 
 
-def test_a_run_is_asked_the_rows_that_it_held_out(run, capsys):
+def measured(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    return json.loads(evaluate(capsys, *words, "--json"))
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_run_and_its_base_are_asked_the_rows_that_were_held_out(run, capsys):
     held_out = of_run(run)
     assert len({asked.place for asked in held_out}) == 3
-    lines = evaluate(capsys, run.root).splitlines()
-    assert lines[0] == "exact match 100.0%: 3 of 3 rows"
-    assert [line for line in lines if line.startswith("right (")] == [
-        f"right ({asked.place})" for asked in held_out
+    words = ("--max-new-tokens", "8", "--require", "exact>=0.4,forgetting<=0.1")
+    lines = evaluate(capsys, run.root, *words, status=1).splitlines()
+    assert lines[0] == f"{run.root.name} against its base: 3 of 3 rows answered, loss of 3 rows"
+    assert lines[1].split() == ["before", "after", "difference", "95%", "interval"]
+    exact = next(line for line in lines if line.startswith("exact "))
+    assert exact.split()[1:4] == ["0.0%", "100.0%", "+100.0"]
+    assert [line for line in lines if line.startswith("got better (")] == [
+        f"got better ({Path(asked.place).name})" for asked in held_out
     ]
-    assert lines.count("  answer   ok.") == lines.count("  expected ok.") == 3
-    path = run.root / "answers.jsonl"
-    assert lines[-1] == f"samples    {path}"
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(s["prompt"], s["answer"], s["matched"], s["cut"]) for s in samples] == [
-        (asked.question.messages[0]["content"], "ok.", True, False) for asked in held_out
+    assert lines.count("  after    ok.") == lines.count("  expected ok.") == 3
+    assert lines[-3].startswith("passed     exact>=0.4: 1, 95 % interval 0.4385 to 1, 3 rows")
+    assert lines[-2].startswith("FAILED     forgetting<=0.1: ")
+    folder = run.root / "eval" / "held-out"
+    assert lines[-1] == f"page       {folder / 'index.html'}"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.html", "results.json", "samples.jsonl",
+    ]  # fmt: skip
+    assert [(s["prompt"], s["after"], s["change"], s["after_finish"]) for s in samples(folder)] == [
+        (asked.question.messages[0]["content"], "ok.", "got better", "stop") for asked in held_out
     ]
+    results = json.loads((folder / "results.json").read_text())
+    (trained,) = run.read_metrics("eval")
+    loss = results["measures"]["loss"]
+    # Sums of fp32 in another order: four tokens a row, each to 1e-7 of its logits.
+    assert loss["after"] == pytest.approx(trained["loss"], rel=1e-3)
+    assert loss["difference"] == loss["after"] - loss["before"]
+    assert loss["difference_interval"][1] < 0
+    assert results["rows"]["also_trained"] == {"rows": 0, "prompts": 0, "first": ""}
+    page = (folder / "index.html").read_text()
+    assert page.count('<div class="sample">') == 3
+    assert "<del>ok.</del>" in page
 
 
-def test_a_folder_and_the_base_are_asked_the_same_rows(run, capsys, tmp_path):
-    export(run, tmp_path / "out")
-    before = sorted(path.name for path in (tmp_path / "out").iterdir())
-    words = ("--rows-of", run.root, "--json")
-    found = json.loads(evaluate(capsys, tmp_path / "out", *words))
-    assert (found["matched"], found["rows"], found["of"], found["cut"]) == (3, 3, 3, 0)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
-    assert Path(found["samples"]).is_file()
-    base = json.loads(evaluate(capsys, run.root.parent / "base", *words, "--max-new-tokens", "4"))
-    assert [e["prompt"] for e in base["examples"]] == [e["prompt"] for e in found["examples"]]
-    assert base["matched"] == 0
+def test_an_adapter_that_is_switched_off_is_the_base_bit_for_bit(run):
+    tuned = load(run)
+    base = load_base(catalog.load(run.recipe), tuned.tokenizer)
+    ids = base.model.dummy_inputs["input_ids"]
+    with switched_off(tuned) as off:
+        assert off.model(ids).logits.equal(base.model(ids).logits)
+    assert not tuned.model(ids).logits.equal(base.model(ids).logits)
+
+
+def test_folders_and_the_base_are_measured_on_the_same_rows(run, capsys, tmp_path):
+    after = measured(capsys, run.root, "--max-new-tokens", "8")["measures"]
+    words = ("--rows-of", run.root, "--max-new-tokens", "8")
+    adapter = export(run, tmp_path / "adapter")
+    before = sorted(path.name for path in adapter.iterdir())
+    same = measured(capsys, adapter, *words)
+    assert same["against"]["kind"] == "base"
+    assert same["measures"] == after
+    assert sorted(path.name for path in adapter.iterdir()) == before
+    merged = export(run, tmp_path / "merged", merge=True)
+    whole = measured(capsys, merged, *words, "--against", run.root.parent / "base")["measures"]
+    assert whole["exact"] == after["exact"]
+    assert whole["loss"]["before"] == after["loss"]["before"]
+    base = measured(capsys, run.root.parent / "base", *words, "--against", run.root)["measures"]
+    assert base["exact"]["difference"] == -after["exact"]["difference"]
+    assert (tmp_path / "eval").is_dir()
 
 
 def test_answers_that_the_limit_cut_are_counted(run, capsys):
-    lines = evaluate(capsys, run.root, "--max-new-tokens", "2").splitlines()
-    assert lines[0] == "exact match 0.0%: 0 of 3 rows"  # then those of each file
-    assert lines[3] == (
-        "cut        3 answers were not complete after 2 tokens or the model's context "
-        "(--max-new-tokens)"
-    )
+    lines = evaluate(capsys, run.root, "--max-new-tokens", "2", "--against", "none").splitlines()
+    assert lines[1].split() == ["value", "95%", "interval"]
+    assert [line.split()[-1] for line in lines if line.startswith("cut by the limit")] == ["3"]
     assert lines.count("  answer   ok [cut]") == 3
 
 
-def test_every_source_of_eval_data_is_asked(run, capsys, tmp_path):
+def test_every_source_of_eval_data_is_asked_and_trained_rows_are_counted(run, capsys, tmp_path):
     fields: dict[str, Any] = json.loads(run.recipe.read_text())
     right = write_rows(tmp_path / "right.jsonl", QUESTIONS[:4])
-    wrong = write_rows(tmp_path / "wrong.jsonl", QUESTIONS[4:], "no.")
+    wrong = write_rows(tmp_path / "wrong.jsonl", [*QUESTIONS[4:6], "new", "newer"], "no.")
     sources = [{"source": str(file), "format": "messages"} for file in (right, wrong)]
     other = Run(tmp_path / "other")
     write_json(other.recipe, fields | {"eval_rows": None, "eval_data": sources})
-    lines = evaluate(capsys, run.final, "--rows-of", other.root, "--limit", "4").splitlines()
-    assert lines[:3] == [
-        "exact match 50.0%: 2 of 4 rows of 8, evenly spaced (--limit)",
-        f"  100.0%: 2 of 2 rows of {right}",
-        f"  0.0%: 0 of 2 rows of {wrong}",
-    ]
-    assert lines[3].startswith(f"wrong ({wrong} row ")
+    found = measured(capsys, run.final, "--rows-of", other.root, "--limit", "4")
+    assert (found["rows"]["answered"], found["rows"]["of"]) == (4, 8)
+    assert found["measures"]["exact"]["after"] == 0.5
+    assert found["rows"]["sources"] == ["right.jsonl", "wrong.jsonl"]
+    assert found["rows"]["also_trained"] == {
+        "rows": 4, "prompts": 6, "first": "right.jsonl row 1",
+    }  # fmt: skip
 
 
 def test_a_limit_takes_rows_of_the_whole_length():
@@ -139,3 +181,31 @@ def test_a_run_without_held_out_rows_says_what_to_give(tmp_path):
     empty = start_run(tmp_path / "run", None)
     with pytest.raises(FinetuneError, match="no eval_data and no eval_rows; give --data and"):
         of_run(empty)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--against", "nowhere/at/all"], "nowhere/at/all: no such run or folder"),
+        (["--against", "."], "neither a run (recipe.json), nor a model (config.json), nor an"),
+        (["--metrics", "exakt"], "--metrics: got 'exakt', expected one of exact, "),
+        (["--metrics", "json"], "one.jsonl row 1: its answer is not JSON"),
+        (["--metrics", "tools"], "one.jsonl row 1: it has no tools"),
+        (["--metrics", "code"], "one.jsonl row 1: it has no tests (column tests, "),
+        (["--metrics", "sql"], "it names no SQLite file (column database); give --database FILE"),
+        (["--require", "exact>0.8"], "--require: got 'exact>0.8', expected a measure with a bound"),
+        (["--require", "rouge1>=1"], "'rouge1' is not measured here; measured are loss, "),
+        (["--require", "forgetting<=1", "--against", "none"], "'forgetting' is not measured here"),
+        (["--against", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1/models: no answer ("),
+        (["--judge", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: no answer ("),
+        (["--schema", "nowhere.json"], "--schema nowhere.json: no such file"),
+        (["--step", "7"], "no complete checkpoint of step 7; 30"),
+        (["--output", "."], ".: holds what no evaluation wrote; name another --output"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named_and_leaves_nothing(run, capsys, tmp_path, words, told):
+    (tmp_path / "file").touch()
+    kept = sorted(run.root.rglob("*"))
+    assert told in evaluate(capsys, run.root, *words, "--max-new-tokens", "2", status=2)
+    assert sorted(run.root.rglob("*")) == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,37 +1,178 @@
-"""`finetune eval`: exact match of a model's greedy answers."""
+"""`finetune eval`: measure a model, and compare it with another one."""
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
 from finetune.errors import FinetuneError
 
-SUMMARY = "exact match of a model's greedy answers"
+if TYPE_CHECKING:
+    from finetune.evaluation.evaluation import Request
+
+SUMMARY = "measure a model on held-out rows, beside its base or another model"
+SHOWN = 3
+"""Examples that are printed."""
+WIDTH = 200
+"""Characters of a printed text."""
+PASSED, FAILED = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="run directory, folder with a model, or hub name")
-    parser.add_argument("--rows-of", help="run whose held-out rows are asked")
-    parser.add_argument("--data", help="data file, instead of held-out rows of a run")
-    parser.add_argument("--format", default="messages", help="format of --data")
-    parser.add_argument("--limit", type=options.count, default=200, help="rows, evenly spaced")
-    parser.add_argument("--max-new-tokens", type=options.count, default=256)
-    parser.add_argument("--samples", type=Path, help="JSONL file to write with every answer")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("model", help="run directory, folder with a model, hub name, or URL")
+    parser.add_argument(
+        "--against", help="base, another run, folder or URL, or none; by default an adapter's base"
+    )
+    rows = parser.add_argument_group("rows")
+    rows.add_argument("--rows-of", help="run whose held-out rows are asked")
+    rows.add_argument("--data", help="data file, instead of held-out rows of a run")
+    rows.add_argument("--format", default="messages", help="format of --data")
+    rows.add_argument(
+        "--limit", type=options.count, help="rows, evenly spaced; by default 200 are answered"
+    )
+    parser.add_argument("--step", help="of a run: a checkpoint's step, best or last")
+    measured = parser.add_argument_group("measures")
+    measured.add_argument("--metrics", help="names, separated by commas; by default those that fit")
+    measured.add_argument("--max-new-tokens", type=options.count, default=256)
+    measured.add_argument("--batch-rows", type=options.count, default=8)
+    measured.add_argument("--schema", type=Path, help="JSON schema of the answers")
+    measured.add_argument("--database", type=Path, help="SQLite file of the queries")
+    measured.add_argument("--run-code", action="store_true", help="run code of answers with limits")
+    measured.add_argument("--code-samples", type=options.count, default=1, help="for pass@k")
+    measured.add_argument("--general-text", type=Path, help="file for forgetting")
+    measured.add_argument("--judge", help="URL of a model that says which answer is better")
+    measured.add_argument("--judge-model", help="its name there; by default the first")
+    measured.add_argument(
+        "--tasks", help="tasks of lm-evaluation-harness: names or YAML files, separated by commas"
+    )
+    parser.add_argument("--model-name", help="of a URL: the model's name there")
+    parser.add_argument("--key-file", type=Path, help="file with the API key of the URLs")
+    parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
+    parser.add_argument("--name", help="of the folder eval/NAME that is written")
+    parser.add_argument("--output", type=Path, help="folder to write instead")
+    parser.add_argument("--json", action="store_true", help="print results.json")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    request = _request(arguments)
+    from finetune.evaluation import results
+    from finetune.evaluation.evaluation import evaluate
+
+    options.without_bars()
+    if arguments.output is not None:
+        results.refuse_foreign(arguments.output)
+    found = evaluate(request)
+    folder = arguments.output or results.folder_of(found, arguments.name)
+    written = results.write(found, folder)
+    if arguments.json:
+        print(json.dumps(written, indent=2, ensure_ascii=False))
+    else:
+        _tell(written, results.rows_of(found), folder)
+    return PASSED if all(each["passed"] for each in written["gate"]) else FAILED
+
+
+def _request(arguments: argparse.Namespace) -> "Request":
+    _check(arguments)
+    from finetune.evaluation import gate
+    from finetune.evaluation.answers import Asking
+    from finetune.evaluation.evaluation import Request
+    from finetune.evaluation.judge import Judge
+    from finetune.evaluation.metrics.metric import Settings
+    from finetune.evaluation.tasks import find_tasks
+    from finetune.inference.endpoint import open_endpoint
+    from finetune.recipe import Data
+
+    key = _key(arguments.key_file)
+    judged = None
+    if arguments.judge is not None:
+        judged = Judge(open_endpoint(arguments.judge, arguments.judge_model, key))
+    tasks = None
+    if arguments.tasks:
+        asked = (arguments.limit, arguments.max_new_tokens, arguments.batch_rows)
+        tasks = find_tasks(_words(arguments.tasks), *asked)
+    return Request(
+        subject=arguments.model,
+        against=arguments.against,
+        rows_of=arguments.rows_of,
+        data=None if arguments.data is None else Data(arguments.data, arguments.format),
+        limit=arguments.limit,
+        step=_step(arguments.step),
+        metrics=_words(arguments.metrics),
+        settings=Settings(arguments.run_code, arguments.database, arguments.schema),
+        asking=Asking(arguments.max_new_tokens, arguments.batch_rows),
+        code_samples=arguments.code_samples,
+        served=arguments.model_name,
+        key=key,
+        general_text=arguments.general_text,
+        judge=judged,
+        tasks=tasks,
+        require=tuple(gate.bounds(arguments.require)) if arguments.require else (),
+    )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what can be seen before anything is imported."""
     from finetune.runs.run import open_run
 
     if arguments.rows_of is not None:
         open_run(arguments.rows_of)
-    elif arguments.data is None and not (Path(arguments.model) / "recipe.json").is_file():
-        raise FinetuneError(
+    problems = [
+        f"--{name.replace('_', '-')} {path}: no such file"
+        for name in ("schema", "database", "general_text", "key_file")
+        if (path := getattr(arguments, name)) is not None and not path.is_file()
+    ]
+    is_run = (Path(arguments.model) / "recipe.json").is_file()
+    has_rows = arguments.rows_of or arguments.data or arguments.tasks
+    if not has_rows and not is_run:
+        problems.append(
             f"{arguments.model}: not a run directory (it has no recipe.json); for another model "
             "give --rows-of RUN, or --data FILE and --format"
         )
-    from finetune.evaluation import evaluation
+    if problems:
+        raise FinetuneError(*problems)
 
-    options.without_bars()
-    evaluation.run(arguments)
-    return 0
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, (text or "").split(",")))
+
+
+def _step(word: str | None) -> Any:
+    if word is None or word in ("best", "last"):
+        return word
+    if not word.isdecimal():
+        raise FinetuneError(f"--step: got '{word}', expected a number, best or last")
+    return int(word)
+
+
+def _key(file: Path | None) -> str | None:
+    return None if file is None else file.read_text(encoding="utf-8").strip()
+
+
+def _tell(results: dict[str, Any], samples: list[dict[str, Any]], folder: Path) -> None:
+    from finetune.reports.evaluation import ORDER, terminal
+
+    for line in terminal(results):
+        print(line)
+    by_change = sorted(samples, key=lambda row: ORDER.index(row["change"]))
+    for row in by_change[:SHOWN]:
+        print("\n".join(_example(row)))
+    for each in results["gate"]:
+        print(f"{'passed' if each['passed'] else 'FAILED'}     {each['said']}")
+    print(f"page       {folder / 'index.html'}")
+
+
+def _example(row: dict[str, Any]) -> list[str]:
+    place = f" ({row['place']})" if row["place"] else ""
+    lines = [f"{row['change'] or 'answer'}{place}", f"  asked    {_line(row['prompt'])}"]
+    lines.append(f"  expected {_line(row['expected'])}")
+    for side, label in (("before", "before"), ("after", "after" if "before" in row else "answer")):
+        if side in row:
+            cut = " [cut]" if row[f"{side}_finish"] == "length" else ""
+            lines.append(f"  {label:<8} {_line(row[side])}{cut}")
+    return lines
+
+
+def _line(text: str) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]} ..."

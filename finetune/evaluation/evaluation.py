@@ -1,112 +1,380 @@
-"""`finetune eval`: ask a model the held-out rows of a run or a data file, and print the score."""
+"""Evaluate a model, and compare it with another one on the same rows."""
 
-import argparse
 import dataclasses
-import json
-import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from finetune import catalog
-from finetune.evaluation.exact_match import Example, Score, score_asked, write_samples
+import numpy as np
+import torch
+
+from finetune.data.chat.render import load_chat
+from finetune.data.samples import Preference
+from finetune.errors import FinetuneError
+from finetune.evaluation import gate
+from finetune.evaluation.answers import Answer, Answers, Asking, ask
+from finetune.evaluation.forgetting import general_text
+from finetune.evaluation.judge import Judge, win_rate
+from finetune.evaluation.losses import UNBOUNDED, RowLosses, row_losses
+from finetune.evaluation.measures import Measure, mean, of_scores
+from finetune.evaluation.metrics.metric import Metric, Row, Settings, choose
+from finetune.evaluation.overlap import Overlap, overlap
 from finetune.evaluation.questions import Asked, of_run, of_source, spread
-from finetune.inference.generate import Loaded, load_base, open_model
-from finetune.inference.load import load_tokenizer, open_checkpoint
-from finetune.recipe import Data
+from finetune.evaluation.subject import (
+    BASE,
+    Subject,
+    base_of,
+    can_switch_off,
+    find_subject,
+    open_subject,
+    release,
+    switched_off,
+)
+from finetune.evaluation.tasks import Tasks, task_measures
+from finetune.inference.endpoint import Endpoint, is_url
+from finetune.inference.generate import Loaded
+from finetune.inference.load import Step
+from finetune.methods import DPO, SFT
+from finetune.recipe import Batch, Data, Recipe
 from finetune.runs.run import Run, open_run
 
-SHOWN = 3
-"""Examples that are printed."""
-WIDTH = 200
-"""Characters of a printed text."""
+ANSWERED = 200
+"""Rows that are answered unless `limit` says otherwise; the loss is then that of all rows."""
+SAMPLING = 0.8
+"""Temperature of the answers that are drawn for pass@k (Chen et al. 2021, section 3.3)."""
+NO_COMPARISON = "none"
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Evaluate as the command line says, and print the result.
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be evaluated, and how."""
+
+    subject: str
+    against: str | None = None
+    """`base`, another subject, or `none`; by default the base of an adapter."""
+    rows_of: str | None = None
+    data: Data | None = None
+    limit: int | None = None
+    step: Step | None = None
+    metrics: tuple[str, ...] = ()
+    settings: Settings = dataclasses.field(default_factory=Settings)
+    asking: Asking = dataclasses.field(default_factory=Asking)
+    code_samples: int = 1
+    """Answers for each row of code: above 1, they are drawn."""
+    served: str | None = None
+    """Of a URL: the name of the model there."""
+    key: str | None = None
+    general_text: Path | None = None
+    judge: Judge | None = None
+    tasks: Tasks | None = None
+    """Tasks of lm-evaluation-harness; then there need be no rows."""
+    require: tuple[gate.Bound, ...] = ()
+
+    @property
+    def measures_forgetting(self) -> bool:
+        """Whether general text is read: where it is named, or forgetting has a bound."""
+        return self.general_text is not None or any(b.name == "forgetting" for b in self.require)
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What one model did with the rows."""
+
+    subject: Subject
+    answers: tuple[Answer, ...]
+    """The greedy answer of each row that is answered."""
+    drawn: tuple[tuple[Answer, ...], ...]
+    """What was drawn besides, for each of them."""
+    tokens_per_second: float
+    losses: RowLosses | None
+    """None behind a URL."""
+    general: RowLosses | None
+    of_tasks: tuple[Measure, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def rows(self, asked: Sequence[Asked]) -> list[Row]:
+        """Rows with their answers, as metrics take them."""
+        return [
+            (each, (answer, *more))
+            for each, answer, more in zip(asked, self.answers, self.drawn, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Two models, or one, on the same rows."""
+
+    request: Request
+    asked: list[Asked]
+    """Rows that were answered; empty for texts."""
+    total: int
+    """Rows that there are."""
+    after: Side
+    before: Side | None
+    measures: dict[str, Measure]
+    """Of the subject; and what compares both, which `before` lacks."""
+    before_measures: dict[str, Measure]
+    primary: str | None
+    """The measure that says which answers are better."""
+    overlap: Overlap | None
+    verdicts: list[gate.Verdict]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What every model is measured on."""
+
+    request: Request
+    scored: list[Asked]
+    """Rows whose loss is measured."""
+    asked: list[Asked]
+    general: list[Asked]
+    bounded: bool
+    """Whether rows are cut as in training, because they are those that training evaluated."""
+
+    def side(self, subject: Subject, model: Loaded | Endpoint) -> Side:
+        """Measure one model."""
+        questions = [each.question for each in self.asked]
+        given = Answers((), 0.0)
+        if questions:
+            given = ask(model, questions, self.request.asking)
+        drawn = self._drawn(model) if questions else []
+        losses = general = None
+        of_tasks, notes = list[Measure](), list[str]()
+        if isinstance(model, Loaded) and self.request.tasks is not None:
+            of_tasks, notes = task_measures(model, self.request.tasks)
+        if isinstance(model, Loaded) and self.scored:
+            losses = self._losses(model, subject.recipe, self.scored, self.bounded)
+        if isinstance(model, Loaded) and self.general:
+            fits = Batch(max_length=model.context or UNBOUNDED.max_length, overlong="split")
+            general = self._losses(model, SFT(batch=fits), self.general, True)
+        return Side(
+            subject, given.given, tuple(zip(*drawn, strict=True)) or ((),) * len(questions),
+            given.tokens_per_second, losses, general, tuple(of_tasks), tuple(notes),
+        )  # fmt: skip
+
+    def _drawn(self, model: Loaded | Endpoint) -> list[tuple[Answer, ...]]:
+        if self.request.code_samples == 1:
+            return []
+        asking = dataclasses.replace(self.request.asking, temperature=SAMPLING)
+        questions = [each.question for each in self.asked]
+        found: list[tuple[Answer, ...]] = []
+        for number in range(self.request.code_samples):
+            torch.manual_seed(number)
+            found.append(ask(model, questions, asking).given)
+        return found
+
+    def _losses(
+        self, model: Loaded, recipe: Recipe | None, rows: list[Asked], bounded: bool
+    ) -> RowLosses:
+        samples = [each.sample for each in rows]
+        pairs = any(isinstance(each, Preference) for each in samples)
+        takes = "pairs" if pairs else "text"
+        if recipe is None or recipe.takes != takes:
+            recipe, bounded = DPO() if pairs else SFT(), False
+        chat = load_chat(model.tokenizer, None)
+        return row_losses(model, recipe, chat, samples, self.request.asking.batch_rows, bounded)
+
+
+def evaluate(request: Request) -> Evaluation:
+    """Measure a model, and compare it with another one.
 
     Raises:
-        FinetuneError: there is no such model, or nothing to ask it.
+        FinetuneError: there is no such model, nothing to ask it, a metric that does not fit the
+            rows, a server that does not answer, or a row that cannot be asked.
     """
-    is_run = (Path(arguments.model) / "recipe.json").is_file()
-    rows_of = arguments.rows_of or (arguments.model if is_run else None)
-    asked = spread(everything := _questions(arguments, rows_of), arguments.limit)
-    score = score_asked(_model(arguments.model, rows_of), asked, arguments.max_new_tokens)
-    path = arguments.samples or _samples(arguments.model, is_run)
-    write_samples(score, path)
-    if arguments.json:
-        sources = {
-            name: {"rows": part.rows, "matched": part.matched}
-            for name, part in score.of_sources().items()
-        }
-        extra = {"share": score.share, "cut": score.cut, "of": len(everything)}
-        print(json.dumps(
-            dataclasses.asdict(score) | extra | {"sources": sources, "samples": str(path)},
-            indent=2, ensure_ascii=False,
-        ))  # fmt: skip
-        return
-    for line in report(score, len(everything), arguments.max_new_tokens):
-        print(line)
-    print(f"samples    {path}")
+    rows_of = open_run(request.rows_of) if request.rows_of is not None else None
+    subject = find_subject(request.subject, rows_of, request.step, request.served, request.key)
+    against = _against(request, subject, rows_of)
+    source = rows_of or subject.run
+    everything = _rows(request, source)
+    texts = all(each.is_text for each in everything)  # or there are none
+    if not texts and any(each.is_text for each in everything):
+        raise FinetuneError("the rows are texts and questions; evaluate them one after the other")
+    asked = [] if texts else spread(everything, request.limit or ANSWERED)
+    metrics = choose(request.metrics, asked, request.settings) if asked else {}
+    pairs = any(isinstance(each.sample, Preference) for each in everything)
+    _check_gate(request, metrics, against, texts, pairs)
+    if request.tasks is not None and any(each and is_url(each.name) for each in (subject, against)):
+        raise FinetuneError("--tasks: a model behind a URL cannot be loaded; name a run or folder")
+    if request.judge is not None:
+        request.judge.check(against is not None, bool(asked))
+    job = _Job(
+        request=request,
+        scored=everything if request.limit is None else spread(everything, request.limit),
+        asked=asked,
+        general=general_text(request.general_text) if request.measures_forgetting else [],
+        bounded=request.data is None and source is not None,
+    )
+    after, before = _sides(job, subject, against)
+    notes = _notes(after, before)
+    measures = _measures(after, asked, metrics, request.settings)
+    earlier = _measures(before, asked, metrics, request.settings) if before is not None else {}
+    measures |= _of_both(after, before, pairs)
+    if request.judge is not None and before is not None:
+        compared = [(each.prompt, a.text, b.text) for each, a, b in zip(
+            asked, after.answers, before.answers, strict=True
+        )]  # fmt: skip
+        measures["win_rate"] = win_rate(request.judge, compared)
+    return Evaluation(
+        request=request,
+        asked=asked,
+        total=len(everything),
+        after=after,
+        before=before,
+        measures=measures,
+        before_measures=earlier,
+        primary=_primary(metrics, pairs),
+        overlap=None if source is None or not everything else overlap(source, everything),
+        verdicts=gate.judge(request.require, measures),
+        notes=notes,
+    )
 
 
-def _questions(arguments: argparse.Namespace, rows_of: str | None) -> list[Asked]:
-    if arguments.data is not None:
-        return of_source(Data(arguments.data, arguments.format))
-    assert rows_of is not None, "the command line asks for one of the two"
-    return of_run(rows_of)
+def _against(request: Request, subject: Subject, rows_of: Run | None) -> Subject | None:
+    name = request.against
+    if name is None:
+        recipe = subject.recipe
+        adapts = subject.run is not None and recipe is not None and recipe.adapter is not None
+        return base_of(subject) if adapts or subject.adapter is not None else None
+    if name == NO_COMPARISON:
+        return None
+    if name == BASE:
+        return base_of(subject)
+    return find_subject(name, rows_of or subject.run, None, request.served, request.key)
 
 
-def _model(name: str, rows_of: str | None) -> Loaded:
-    """The model; the base of a run is asked in the words of that run."""
-    if rows_of is not None and not (Path(name) / "recipe.json").is_file():
-        run = open_run(rows_of)
-        recipe = catalog.load(run.recipe)
-        if recipe.model.name is not None and _same(recipe.model.name, name):
-            return load_base(recipe, load_tokenizer(open_checkpoint(run) / "tokenizer"))
-    return open_model(name)
-
-
-def _same(one: str, other: str) -> bool:
-    if Path(one).is_dir() and Path(other).is_dir():
-        return Path(one).samefile(other)
-    return one == other
-
-
-def _samples(name: str, is_run: bool) -> Path:
-    """Inside a run; not in a folder that is to be handed over."""
-    if is_run:
-        return Run(Path(name)).answers
-    return Path(f"answers-{re.sub(r'[^A-Za-z0-9.-]+', '-', name).strip('-.')}.jsonl")
-
-
-def report(score: Score, total: int, max_new_tokens: int) -> list[str]:
-    """The score, each source's where there are several, and examples, wrong ones first."""
-    of = f" of {total:,}, evenly spaced (--limit)" if total > score.rows else ""
-    lines = [f"exact match {score.share:.1%}: {score.matched:,} of {score.rows:,} rows{of}"]
-    parts = score.of_sources()
-    for name, part in parts.items():
-        if len(parts) > 1:
-            lines.append(f"  {part.share:.1%}: {part.matched:,} of {part.rows:,} rows of {name}")
-    if score.cut:
-        lines.append(
-            f"cut        {score.cut:,} answers were not complete after {max_new_tokens} tokens or "
-            "the model's context (--max-new-tokens)"
+def _rows(request: Request, source: Run | None) -> list[Asked]:
+    if request.data is not None:
+        return of_source(request.data)
+    if source is None and request.tasks is not None:
+        return []
+    if source is None:
+        raise FinetuneError(
+            f"{request.subject}: not a run directory, so it says nothing of held-out rows; give "
+            "--rows-of RUN, or --data FILE and --format"
         )
-    for example in sorted(score.examples, key=lambda each: each.matched)[:SHOWN]:
-        lines += _example(example)
-    return lines
+    return of_run(source)
 
 
-def _example(example: Example) -> list[str]:
-    verdict = "right" if example.matched else "wrong"
-    place = f" ({example.place})" if example.place else ""
-    return [
-        f"{verdict}{place}",
-        f"  asked    {_line(example.prompt)}",
-        f"  expected {_line(example.expected)}",
-        f"  answer   {_line(example.answer)}{' [cut]' if example.cut else ''}",
-    ]
+def _check_gate(
+    request: Request,
+    metrics: Mapping[str, Metric],
+    against: Subject | None,
+    texts: bool,
+    pairs: bool,
+) -> None:
+    """Refuse bounds on what will not be measured, before anything is loaded."""
+    known = ["loss", "perplexity"]
+    known += [each.name for each in request.require if request.tasks and "/" in each.name]
+    known += [] if texts else ["stopped", "length"]
+    known += [name for metric in metrics.values() for name in metric.measures]
+    known += [f"pass@{request.code_samples}"] if "code" in metrics else []
+    known += ["preference"] if pairs else []
+    known += ["general_loss"] if request.measures_forgetting else []
+    if against is not None:
+        known += ["forgetting"] + (["reward_accuracy", "reward_margin"] if pairs else [])
+        known += ["win_rate"] if request.judge is not None else []
+    gate.check(request.require, known)
+    if request.general_text is not None and against is None:
+        raise FinetuneError(
+            "--general-text: forgetting is measured against another model: give --against"
+        )
 
 
-def _line(text: str) -> str:
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= WIDTH else f"{text[:WIDTH]} ..."
+def _sides(job: _Job, subject: Subject, against: Subject | None) -> tuple[Side, Side | None]:
+    """Both models, in one load where the other one is this one without its adapter."""
+    model = open_subject(subject)
+    after = job.side(subject, model)
+    if against is None:
+        return after, None
+    if against.is_base and isinstance(model, Loaded) and can_switch_off(model):
+        with switched_off(model) as base:
+            return after, job.side(against, base)
+    del model
+    release()
+    return after, job.side(against, open_subject(against))
+
+
+def _measures(
+    side: Side, asked: list[Asked], metrics: Mapping[str, Metric], settings: Settings
+) -> dict[str, Measure]:
+    found = list[Measure]()
+    for metric in metrics.values():
+        found += metric.measure(side.rows(asked), settings)
+    found += side.of_tasks
+    losses = side.losses
+    if losses is not None:
+        if losses.nll.shape[1] == 2:
+            preferred = losses.nll[:, 0] < losses.nll[:, 1]
+            found.append(of_scores("preference", preferred, binary=True))
+        sums = losses.sums()
+        found.append(Measure("loss", sums, better="lower", unit="nats"))
+        found.append(Measure("perplexity", sums, _perplexity, better="lower", unit=""))
+    if side.general is not None:
+        found.append(Measure("general_loss", side.general.sums(), better="lower", unit="nats"))
+    if asked:
+        stopped = [not each.cut for each in side.answers]
+        found.append(of_scores("stopped", stopped, binary=True))
+        lengths = [each.tokens for each in side.answers]
+        found.append(of_scores("length", lengths, better="", unit="tokens"))
+    return {each.name: each for each in found}
+
+
+def _perplexity(sums: np.ndarray) -> np.ndarray:
+    return np.exp(mean(sums))
+
+
+def _of_both(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure]:
+    """What the loss of two models says together."""
+    found = dict[str, Measure]()
+    if before is None or after.losses is None or before.losses is None:
+        return found
+    if pairs:  # implicit rewards over beta: Rafailov et al. 2023, arXiv:2305.18290, eq. 5
+        gains = before.losses.nll - after.losses.nll  # (rows, 2)
+        margins = gains[:, 0] - gains[:, 1]
+        found["reward_accuracy"] = of_scores("reward_accuracy", margins > 0, binary=True)
+        found["reward_margin"] = of_scores("reward_margin", margins, unit="")
+    if after.general is not None and before.general is not None:
+        found["forgetting"] = _forgetting(after.general, before.general)
+    return found
+
+
+def _forgetting(after: RowLosses, before: RowLosses) -> Measure:
+    """Loss of general text, less that of the other model, for each token."""
+    if not np.array_equal(after.tokens, before.tokens):
+        raise FinetuneError(
+            "forgetting: the tokenizers of both models cut general text into other tokens, so "
+            "their losses cannot be compared"
+        )
+    change = np.stack([after.nll[:, 0] - before.nll[:, 0], after.tokens[:, 0]], axis=1)
+    return Measure("forgetting", change, better="lower", unit="nats")
+
+
+def _primary(metrics: Mapping[str, Metric], pairs: bool) -> str | None:
+    if metrics:
+        return next(iter(metrics.values())).measures[0]
+    return "preference" if pairs else None
+
+
+def comparable(after: Measure, before: Measure) -> bool:
+    """Whether both are of the same rows, and of the same tokens."""
+    if after.sums.shape != before.sums.shape:
+        return False
+    by_token = after.unit == "nats" or after.name == "perplexity"
+    return not by_token or np.array_equal(after.sums[:, 1], before.sums[:, 1])
+
+
+def _notes(after: Side, before: Side | None) -> list[str]:
+    notes = list[str]()
+    for side in (after, before):
+        notes += side.notes if side is not None else ()
+        if side is not None and is_url(side.subject.name):
+            notes.append(f"{side.subject.name}: a server gives no loss of a reference answer")
+        elif side and side.losses is not None and not side.losses.tokens.all(axis=None):
+            dropped = int((~side.losses.tokens.all(axis=1)).sum())
+            notes.append(f"{dropped} rows have no trained token, or are dropped as in training")
+    losses = [side.losses.tokens for side in (after, before) if side and side.losses is not None]
+    if len(losses) == 2 and not np.array_equal(*losses):
+        notes.append("loss: both tokenizers cut the rows into other tokens; not compared")
+    return list(dict.fromkeys(notes))

@@ -1,8 +1,9 @@
 """Questions with reference answers: of data sources, or of the rows that a run held out."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from finetune import catalog
 from finetune.cache import cache
@@ -11,7 +12,7 @@ from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import prepare
-from finetune.data.samples import Completion, Conversation, Preference, as_kind
+from finetune.data.samples import Completion, Conversation, Preference, Sample, Text, as_kind
 from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
@@ -25,27 +26,79 @@ Question = Conversation | Completion
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, and where its row is from."""
+    """A row to evaluate on, and where it is from."""
 
-    question: Question
-    source: str
-    place: str
+    sample: Sample
+    source: str = ""
+    place: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Its columns, under the names of its format: tests of code, a schema, a database."""
+
+    @property
+    def question(self) -> Question:
+        """What is asked, with its reference: of a pair, with the wanted answer."""
+        sample = self.sample.chosen if isinstance(self.sample, Preference) else self.sample
+        assert not isinstance(sample, Text), "a text is not asked"
+        return sample
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing to ask: of a text the perplexity is measured alone."""
+        return isinstance(self.sample, Text)
+
+    @property
+    def prompt(self) -> str:
+        """The prompt, or the last message before the answer."""
+        return asked_text(self.question)
+
+    @property
+    def expected(self) -> str:
+        """The reference in words, without outer whitespace."""
+        return expected_text(self.question)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Tool calls of the reference: objects with a name and arguments."""
+        if isinstance(self.question, Completion):
+            return []
+        return [call["function"] for call in self.question.messages[-1].get("tool_calls", ())]
+
+
+def asked_text(question: Question) -> str:
+    """The prompt, or the last message before the answer."""
+    if isinstance(question, Completion):
+        return question.prompt
+    return str(question.messages[-2].get("content") or "")
+
+
+def expected_text(question: Question) -> str:
+    """The reference in words, without outer whitespace."""
+    if isinstance(question, Completion):
+        return question.completion.strip()
+    return str(question.messages[-1].get("content") or "").strip()
 
 
 def references(data: Data) -> list[Question]:
-    """Questions of a data source, each with an answer to compare with.
+    """Questions of a data source, each with an answer in words to compare with.
 
     Raises:
         FinetuneError: the source cannot be read, or a row has no such answer.
     """
-    return [each.question for each in of_source(data)]
+    found = of_source(data)
+    for each in found:
+        problem = "a text has no answer to compare with"
+        if not each.is_text:
+            problem = unanswerable(each.question)
+        if problem is not None:
+            raise FinetuneError(f"{each.place}: {problem}")
+    return [each.question for each in found]
 
 
 def of_source(data: Data) -> list[Asked]:
-    """`references`, each with its place.
+    """Rows of a data source.
 
     Raises:
-        FinetuneError: as `references`.
+        FinetuneError: the source cannot be read, or a row does not end with an answer.
     """
     find_format(data.format)
     found: list[Asked] = []
@@ -79,7 +132,24 @@ def of_run(run: Run | str | Path) -> list[Asked]:
 
 
 def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
-    """The rows of `data` that training left out, found again as training chose them."""
+    """The rows of `data` that training left out."""
+    wanted = held_out(run, recipe)
+    sources, _ = find_sources(recipe)
+    for source in sources:
+        for row in source.rows():
+            if row.number in wanted.get(row.file, ()):
+                wanted[row.file].discard(row.number)
+                asked = _read(source.data, row)
+                if asked is not None:
+                    yield asked
+
+
+def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
+    """Numbers of the rows that training left out, by file, found again as it chose them.
+
+    Raises:
+        FinetuneError: the data is not that of the run.
+    """
     chosen = recipe.model
     chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
     prepared = prepare(recipe, chat, cache("data"))
@@ -91,18 +161,11 @@ def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
     for number in prepared.eval.members:
         file, row = (int(part) for part in documents.origins[int(number)])
         wanted.setdefault(files[file], set()).add(row)
-    sources, _ = find_sources(recipe)
-    for source in sources:
-        for row in source.rows():
-            if row.number in wanted.get(row.file, ()):
-                wanted[row.file].discard(row.number)
-                asked = _read(source.data, row)
-                if asked is not None:
-                    yield asked
+    return wanted
 
 
 def _read(data: Data, row: SourceRow) -> Asked | None:
-    """A row as a question; None where the format leaves it out."""
+    """A row to evaluate on; None where the format leaves it out."""
     try:
         sample = read_row(data.format, row.value)
     except RowProblem as problem:
@@ -111,28 +174,33 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
         raise FinetuneError(f"{row.place}: {problem}") from None
     if sample is None:
         return None
-    if isinstance(sample, Preference):
-        sample = sample.chosen
-    sample = next(iter(as_kind(sample, "text")), None)
-    if sample is None:
-        return None
-    if not isinstance(sample, Conversation | Completion):
-        raise FinetuneError(f"{row.place}: a text has no answer to compare with")
-    problem = unanswerable(sample)
+    if not isinstance(sample, Preference):
+        sample = next(iter(as_kind(sample, "text")), None)  # of judged answers, those wanted
+        if sample is None:
+            return None
+    asked = Asked(sample, data.source, row.place, row.value)
+    problem = None if asked.is_text else unasked(asked.question)
     if problem is not None:
         raise FinetuneError(f"{row.place}: {problem}")
-    return Asked(sample, data.source, row.place)
+    return asked
 
 
-def unanswerable(question: Question) -> str | None:
-    """Why there is no reference in words to compare with; None where there is one."""
+def unasked(question: Question) -> str | None:
+    """Why a question has no reference; None where it has one."""
     if isinstance(question, Completion):
         return None
     if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
         return "needs a question and, at its end, an assistant message to compare with"
     if len(question.messages) - 1 in question.untrained:
         return "its last assistant message is context only by its weight or train"
-    if not question.messages[-1].get("content"):
+    return None
+
+
+def unanswerable(question: Question) -> str | None:
+    """Why there is no reference in words to compare with; None where there is one."""
+    if (problem := unasked(question)) is not None:
+        return problem
+    if isinstance(question, Conversation) and not question.messages[-1].get("content"):
         return "its last assistant message calls a tool and says nothing to compare with"
     return None
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -243,7 +243,17 @@ def generate_from_ids(
 ) -> list[str]:
     """`generate` for prompts that are token ids already."""
     found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
-    return [text for text, _ in found]
+    return [each.text for each in found]
+
+
+class Continued(NamedTuple):
+    """What a model wrote after a prompt."""
+
+    text: str
+    cut: bool
+    """Whether it was still going on after the most tokens that it may have."""
+    tokens: int
+    """Tokens before the stop token."""
 
 
 def continue_ids(
@@ -253,8 +263,8 @@ def continue_ids(
     batch_rows: int = 8,
     temperature: float = 0.0,
     top_p: float = 1.0,
-) -> list[tuple[str, bool]]:
-    """The new text for each prompt of token ids, and whether it was cut before it ended."""
+) -> list[Continued]:
+    """The new text for each prompt of token ids."""
     rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
     problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
     problems += [
@@ -264,11 +274,12 @@ def continue_ids(
     ]
     if problems:
         raise FinetuneError(*problems)
-    answers = [("", False)] * len(rows)
+    answers = [Continued("", False, 0)] * len(rows)
     for room, batch in _batches(rows, rooms, batch_rows):
         new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
         for i, ids in zip(batch, new, strict=True):
-            answers[i] = new_text(loaded.tokenizer, rows[i], ids), len(ids) >= room
+            text = new_text(loaded.tokenizer, rows[i], ids)
+            answers[i] = Continued(text, len(ids) >= room, len(ids))
     return answers
 
 

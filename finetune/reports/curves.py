@@ -32,6 +32,13 @@ class Curve:
     name: str
     points: Sequence[Point]
     look: Literal["raw", "smooth", "dots"]
+    colour: int | None = None
+    """Number of a colour, where curves of one look are told apart."""
+
+    @property
+    def kind(self) -> str:
+        """The classes that the style sheet knows."""
+        return self.look if self.colour is None else f"{self.look} colour-{self.colour}"
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -156,12 +163,12 @@ def _draw_curve(frame: _Frame, curve: Curve, show: Callable[[float], str]) -> st
     points = finite(curve.points)
     places = [frame.place(point) for point in thin(points)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    line = f'<polyline class="{curve.look}" points="{path}"/>'
+    line = f'<polyline class="{curve.kind}" points="{path}"/>'
     if curve.look != "dots" and len(points) > 1:
         return line
     dots = [line] if curve.look == "dots" else []
     for (step, value), (x, y) in zip(points, map(frame.place, points), strict=True):
         tip = escape(f"{curve.name} at step {step:,.0f}: {show(value)}")
         place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.5"'
-        dots.append(f'<circle class="{curve.look}" {place}><title>{tip}</title></circle>')
+        dots.append(f'<circle class="{curve.kind}" {place}><title>{tip}</title></circle>')
     return "\n".join(dots)

@@ -12,7 +12,7 @@ RUN/
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
-  answers.jsonl      questions, answers and references of the last `finetune eval`
+  eval/NAME/         what `finetune eval` measured: results.json, samples.jsonl, index.html
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
   run.lock           held by the process that trains
@@ -87,9 +87,9 @@ class Run:
         return self.root / "samples.json"
 
     @property
-    def answers(self) -> Path:
-        """`answers.jsonl`: the last `finetune eval`, question by question."""
-        return self.root / "answers.jsonl"
+    def evaluations(self) -> Path:
+        """`eval/`: a folder for each evaluation by `finetune eval`."""
+        return self.root / "eval"
 
     @property
     def proof(self) -> Path:

@@ -1,0 +1,24 @@
+"""`finetune compare`: several runs beside each other."""
+
+import argparse
+from pathlib import Path
+
+SUMMARY = "put runs beside each other: recipes, curves, measures"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="run", help="run directories, two or more")
+    parser.add_argument(
+        "--output", type=Path, default=Path("comparison.html"), help="page to write"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.reports.comparison import compare, page, terminal
+    from finetune.runs.run import write_whole
+
+    found = compare(arguments.runs)
+    print("\n".join(terminal(found)))
+    write_whole(arguments.output, page(found))
+    print(f"page       {arguments.output}")
+    return 0

@@ -1,0 +1,103 @@
+"""Ask a loaded model or a server, with the very tokens that training puts before an answer."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from finetune.data.chat.render import Chat, load_chat
+from finetune.data.samples import Completion, Conversation
+from finetune.errors import FinetuneError
+from finetune.evaluation.questions import Question
+from finetune.inference.endpoint import Endpoint
+from finetune.inference.generate import Loaded, continue_ids, turn
+
+__all__ = ["Answer", "Answers", "Asking", "ask", "prompt_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """How a model is asked."""
+
+    max_new_tokens: int = 256
+    batch_rows: int = 8
+    temperature: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model answered."""
+
+    text: str
+    cut: bool
+    """Whether it was still going on after the most tokens that it may have."""
+    tokens: int
+    calls: tuple[dict[str, Any], ...] | None = None
+    """Tool calls that a server took out of the text; None where the text holds them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Answers in the order of their questions."""
+
+    given: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, over all rows."""
+        tokens = sum(each.tokens for each in self.given)
+        return tokens / self.seconds if self.seconds else 0.0
+
+
+def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking) -> Answers:
+    """Answers to questions; greedy at temperature 0.
+
+    Text that the template itself puts before an answer (an empty block of thought) is left out.
+
+    Raises:
+        FinetuneError: a question has no room in the context, there is no template to ask a
+            conversation with, or the server does not answer.
+    """
+    begun = time.perf_counter()
+    if isinstance(model, Endpoint):
+        given = [_served(model, each, asking) for each in questions]
+    else:
+        given = _generated(model, questions, asking)
+    return Answers(tuple(given), time.perf_counter() - begun)
+
+
+def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) -> list[Answer]:
+    chat = load_chat(loaded.tokenizer, None)
+    if chat.template is None and any(isinstance(each, Conversation) for each in questions):
+        raise FinetuneError(
+            "the tokenizer has no chat template to ask with; train with model.chat_template"
+        )
+    prompts = [prompt_of(chat, question) for question in questions]
+    scaffold = turn(loaded.tokenizer).scaffold.strip() if chat.template is not None else ""
+    found = continue_ids(
+        loaded, prompts, asking.max_new_tokens, asking.batch_rows, asking.temperature
+    )
+    return [
+        Answer(each.text.strip().removeprefix(scaffold).strip(), each.cut, each.tokens)
+        for each in found
+    ]
+
+
+def prompt_of(chat: Chat, question: Question) -> list[int]:
+    """Token ids of a question without its reference answer."""
+    if isinstance(question, Completion):
+        return chat.prompt(question)
+    return chat.prompt(dataclasses.replace(question, messages=question.messages[:-1]))
+
+
+def _served(endpoint: Endpoint, question: Question, asking: Asking) -> Answer:
+    limits = {"max_tokens": asking.max_new_tokens, "temperature": asking.temperature}
+    if isinstance(question, Completion):
+        reply = endpoint.complete(question.prompt, **limits)
+    else:
+        tools = {"tools": list(question.tools)} if question.tools else {}
+        variables = dict(question.template_kwargs)
+        more = {"chat_template_kwargs": variables} if variables else {}
+        reply = endpoint.chat(question.messages[:-1], **limits, **tools, **more)
+    return Answer(reply.text.strip(), reply.cut, reply.tokens, reply.calls)

@@ -1,0 +1,35 @@
+"""How much worse a tuned model predicts general text than what it was trained from."""
+
+from pathlib import Path
+
+from finetune.data.samples import Text
+from finetune.errors import FinetuneError
+from finetune.evaluation.questions import Asked, of_source
+from finetune.recipe import Data
+
+BUILT_IN = Path(__file__).with_name("general.txt")
+"""Paragraphs on everyday matters, written for this purpose."""
+
+
+def general_text(file: Path | None) -> list[Asked]:
+    """Documents of general text: of a file (paragraphs, or rows with `text`), or the built-in ones.
+
+    Raises:
+        FinetuneError: the file cannot be read, or holds no text.
+    """
+    path = file or BUILT_IN
+    if path.suffix in ("", ".txt", ".md"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise FinetuneError(f"--general-text {path}: cannot be read: {error}") from None
+        parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+        found = [
+            Asked(Text(part), str(path), f"{path} paragraph {n + 1}")
+            for n, part in enumerate(parts)
+        ]
+    else:
+        found = of_source(Data(str(path), "text"))
+    if not found:
+        raise FinetuneError(f"--general-text {path}: holds no text")
+    return found

@@ -1,0 +1,109 @@
+"""A judge at a URL: which of two answers is better, asked in both orders."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from finetune.errors import FinetuneError
+from finetune.evaluation.measures import Measure, of_scores
+from finetune.inference.endpoint import Endpoint
+
+PROMPT = """Two assistants answered the same question. Judge which answer is better: more correct, \
+more helpful, to the point. Do not let their order or their length decide.
+
+[Question]
+{question}
+
+[Answer A]
+{first}
+
+[Answer B]
+{second}
+
+Reply with one line: "Verdict: A", "Verdict: B" or "Verdict: tie"."""
+VERDICT = re.compile(r"verdict\W*\b(A|B|tie)\b", re.IGNORECASE)
+BARE = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
+MOST_UNREAD = 0.1
+"""Share of the rows whose verdict may be unreadable; above it the judge is refused."""
+AT_ONCE = 8
+"""Questions that the judge is asked side by side."""
+
+Compared = tuple[str, str, str]
+"""A question, the answer of the subject, and that of the other model."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model that compares answers."""
+
+    endpoint: Endpoint
+    max_tokens: int = 512
+
+    def check(self, compares: bool, answers: bool) -> None:
+        """Refuse a judge that has nothing to compare.
+
+        Raises:
+            FinetuneError: there is one model only, or the rows are texts.
+        """
+        if not compares:
+            raise FinetuneError("--judge: compares two models; name the other one with --against")
+        if not answers:
+            raise FinetuneError("--judge: compares answers, and the rows are texts")
+
+    def verdict(self, question: str, first: str, second: str) -> str | None:
+        """`a`, `b` or `tie`; None for a reply that is none of them."""
+        text = PROMPT.format(question=question, first=first, second=second)
+        reply = self.endpoint.chat(
+            [{"role": "user", "content": text}], max_tokens=self.max_tokens, temperature=0.0
+        )
+        found = VERDICT.findall(reply.text) or [m[1] for m in [BARE.fullmatch(reply.text)] if m]
+        return found[-1].lower() if found else None
+
+
+def win_rate(judge: Judge, compared: Sequence[Compared]) -> Measure:
+    """Mean over rows: 1 where the subject wins in both orders, 0 where it loses both, else 0.5.
+
+    Raises:
+        FinetuneError: the judge does not answer, or more than a tenth of its verdicts is none.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        orders = list(threads.map(lambda row: _both_orders(judge, row), compared))
+    scores = [_score(first, second) for first, second in orders]
+    unread = scores.count(None)
+    if unread > MOST_UNREAD * len(scores):
+        raise FinetuneError(
+            f"--judge {judge.endpoint.url}: {unread} of {len(scores)} rows have no readable "
+            f"verdict ('Verdict: A', 'Verdict: B' or 'Verdict: tie'); ask another model than "
+            f"'{judge.endpoint.model}'"
+        )
+    kept = [score for score in scores if score is not None]
+    detail = {
+        "judge": judge.endpoint.model,
+        "prompt": PROMPT,
+        "wins": kept.count(1.0),
+        "ties": kept.count(0.5),
+        "losses": kept.count(0.0),
+        "unread": unread,
+        "order_decided": sum(_order_decided(*each) for each in orders),
+        "verdicts": scores,
+    }
+    return of_scores("win_rate", kept, detail=detail)
+
+
+def _both_orders(judge: Judge, row: Compared) -> tuple[str | None, str | None]:
+    question, mine, other = row
+    return judge.verdict(question, mine, other), judge.verdict(question, other, mine)
+
+
+def _score(first: str | None, second: str | None) -> float | None:
+    if first is None or second is None:
+        return None
+    if (first, second) == ("a", "b"):
+        return 1.0
+    return 0.0 if (first, second) == ("b", "a") else 0.5
+
+
+def _order_decided(first: str | None, second: str | None) -> bool:
+    """Whether the judge preferred the same place in both orders."""
+    return first == second and first in ("a", "b")

@@ -1,0 +1,91 @@
+"""Longer answers: ROUGE, BLEU and chrF, computed by `rouge-score` and `sacrebleu`."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.errors import FinetuneError
+from finetune.evaluation.measures import Measure, of_scores
+from finetune.evaluation.metrics.metric import Metric, Row, Settings, needs_words
+from finetune.evaluation.metrics.words import first
+from finetune.evaluation.questions import Asked
+from finetune.version import install
+
+KINDS = ("rouge1", "rouge2", "rougeL")
+LONG = 12
+"""Words of a mean reference from which answers are compared by what they share."""
+
+
+def _rouge(rows: Sequence[Row], settings: Settings) -> list[Measure]:
+    _need("rouge_score", "rouge")
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(KINDS), use_stemmer=True)
+    found = [scorer.score(asked.expected, first(given)) for asked, given in rows]
+    return [of_scores(kind, [each[kind].fmeasure for each in found]) for kind in KINDS]
+
+
+def _bleu(rows: Sequence[Row], settings: Settings) -> list[Measure]:
+    _need("sacrebleu", "bleu")
+    from sacrebleu.metrics.bleu import BLEU as SacreBLEU
+
+    return [_of_corpus("bleu", SacreBLEU(), SacreBLEU(effective_order=True), rows)]
+
+
+def _chrf(rows: Sequence[Row], settings: Settings) -> list[Measure]:
+    _need("sacrebleu", "chrf")
+    from sacrebleu.metrics.chrf import CHRF as SacreCHRF
+
+    return [_of_corpus("chrf", SacreCHRF(), SacreCHRF(), rows)]
+
+
+def _of_corpus(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Measure:
+    """The score of a corpus from the statistics of its rows, which a bootstrap draws again.
+
+    sacrebleu 2.6 has no public way to them: both methods are those that its own `Metric` leaves to
+    its subclasses, and that its bootstrap calls.
+    """
+    said = [first(given) for _, given in rows]
+    wanted = [asked.expected for asked, _ in rows]
+    sums = np.array(metric._extract_corpus_statistics(said, [wanted]), dtype=np.float64)
+    scores = [of_rows.sentence_score(one, [other]).score for one, other in zip(said, wanted)]  # noqa: B905
+
+    def value(summed: np.ndarray) -> np.ndarray:
+        flat = summed.reshape(-1, summed.shape[-1])
+        found = [metric._aggregate_and_compute([each.tolist()]).score for each in flat]
+        return np.array(found).reshape(summed.shape[:-1])
+
+    detail = {"signature": _signature(metric, said, wanted)}
+    return Measure(name, sums, value, unit="points", detail=detail, scores=np.array(scores))
+
+
+def _signature(metric: Any, said: list[str], wanted: list[str]) -> str:
+    metric.corpus_score(said[:1], [wanted[:1]])  # which tells it the number of references
+    return str(metric.get_signature())
+
+
+def _need(module: str, name: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise FinetuneError(
+            f"--metrics {name}: needs '{module.replace('_', '-')}': {install('eval')}"
+        )
+
+
+def _is_long(asked: Sequence[Asked], settings: Settings) -> bool:
+    return sum(len(each.expected.split()) for each in asked) / len(asked) >= LONG
+
+
+def _long_here(module: str) -> Any:
+    """Whether answers are long, and the library is installed."""
+
+    def suits(asked: Sequence[Asked], settings: Settings) -> bool:
+        return _is_long(asked, settings) and importlib.util.find_spec(module) is not None
+
+    return suits
+
+
+ROUGE = Metric("shared words and sequences", KINDS, needs_words, _long_here("rouge_score"), _rouge)
+BLEU = Metric("translations", ("bleu",), needs_words, lambda *_: False, _bleu)
+CHRF = Metric("shared characters", ("chrf",), needs_words, _long_here("sacrebleu"), _chrf)

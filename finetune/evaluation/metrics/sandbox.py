@@ -1,0 +1,155 @@
+"""Run code that a model wrote in a process with limits, and say what became of it.
+
+The process has no environment, an empty folder of its own, no standard input, and limits on time,
+memory, files and processes; where the system allows a namespace it has no network either. It is a
+fence against accidents, not a boundary against attackers.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FILE_BYTES, FILES = 2**20, 32
+PASSED = "passed"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    cpu: int = 5
+    """Seconds of computing."""
+    wall: float = 10.0
+    """Seconds until it must have ended."""
+    memory: int = 2**30
+    """Bytes of address space."""
+
+
+DEFAULT = Limits()
+
+CHILD = """
+import json, os, resource, sys
+report = os.fdopen(int(sys.argv[1]), "w")
+cpu, memory, file, files = map(int, sys.argv[2:])
+code = sys.stdin.read()
+def tell(outcome):
+    report.write(json.dumps(outcome)); report.flush()
+class Refused(BaseException):
+    pass
+NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo",
+           "socket.gethostbyname", "socket.gethostbyaddr", "socket.__new__")
+PROCESSES = ("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system",
+             "subprocess.Popen", "pty.spawn", "_thread.start_new_thread")
+def watch(event, arguments):
+    for names, what in ((NETWORK, "opens the network"), (PROCESSES, "starts a process")):
+        if event in names:
+            tell(what); os._exit(3)
+def limit(kind, most):
+    resource.setrlimit(kind, (most, most))
+limit(resource.RLIMIT_CPU, cpu)
+limit(resource.RLIMIT_AS, memory)
+limit(resource.RLIMIT_FSIZE, file)
+limit(resource.RLIMIT_NOFILE, files)
+limit(resource.RLIMIT_CORE, 0)
+compiled = None
+try:
+    compiled = compile(code, "answer", "exec")
+    sys.addaudithook(watch)
+    exec(compiled, {"__name__": "__main__"})
+except MemoryError:
+    compiled = code = None
+    tell("fills its memory")
+except SystemExit:
+    tell("ends before its tests")
+except BaseException as error:
+    tell(type(error).__name__ + (": " + str(error)[:200] if str(error) else ""))
+else:
+    tell("passed")
+os._exit(0)
+"""
+"""The program that runs an answer, read from its standard input; the outcome goes to a pipe."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    passed: bool
+    said: str
+    """`passed`, the error that it raised, or the limit that it ran into."""
+
+
+def run(program: str, limits: Limits = DEFAULT) -> Outcome:
+    """Run a program to its end or to a limit.
+
+    Whatever it started is stopped with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="answer-") as folder, _pipe() as (read, write):
+        numbers = (write, limits.cpu, limits.memory, FILE_BYTES, FILES)
+        child = [sys.executable, "-I", "-c", CHILD, *map(str, numbers)]
+        words = [*_without_network(), *child]
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=folder, env={}, pass_fds=(write,), start_new_session=True,
+        )  # fmt: skip
+        late = False
+        try:
+            process.communicate(program.encode("utf-8", "replace"), timeout=limits.wall)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.set_blocking(read, False)
+        with contextlib.suppress(BlockingIOError):
+            return _outcome(os.read(read, 65_536), process.returncode, late, limits)
+        return _outcome(b"", process.returncode, late, limits)
+
+
+def _outcome(told: bytes, status: int, late: bool, limits: Limits) -> Outcome:
+    if late:
+        return Outcome(False, f"runs longer than {limits.wall:g} s")
+    if status in (-signal.SIGXCPU, -signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGXCPU):
+        return Outcome(False, f"computes longer than {limits.cpu} s")
+    with contextlib.suppress(ValueError):
+        said = json.loads(told)
+        if isinstance(said, str):
+            return Outcome(said == PASSED and status == 0, said)
+    return Outcome(False, f"ends before its tests (status {status})")
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    read, write = os.pipe()
+    try:
+        yield read, write
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@functools.cache
+def _without_network() -> tuple[str, ...]:
+    """The words that start a process without a network; none where the system has no namespaces."""
+    found = shutil.which("unshare")
+    words = (found, "-rn") if found else ()
+    true = shutil.which("true")
+    if not words or true is None:
+        return ()
+    allowed = subprocess.run([*words, true], capture_output=True, env={}).returncode == 0
+    return words if allowed else ()
+
+
+def isolation(limits: Limits = DEFAULT) -> str:
+    """How programs are kept apart here, for the record."""
+    network = "no network" if _without_network() else "network calls refused in Python only"
+    return f"{limits.cpu} s, {limits.memory // 2**30} GiB, {network}"

@@ -1,0 +1,94 @@
+"""Count evaluation rows that also stand in the training data."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from finetune import catalog
+from finetune.data.formats import read_row
+from finetune.data.samples import Completion, Conversation, Preference, Sample
+from finetune.data.sources import find_sources
+from finetune.data.values import RowProblem
+from finetune.evaluation.questions import Asked, held_out
+from finetune.recipe import Recipe
+from finetune.runs.run import Run
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Rows that are in the training data of a run."""
+
+    rows: int
+    """Equal to a row that was trained, reference included."""
+    prompts: int
+    """Whose question was trained, with whichever answer."""
+    first: str = ""
+    """The place of the first of them."""
+
+
+def digest(value: object) -> str:
+    """A hash of a value as JSON."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def keys_of(sample: Sample) -> tuple[str, str]:
+    """Hashes of the question, and of all of a sample."""
+    match sample:
+        case Preference():
+            question, _ = keys_of(sample.chosen)
+            return question, question + keys_of(sample.rejected)[1] + keys_of(sample.chosen)[1]
+        case Conversation():
+            said, tools = sample.messages, sample.tools
+            return digest([said[:-1], tools]), digest([said, tools])
+        case Completion():
+            return digest(sample.prompt), digest([sample.prompt, sample.completion])
+        case _:
+            return digest(sample.text), digest(sample.text)
+
+
+def named(place: str) -> str:
+    """A place without the folders of its file, which are nobody else's business."""
+    return place.rsplit("/", 1)[-1]
+
+
+def overlap(run: Run, asked: Sequence[Asked]) -> Overlap | None:
+    """How many rows the run trained; None where its training data cannot be read again.
+
+    Rows of `data` that were held out do not count as trained.
+    """
+    recipe = catalog.load(run.recipe)
+    if any(data.stream for data in recipe.data):
+        return None
+    questions, rows = set[str](), set[str]()
+    for sample in _trained(run, recipe):
+        question, row = keys_of(sample)
+        questions.add(question)
+        rows.add(row)
+    keys = [keys_of(each.sample) for each in asked]
+    shared = [
+        each for each, (question, _) in zip(asked, keys, strict=True) if question in questions
+    ]
+    return Overlap(
+        rows=sum(row in rows for _, row in keys),
+        prompts=len(shared),
+        first=named(shared[0].place) if shared else "",
+    )
+
+
+def _trained(run: Run, recipe: Recipe) -> Iterator[Sample]:
+    left_out = dict[str, set[int]]()
+    if recipe.eval_rows and not recipe.eval_data:
+        left_out = held_out(run, recipe)
+    sources, _ = find_sources(recipe)
+    for source in sources:
+        for row in source.rows():
+            if row.number in left_out.get(row.file, ()):
+                continue
+            try:
+                sample = read_row(source.data.format, row.value)
+            except RowProblem:
+                continue
+            if sample is not None:
+                yield sample

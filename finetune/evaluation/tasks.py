@@ -1,0 +1,165 @@
+"""Run tasks of lm-evaluation-harness on a loaded model, asked with the tokens of its training."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.data.chat.render import load_chat
+from finetune.data.chat.turns import QUESTION
+from finetune.data.samples import Completion, Conversation
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.evaluation.measures import Measure, of_scores
+from finetune.inference.generate import Loaded
+from finetune.version import install
+
+OF_TEXT = ("loglikelihood", "loglikelihood_rolling")
+"""Kinds of output whose numbers are wrong for chats: the harness moves white space at the end of
+the rendered prompt into the answer, and training never saw that token there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+    """Tasks by name, and the folders of those that are files."""
+
+    names: tuple[str, ...]
+    folders: tuple[str, ...]
+    limit: int | None
+    max_new_tokens: int
+    batch_rows: int
+
+    def manager(self) -> Any:
+        """The harness's index of tasks: its own, only where a name is not that of a file."""
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=list(self.folders), include_defaults=not self.folders)
+
+
+def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, rows: int) -> Tasks:
+    """Published tasks by name, or YAML files of one's own.
+
+    Raises:
+        FinetuneError: the harness is not installed, a file is not a task, or there is no such name.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise FinetuneError(f"--tasks: needs lm-evaluation-harness: {install('lm-eval')}")
+    names, folders, problems = list[str](), list[str](), list[str]()
+    for word in words:
+        if not word.endswith((".yaml", ".yml")):
+            names.append(word)
+            continue
+        try:
+            found = yaml.load(Path(word).read_text(encoding="utf-8"), _Permissive)
+            names.append(str(found["task"]))
+            folders.append(str(Path(word).resolve().parent))
+        except (OSError, yaml.YAMLError, TypeError, LookupError, ValueError) as error:
+            problems.append(f"--tasks {word}: not a task of the harness: {error}")
+    if problems:
+        raise FinetuneError(*problems)
+    tasks = Tasks(tuple(names), tuple(dict.fromkeys(folders)), limit, max_new_tokens, rows)
+    known = tasks.manager().all_tasks
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise FinetuneError(*(
+            f"--tasks: there is no task '{name}'{did_you_mean(name, known)}" for name in unknown
+        ))  # fmt: skip
+    return tasks
+
+
+class _Permissive(yaml.SafeLoader):
+    """Reads the harness's `!function` tags as text."""
+
+
+_Permissive.add_constructor("!function", lambda loader, node: str(node.value))
+
+
+def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str]]:
+    """Every number of every task as `TASK/METRIC`, and notes of what is left out.
+
+    Raises:
+        FinetuneError: the harness cannot load or run a task, or would ask it with other tokens.
+    """
+    from lm_eval import simple_evaluate
+
+    model, is_chat = _harness(loaded, tasks)
+    stops, network = loaded.stops, _network(loaded)
+    network.generation_config.eos_token_id = list(stops) or None
+    room = min(tasks.max_new_tokens, (loaded.context or 2 * tasks.max_new_tokens) // 2)
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=list(tasks.names),
+            task_manager=tasks.manager(),
+            limit=tasks.limit,
+            apply_chat_template=is_chat,
+            gen_kwargs={"max_gen_toks": room, "do_sample": False},
+            bootstrap_iters=0,
+        )
+    except (ValueError, KeyError, TypeError, OSError, ImportError, AssertionError) as error:
+        raise FinetuneError(f"--tasks: {type(error).__name__}: {error}") from error
+    finally:
+        network.generation_config.eos_token_id = None
+    assert found is not None
+    return _read(found, is_chat)
+
+
+def _network(loaded: Loaded) -> Any:
+    model: Any = loaded.model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _harness(loaded: Loaded, tasks: Tasks) -> tuple[Any, bool]:
+    """The harness's model, and whether it is asked through its chat template."""
+    from lm_eval.models.huggingface import HFLM
+
+    chat = load_chat(loaded.tokenizer, None)
+    is_chat = chat.template is not None
+    plain = chat.prompt(Completion("a", "b"))
+    opens = plain[:1] == [loaded.tokenizer.bos_token_id]
+    model: Any = loaded.model
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=loaded.tokenizer,
+        backend="causal",
+        batch_size=tasks.batch_rows,
+        device=str(model.device),
+        add_bos_token=opens and not is_chat,
+    )
+    text, wanted = "a", plain
+    if is_chat:
+        text = harness.apply_chat_template([dict(QUESTION)])
+        wanted = chat.prompt(Conversation((QUESTION,)))
+    got = harness.tok_encode(text)
+    if got != wanted:
+        raise FinetuneError(
+            f"--tasks: the harness would ask with other tokens than training: {got[:20]} instead "
+            f"of {wanted[:20]}"
+        )
+    return harness, is_chat
+
+
+def _read(found: Mapping[str, Any], is_chat: bool) -> tuple[list[Measure], list[str]]:
+    measures, notes = list[Measure](), list[str]()
+    for task, samples in found["samples"].items():
+        kind = found["configs"][task].get("output_type")
+        if is_chat and kind in OF_TEXT:
+            notes.append(
+                f"{task}: its numbers are left out: {kind} of a chat scores a token that training "
+                "did not see there; use the loss above"
+            )
+            continue
+        higher = found["higher_is_better"].get(task, {})
+        ordered = sorted(samples, key=lambda each: each["doc_id"])
+        for metric in dict.fromkeys(name for each in ordered for name in each.get("metrics", ())):
+            scores = [each.get(metric) for each in ordered]
+            if all(isinstance(score, int | float) for score in scores):
+                binary = set(scores) <= {0, 1}
+                better = "higher" if higher.get(metric, True) else "lower"
+                unit = "share" if all(0 <= score <= 1 for score in scores) else ""
+                measures.append(
+                    of_scores(f"{task}/{metric}", scores, binary=binary, better=better, unit=unit)
+                )
+    return measures, notes

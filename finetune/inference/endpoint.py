@@ -1,0 +1,142 @@
+"""Ask an OpenAI-compatible server: vLLM, llama.cpp, Ollama, `finetune serve`, or a hosted model."""
+
+import dataclasses
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from finetune.errors import FinetuneError
+from finetune.runs.environment import hide
+
+LONGEST = 16 * 2**20
+"""Bytes of a reply that are read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """One choice of a server."""
+
+    text: str
+    cut: bool
+    """Whether it ended at the limit of tokens (`finish_reason` is `length`)."""
+    tokens: int
+    """As `usage` counts them; 0 where the server does not."""
+    calls: tuple[dict[str, Any], ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A model behind a URL."""
+
+    url: str
+    """Without `/chat/completions`, such as http://localhost:8000/v1."""
+    model: str
+    key: str | None = None
+    timeout: float = 600.0
+    """Seconds that an answer may take."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Reply:
+        """The next message of a conversation.
+
+        Raises:
+            FinetuneError: no answer, or one that is not a chat completion.
+        """
+        body = {"model": self.model, "messages": list(map(_sendable, messages)), **fields}
+        return self._reply("/chat/completions", body)
+
+    def complete(self, prompt: str, **fields: Any) -> Reply:
+        """What follows a text.
+
+        Raises:
+            FinetuneError: no answer, or one that is not a completion.
+        """
+        return self._reply("/completions", {"model": self.model, "prompt": prompt, **fields})
+
+    def _reply(self, path: str, body: dict[str, Any]) -> Reply:
+        answer = _exchange(self.url + path, self.key, self.timeout, body)
+        try:
+            choice = answer["choices"][0]
+            message = choice.get("message", {"content": choice.get("text")})
+            calls = message.get("tool_calls")
+            return Reply(
+                text=str(message.get("content") or ""),
+                cut=choice.get("finish_reason") == "length",
+                tokens=int((answer.get("usage") or {}).get("completion_tokens") or 0),
+                calls=tuple(calls) if calls else None,
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise FinetuneError(
+                f"{self.url}{path}: the reply is not a completion ({type(error).__name__}: "
+                f"{error}): {json.dumps(answer)[:200]}"
+            ) from None
+
+
+def open_endpoint(url: str, model: str | None = None, key: str | None = None) -> Endpoint:
+    """A server that answers, and the model that it is asked for: by default its first.
+
+    Raises:
+        FinetuneError: nothing answers there, or it has no such model.
+    """
+    root = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+    root = root if root.rsplit("/", 1)[-1].startswith("v") else f"{root}/v1"
+    if model is not None:
+        return Endpoint(root, model, key)
+    listed = _exchange(f"{root}/models", key, 60.0)
+    try:
+        return Endpoint(root, str(listed["data"][0]["id"]), key)
+    except (LookupError, TypeError):
+        raise FinetuneError(
+            f"{root}/models: lists no model ({json.dumps(listed)[:200]}); name one with --model"
+        ) from None
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as the API takes it: arguments of tool calls are JSON text, and calls have ids."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {
+            "id": f"call{number:05d}",
+            "type": "function",
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for number, call in enumerate(message["tool_calls"])
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _exchange(
+    url: str, key: str | None, timeout: float, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send JSON, or ask without a body; the JSON object of the answer."""
+    shown = hide(url)
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            read = json.loads(answer.read(LONGEST))
+    except urllib.error.HTTPError as error:
+        said = error.read(LONGEST).decode("utf-8", "replace").strip()
+        raise FinetuneError(f"{shown}: status {error.code} {error.reason}: {said[:400]}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise FinetuneError(f"{shown}: no answer ({reason}); is the server running?") from None
+    except ValueError as error:
+        raise FinetuneError(f"{shown}: the answer is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{shown}: the answer is {type(read).__name__}, expected an object")
+    return cast(dict[str, Any], read)

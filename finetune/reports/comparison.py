@@ -1,0 +1,176 @@
+"""Several runs beside each other: how their recipes differ, their curves, and what they reached."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.reports.curves import Curve, Point, draw, finite, smooth
+from finetune.reports.evaluation import shown
+from finetune.reports.page import Chart, templates
+from finetune.reports.tables import Table
+from finetune.runs import units
+from finetune.runs.environment import public
+from finetune.runs.metrics import History, read_history
+from finetune.runs.run import Run, of_record, open_run, read_object
+from finetune.runs.summary import throughput
+
+MOST = 8
+"""Runs: as many as there are colours."""
+ABSENT = "-"
+
+
+def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
+    """What `page` and `terminal` show of some runs.
+
+    Raises:
+        FinetuneError: fewer than two runs, too many, or one whose record cannot be read.
+    """
+    if not 2 <= len(roots) <= MOST:
+        raise FinetuneError(f"compare: got {len(roots)} runs, expected 2 to {MOST}")
+    runs = [open_run(root) for root in roots]
+    names = _names(runs)
+    histories = [read_history(run) for run in runs]
+    recipes = [dict(_flat(public(read_object(run.recipe)))) for run in runs]
+    keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
+    differing = [key for key in keys if len({_said(r.get(key)) for r in recipes}) > 1]
+    tables = [Table(
+        [[key, *(_short(_said(r.get(key))) for r in recipes)] for key in differing],
+        ["", *names], "Recipes: all that differs",
+    )]  # fmt: skip
+    tables.append(Table(list(_reached(histories)), ["", *names], "Training"))
+    tables += _evaluations(runs, names)
+    return {
+        "names": names,
+        "tables": [table for table in tables if table.rows],
+        "charts": _charts(names, histories),
+        "same_recipe": not differing,
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page, which needs nothing beside it."""
+    return templates().get_template("comparison.html.jinja").render(**found)
+
+
+def terminal(found: Mapping[str, Any]) -> list[str]:
+    """The tables as lines of text."""
+    lines = list[str]()
+    if found["same_recipe"]:
+        lines.append("the recipes are the same")
+    for table in found["tables"]:
+        rows = [[table.heading, *table.columns[1:]], *table.rows]
+        widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = [
+                str(cell).rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+            ]
+            lines.append("  ".join([str(row[0]).ljust(widths[0]), *cells]).rstrip())
+        lines.append("")
+    return lines[:-1]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The last names of the folders, with as much of the path as tells them apart."""
+    parts = [run.root.resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise FinetuneError("compare: one run is named twice")
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value inside a recipe with its dotted path."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and value:
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def _said(value: Any) -> str:
+    """A value as text; what is empty or off is as if it were absent."""
+    if value in (None, False, [], {}, ""):
+        return ABSENT
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 48 else f"{text[:45]}..."
+
+
+def _reached(histories: Sequence[History]) -> Iterator[list[str]]:
+    """What the records say, a row each."""
+    rates = [throughput(history.trained) for history in histories]
+    yield ["steps", *(f"{history.step:,}" for history in histories)]
+    yield ["training loss", *(_loss(h.trained[-1].loss if h.trained else None) for h in histories)]
+    yield ["best eval loss", *(_loss(h.best.loss if h.best else None) for h in histories)]
+    yield ["its step", *(f"{h.best.step:,}" if h.best else ABSENT for h in histories)]
+    for name in dict.fromkeys(n for h in histories for e in h.evaluated for n in e.metrics):
+        last = [h.evaluated[-1].metrics.get(name) if h.evaluated else None for h in histories]
+        yield [name, *(_loss(each) for each in last)]
+    yield ["tokens per second", *(units.count(r.tokens_per_second) if r else ABSENT for r in rates)]
+    yield ["peak memory", *(units.size(h.peak_memory) for h in histories)]
+    yield ["time", *(units.duration(h.seconds) for h in histories)]
+    trained = [h.starts[-1].trainable_parameters if h.starts else None for h in histories]
+    yield ["trained parameters", *(ABSENT if n is None else units.count(n) for n in trained)]
+
+
+def _loss(value: float | None) -> str:
+    return ABSENT if value is None else units.loss(value)
+
+
+def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Table]:
+    """The measures of every `finetune eval` that several runs have by the same name."""
+    found = [
+        {
+            path.parent.name: read_object(path)
+            for path in sorted(run.evaluations.glob("*/results.json"))
+        }
+        for run in runs
+    ]
+    for name in dict.fromkeys(name for each in found for name in each):
+        with of_record(runs[0].evaluations):
+            results = [each.get(name) for each in found]
+            some = [each for each in results if each is not None]
+            if len(some) < 2:
+                continue
+            measures = dict.fromkeys(measure for each in some for measure in each["measures"])
+            rows = [[m, *(_value(each, m) for each in results)] for m in measures]
+            same = len({each["rows"]["digest"] for each in some}) == 1
+            note = "" if same else ", on other rows"
+            yield Table(rows, ["", *names], f"Evaluation {name}{note}")
+
+
+def _value(results: Mapping[str, Any] | None, measure: str) -> str:
+    measured = None if results is None else results["measures"].get(measure)
+    return ABSENT if measured is None else shown(measured["after"], measured["unit"]) or ABSENT
+
+
+def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
+    """Curves of all runs over each other."""
+    kinds: list[tuple[str, list[list[Point]]]] = [
+        ("training loss", [smooth([(r.step, r.loss) for r in h.trained]) for h in histories]),
+        ("evaluation loss", [[(r.step, r.loss) for r in h.evaluated] for h in histories]),
+    ]
+    for metric in dict.fromkeys(n for h in histories for e in h.evaluated for n in e.metrics):
+        kinds.append((metric, [
+            [(r.step, r.metrics.get(metric, math.nan)) for r in h.evaluated] for h in histories
+        ]))  # fmt: skip
+    charts = list[Chart]()
+    for kind, each in kinds:
+        curves = [
+            Curve(name, points, "smooth" if kind == "training loss" else "dots", number)
+            for number, (name, points) in enumerate(zip(names, each, strict=True))
+            if finite(points)
+        ]
+        drawing = draw(curves, label=kind, show=lambda value: f"{value:.4g}", size="wide")
+        if drawing:
+            charts.append(Chart(kind, "wide", drawing, curves))
+    return charts
