@@ -16,16 +16,15 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
-from finetune.cache import cache
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import Resume, card, claim, finished, refuse_other_data
 from finetune.checkpoints.saver import Saver, restore_best
-from finetune.data.audit import MEANT, beyond_context, identity, mistakes
+from finetune.data.audit import MEANT, beyond_context, identity
 from finetune.data.chat.render import load_chat
-from finetune.data.prepare import Prepared, prepare
+from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
 from finetune.distributed.heartbeat import Heartbeat
@@ -50,6 +49,7 @@ from finetune.training.preflight import check_here
 from finetune.training.profiler import STEP, Profile
 from finetune.training.recorder import Reason, Recorder
 from finetune.training.reference import with_reference
+from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     make_sure,
     refuse_full_gpu,
@@ -250,19 +250,7 @@ class Training:
             self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
         )
         self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
-        folder = cache("data")
-        with self.engine.patient():
-            counts = self.on_one(lambda: prepare(self.recipe, chat, folder).counts)
-            # Once on each machine, which may have a disk of its own.
-            check = self.engine.accelerator.is_local_main_process and not self.engine.speaks
-            prepared = prepare(self.recipe, chat, folder, check=check)
-            self.engine.meet([], [len(prepared.train)])
-        if prepared.counts != counts:
-            raise FinetuneError(f"rank {self.engine.rank} sees other data than rank 0")
-        problems = list(mistakes(counts["train"]))
-        if problems and self.recipe.data_checks == "refuse":
-            raise FinetuneError(*problems)
-        return prepared
+        return prepare_on_ranks(self.engine, self.recipe, chat)
 
     def _build(self) -> Progress:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""

@@ -1,0 +1,30 @@
+"""The rows of a run: prepared by one rank, then read by all."""
+
+from finetune.cache import cache
+from finetune.data.audit import mistakes
+from finetune.data.chat.render import Chat
+from finetune.data.prepare import Prepared, prepare
+from finetune.distributed.base import Engine
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+
+
+def prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
+    """Rows of a recipe's data, the same on every rank.
+
+    Raises:
+        FinetuneError: the data's problems, on every rank; or a rank sees other data than rank 0.
+    """
+    folder = cache("data")
+    with engine.patient():
+        counts = engine.on_first(lambda: prepare(recipe, chat, folder).counts)
+        # Once on each machine, which may have a disk of its own.
+        check = engine.accelerator.is_local_main_process and not engine.speaks
+        prepared = prepare(recipe, chat, folder, check=check)
+        engine.meet([], [len(prepared.train)])
+    if prepared.counts != counts:
+        raise FinetuneError(f"rank {engine.rank} sees other data than rank 0")
+    problems = list(mistakes(counts["train"]))
+    if problems and recipe.data_checks == "refuse":
+        raise FinetuneError(*problems)
+    return prepared
