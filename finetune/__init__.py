@@ -31,11 +31,14 @@ if TYPE_CHECKING:
         open_model,
     )
     from finetune.launchers.job import launch
+    from finetune.methods.classifier import Classifier
     from finetune.methods.cpo import CPO
+    from finetune.methods.distill import Distill
     from finetune.methods.dpo import DPO
     from finetune.methods.kto import KTO
     from finetune.methods.orpo import ORPO
     from finetune.methods.pretrain import Pretrain
+    from finetune.methods.reward import RewardModel
     from finetune.methods.sft import SFT
     from finetune.methods.simpo import SimPO
     from finetune.planner.estimate.answers import plan
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
         Optim,
         Recipe,
         Saving,
+        Teacher,
     )
     from finetune.reports.page import report
     from finetune.reports.plot import plot_loss
@@ -68,12 +72,15 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and _HERE != sys.path[0] =
     del sys.path[0]
 
 HOMES = {
+    "Classifier": "finetune.methods.classifier",
     "CPO": "finetune.methods.cpo",
+    "Distill": "finetune.methods.distill",
     "DPO": "finetune.methods.dpo",
     "KTO": "finetune.methods.kto",
     "ORPO": "finetune.methods.orpo",
     "SimPO": "finetune.methods.simpo",
     "Pretrain": "finetune.methods.pretrain",
+    "RewardModel": "finetune.methods.reward",
     "SFT": "finetune.methods.sft",
     "Recipe": "finetune.recipe",
     "Model": "finetune.recipe",
@@ -84,6 +91,7 @@ HOMES = {
     "Kernels": "finetune.recipe",
     "Evaluation": "finetune.recipe",
     "Saving": "finetune.recipe",
+    "Teacher": "finetune.recipe",
     "FinetuneError": "finetune.errors",
     "TrainingFailure": "finetune.errors",
     "Interrupted": "finetune.errors",
@@ -116,12 +124,15 @@ INNER_NAMES = {"load_recipe": "resolve", "quickstart_data": "write_data"}
 """Public names that differ from those in their modules."""
 
 __all__ = [  # noqa: RUF022 - in the order of their use
+    "Classifier",
     "CPO",
+    "Distill",
     "DPO",
     "KTO",
     "ORPO",
     "SimPO",
     "Pretrain",
+    "RewardModel",
     "SFT",
     "Recipe",
     "Model",
@@ -132,6 +143,7 @@ __all__ = [  # noqa: RUF022 - in the order of their use
     "Kernels",
     "Evaluation",
     "Saving",
+    "Teacher",
     "FinetuneError",
     "TrainingFailure",
     "Interrupted",

@@ -42,8 +42,9 @@ def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
 """Names of modules, or a regular expression; a word alone is a name."""
-Kind = Literal["text", "pairs", "judged"]
-"""Samples: single sequences, pairs of answers, or answers that are wanted or not."""
+Kind = Literal["text", "pairs", "judged", "labelled"]
+"""Samples: single sequences, pairs of answers, answers that are wanted or not, or sequences with a
+label."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -254,6 +255,39 @@ class Saving(metaclass=Checked):
 
 
 @dataclass(frozen=True, config=STRICT)
+class Teacher(metaclass=Checked):
+    """A model that teaches: frozen, in inference mode, sharded as its student is."""
+
+    name: Text
+    """Hub id or local folder."""
+    revision: Text | None = None
+    """Branch, tag or commit of `name` on the hub."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """How its weights are stored: as is, NF4 with double quantisation, LLM.int8."""
+    trust_remote_code: bool = False
+    """Run code that the teacher's repository ships. Never turned on by anything but this field."""
+    pickle: bool = False
+    """Load weights from a pickle (`pytorch_model.bin`) where there are no safetensors."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Scores:
+    """A score head: numbers read at the last token of a sequence, in place of next-token logits."""
+
+    names: tuple[str, ...]
+    """What each number is, as `id2label` of the result's config.json."""
+    problem_type: str | None = None
+    """What the numbers mean, by its name in transformers."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Fields of a config.json."""
+        named = dict(enumerate(self.names))
+        numbers = {name: number for number, name in named.items()}
+        return {"id2label": named, "label2id": numbers, "problem_type": self.problem_type}
+
+
+@dataclass(frozen=True, config=STRICT)
 class Recipe(Changes, metaclass=Checked):
     """What is learned. A method (`finetune.methods`) subclasses it and defines a row's loss."""
 
@@ -265,6 +299,10 @@ class Recipe(Changes, metaclass=Checked):
     """What the sequences of an `Example` are, which stay together as one row."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what `loss` measures besides the loss; the first two are shown at each step."""
+    extremes: ClassVar[tuple[str, ...]] = ()
+    """Names of the largest (`max_...`) and smallest (`min_...`) values that `loss` gives."""
+    teaches: ClassVar[bool] = False
+    """Whether `loss` compares the model with a teacher, which both heads are read for."""
     unit: ClassVar[str] = "tokens"
     """What the terms of the loss are."""
     columns: ClassVar[tuple[str, ...]] = ()
@@ -301,6 +339,24 @@ class Recipe(Changes, metaclass=Checked):
     """Experiment trackers that get the metrics besides `metrics.jsonl`."""
     backend: str = "single"
     """Backend that `finetune launch` uses when none is named."""
+
+    @property
+    def scores(self) -> Scores | None:
+        """The score head that the model gets; None for a language model."""
+        return None
+
+    @property
+    def taught_by(self) -> Model | None:
+        """The model that teaches, loaded beside the one that is trained; None for no teacher."""
+        return None
+
+    def label_counts(self, rows: "Rows") -> dict[str, int]:
+        """How often each label occurs in rows; empty for a method without labels."""
+        return {}
+
+    def label_of(self, numbers: "Mapping[str, float]") -> str:
+        """The label of a document in words, from its `columns`; empty where it has none."""
+        return ""
 
     @property
     def documents_per_row(self) -> int:

@@ -128,6 +128,12 @@ def as_a_pair(words: list[str], folder: Path, finetune: Finetune) -> None:
         assert settled.backend.name == name
 
 
+def as_words(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """A command on a model of the hub: its words are read, and the recipe is one."""
+    arguments = build_parser().parse_args(words[1:])
+    catalog.resolve(arguments.recipe, arguments.overrides)
+
+
 def as_a_report(words: list[str], folder: Path, finetune: Finetune) -> None:
     """With `--proof`, where the folder of one is named that nobody has made, that is said."""
     if "--proof" not in words:
@@ -157,6 +163,7 @@ CHECKS: dict[str, Any] = {
     "finetune list": as_it_is,
     "finetune doctor": as_it_is,
     "finetune show": as_it_is,
+    "finetune teach": as_words,
     "finetune inspect": as_it_is,
     "finetune plan": as_it_is,
     "finetune chat": as_a_question,

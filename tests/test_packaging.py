@@ -26,7 +26,7 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import DPO, METHODS, SFT
+from finetune.methods import DPO, METHODS, SFT, Classifier, Distill, RewardModel
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.version import DISTRIBUTION
@@ -271,10 +271,12 @@ def test_the_reference_has_what_supervised_fine_tuning_adds():
     assert row in (ROOT / "docs/recipes.md").read_text()
 
 
-def test_the_reference_has_what_preference_optimisation_adds():
-    """Its own table, less the optimizer's section, which has one."""
-    table = reference(DPO).split("\n", 2)[2]
-    common = {line for line in reference(Recipe).splitlines() if line.startswith("| `")}
+@pytest.mark.parametrize("method", [DPO, RewardModel, Classifier, Distill])
+def test_the_reference_has_what_a_method_adds(method: type):
+    """Its own table, less the optimizer's section and what `sft` has, which have others."""
+    table = reference(method).split("\n", 2)[2]
+    others = [*reference(Recipe).splitlines(), *reference(SFT).splitlines()]
+    common = {line for line in others if line.startswith("| `")}
     own = [line for line in table.splitlines() if line not in common]
     assert "\n".join(own) in (ROOT / "docs/recipes.md").read_text()
 

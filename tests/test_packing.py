@@ -25,8 +25,9 @@ from finetune.kernels.cpu.attention import DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.methods import SFT
 from finetune.methods.losses import token_loss_sum
-from finetune.models.model import causal, recompute
+from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
+from finetune.models.pretrained import causal
 from finetune.models.recurrence import keep_apart
 from finetune.planner.kernels import LOGITS, SCORE_BLOCK
 from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding

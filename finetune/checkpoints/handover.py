@@ -144,8 +144,10 @@ def settle(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
     trained, end = trained_ends(rows, chat), turn_end(chat)
     ends = all_ends(trained, end, chat.tokenizer.eos_token_id)
     network: Any = network_of(model)
-    network.generation_config = generation_config(
-        network.generation_config, ends, chat.tokenizer.pad_token_id
+    network.generation_config = (
+        generation_config(network.generation_config, ends, chat.tokenizer.pad_token_id)
+        if network.can_generate()
+        else None
     )
     return saved_tokenizer(chat.tokenizer, end if end in trained else None)
 

@@ -32,9 +32,16 @@ Shapes = dict[str, tuple[int, ...]]
 """Complete shape of every trained parameter, by name."""
 
 
+def is_of_teacher(name: str) -> bool:
+    """Whether a module or tensor belongs to the teacher inside a student: no result holds it."""
+    return re.match(r"(base_model\.model\.)?teacher(\.|$)", name) is not None
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that `save_pretrained` writes, by name."""
     for prefix, each in module.named_modules():
+        if is_of_teacher(prefix):
+            continue
         for name, buffer in each.named_buffers(recurse=False):
             if name not in each._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
@@ -53,7 +60,7 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     if not whole:
         return
     for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and not is_of_teacher(name):
             values = whole_values(parameter)
             if engine.speaks:
                 yield name, values
@@ -77,6 +84,8 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
     config.inference_mode = True
     config.save_pretrained(folder)
+    if engine.plan.recipe.scores is not None:  # its labels and pad token
+        saved_config(network_of(module)).save_pretrained(folder)
     generation = network_of(module).generation_config
     if generation is not None:
         generation.save_pretrained(folder)

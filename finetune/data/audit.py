@@ -86,6 +86,9 @@ def count_rows(
         "documents_per_row": each,
         "longer_chosen": _longer_chosen(rows, facts) if recipe.takes == "pairs" else None,
         "wanted": _wanted(rows) if recipe.takes == "judged" else None,
+        "scored": recipe.scores is not None,
+        "labels": recipe.label_counts(rows),
+        "same_label": recipe.takes == "labelled" and _has_one_label(rows),
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
@@ -123,6 +126,12 @@ def _wanted(rows: Rows) -> int:
     return int(np.count_nonzero(rows.documents.columns["wanted"][rows.members]))
 
 
+def _has_one_label(rows: Rows) -> bool:
+    """Whether there are several documents, and all of them have the same label."""
+    here = [values[rows.members] for values in rows.documents.columns.values()]
+    return len(rows.members) > 1 and all(bool((each == each[0]).all()) for each in here)
+
+
 def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
     """The place of the first document whose end is not trained, where there is one."""
     members = np.sort(rows.members)
@@ -146,6 +155,12 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
         yield (
             f"data: each of the {counts['documents']:,} answers is labelled as {said}, so there is "
             f"nothing to tell them from; look at the column of labels; {MEANT}"
+        )
+    if counts.get("same_label"):
+        yield (
+            f"data: all {counts['documents']} rows have the same label{_named_labels(counts)}, so "
+            f"nothing can be learned from it; look at the column 'label', or shuffle a file that "
+            f"is sorted by label before data.first cuts it; {MEANT}"
         )
     if counts["documents"] and counts["unended"] == counts["documents"]:
         cut = f" ({counts['truncated']} rows are truncated)" if counts["truncated"] else ""
@@ -206,10 +221,10 @@ def describe(counts: dict[str, Any]) -> list[str]:
     unit = f"{counts['documents'] // each:,} {'rows' if each == 1 else 'pairs'}"
     if counts["filled"] is not None:
         unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
-    trained = counts["trained_tokens"] / counts["tokens"]
-    line = (
-        f"{unit}; {counts['tokens']:,} tokens, {trained:.1%} trained; longest {counts['longest']}"
-    )
+    trained = f"{counts['trained_tokens'] / counts['tokens']:.1%} trained"
+    if counts.get("scored"):
+        trained = "each scored at its last"
+    line = f"{unit}; {counts['tokens']:,} tokens, {trained}; longest {counts['longest']}"
     first = {name: f" (first: {place})" for name, place in counts.get("first", {}).items()}
     unusual = [
         f"{counts[name]:,} {words}{first.get(name, '')}"
@@ -218,6 +233,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
     lines += _of_pairs(counts)
+    lines += [f"labels{_named_labels(counts)}"] if counts.get("labels") else []
     lines += _unread(counts)
     lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
@@ -225,6 +241,13 @@ def describe(counts: dict[str, Any]) -> list[str]:
         more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
         lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
     return lines
+
+
+def _named_labels(counts: dict[str, Any]) -> str:
+    """How often each label occurs, behind a colon; empty where they have no names."""
+    found = [f"{_shown(name)} {count:,}" for name, count in counts["labels"].items()]
+    more = f" and {len(found) - 12:,} more" if len(found) > 12 else ""
+    return f": {', '.join(found[:12])}{more}" if found else ""
 
 
 def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:

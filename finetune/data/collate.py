@@ -45,6 +45,10 @@ class MicroBatch:
     """Of documents side by side; None where each row is one document."""
     document_labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Labels of each document, (documents,) int64; filling is not among them."""
+    last_places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Flat place of the last token of each document, (documents,) int64."""
+    token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Numbers of each label, (trained_tokens, numbers), by what they are."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Numbers of each document, (documents,) fp64, by what they are."""
     kl: float = 0.0
@@ -87,10 +91,11 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
         picked = [rows.documents.document(int(number)) for number in numbers]
         batch = lay(picked, len(indices), pad_id, device)
     known = {**rows.documents.columns, **rows.columns}
-    if not known:
+    if not known and not rows.token_columns:
         return batch
+    of_tokens = {n: _on_device(each.of(numbers), device) for n, each in rows.token_columns.items()}
     columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
-    return replace(batch, columns=columns)
+    return replace(batch, columns=columns, token_columns=of_tokens)
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:
@@ -113,7 +118,9 @@ def _padded(
         labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
         mask[place, :length] = 1
     labels[:, 0] = UNTRAINED  # the first token follows nothing
-    counts = (labels != UNTRAINED).sum(axis=1)[: len(picked) if rows else 0]
+    documents = len(picked) if rows else 0
+    counts = (labels != UNTRAINED).sum(axis=1)[:documents]
+    lasts = np.arange(documents) * shape[1] + np.array(lengths[:documents], dtype=np.int64) - 1
     return MicroBatch(
         ids=_on_device(ids, device),
         labels=_on_device(labels, device),
@@ -122,6 +129,7 @@ def _padded(
         trained_tokens=int(counts.sum()),
         real_tokens=sum(lengths) if rows else 0,
         document_labels=_on_device(counts, device),
+        last_places=_on_device(lasts, device),
     )
 
 
@@ -153,6 +161,7 @@ def _side_by_side(
         trained_tokens=int(counts.sum()),
         real_tokens=tokens if rows else 0,
         document_labels=_on_device(counts, device),
+        last_places=_on_device(ends[1 : documents + 1] - 1, device),
         boundaries=Boundaries(
             positions=_on_device(positions[None], device),
             ends=_on_device(ends.astype(np.int32), device),

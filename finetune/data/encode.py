@@ -206,7 +206,10 @@ class Encoder:
             lengths=np.array([len(ids) for ids, _ in documents], dtype=np.int64),
             numbers=np.array(numbers, dtype=np.int64),
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
-            ended=np.array([int(ids[t][-1]) in ends for ids, t in documents], dtype=bool),
+            ended=np.array(
+                [self.recipe.scores is not None or int(ids[t][-1]) in ends for ids, t in documents],
+                dtype=bool,
+            ),
             digests=np.array([d for row, _ in rows for d in _digests(row)], dtype=np.uint64),
             columns={
                 name: np.repeat(np.array([known[name] for _, known in rows], np.float64), each)
@@ -300,8 +303,7 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
         (np.array(each.ids, dtype=np.int32), np.array(each.trained, dtype=bool))
         for each in example.sequences
     )
-    for _, trained in row:
-        trained[:1] = False  # the first token of a document follows nothing
+    _mark(row, example.scored)
     pieces, most = [row], batch.max_length
     if _note_length(tally, batch, max(len(ids) for ids, _ in row), place):
         match batch.overlong:
@@ -319,13 +321,21 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
                 (document,) = row  # rules refuse it where a row has several
                 pieces = [(piece,) for piece in split(document, most)]
     for piece in pieces:
-        for _, trained in piece:
-            trained[:1] = False
+        _mark(piece, example.scored)
     kept = [piece for piece in pieces if _says_all(piece)]
     tally.note("untrained", place, len(pieces) - len(kept))
     different = [piece for piece in kept if not _is_tied(piece)]
     tally.note("tied", place, len(kept) - len(different))
     return different
+
+
+def _mark(row: tuple[Columns, ...], scored: bool) -> None:
+    """Let the first token, which follows nothing, be untrained; only the last is where scored."""
+    for _, trained in row:
+        if scored:
+            trained[:-1], trained[-1:] = False, True
+        else:
+            trained[:1] = False
 
 
 def _says_all(row: tuple[Columns, ...]) -> bool:

@@ -15,6 +15,7 @@ from finetune.data.chat.messages import (
     with_call_ids,
 )
 from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
+from finetune.data.labels import SEQUENCES, reader
 from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,
@@ -121,6 +122,8 @@ def fitting_formats(row: Raw) -> list[str]:
         whole = ignored_meaning(name, row, data_format.reads(there)) is None
         if name == "text" and there.intersection(ANSWERS):
             continue  # it would train the question and not the answer
+        if name == "labelled":
+            continue  # other methods would lose the label
         if name == "hh" and not isinstance(row["chosen"] if needed else None, str):
             continue
         if needed and whole:
@@ -316,4 +319,10 @@ FORMATS |= {
         gives="pairs",
     ),
     "hh": Format((PAIR,), read_hh, ("margin",), gives="pairs"),
+    "labelled": Format(
+        tuple((*columns, "label") for name in SEQUENCES for columns in FORMATS[name].columns),
+        reader({name: (FORMATS[name].columns[0], FORMATS[name].read) for name in SEQUENCES}),
+        CONVERSATION,
+        gives="labelled",
+    ),
 }

@@ -43,6 +43,7 @@ from finetune.data.store import (
     Documents,
     DocumentWriter,
     Rows,
+    TokenColumn,
     documents_of_rows,
     open_documents,
     open_rows,
@@ -96,6 +97,13 @@ class Prepared:
         train, held_out = (
             dataclasses.replace(rows, columns=columns, step_reference=reference)
             for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
+        )
+        return dataclasses.replace(self, train=train, eval=held_out)
+
+    def with_token_columns(self, columns: dict[str, TokenColumn]) -> "Prepared":
+        """The same rows with numbers of every label, by what they are."""
+        train, held_out = (
+            dataclasses.replace(rows, token_columns=columns) for rows in (self.train, self.eval)
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 

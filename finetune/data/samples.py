@@ -67,12 +67,22 @@ class Judged:
     wanted: bool
 
 
-Sample = Plain | Preference | Judged
+@dataclass(frozen=True)
+class Labelled:
+    """A sequence with what it is to be judged as."""
+
+    sequence: Plain
+    label: Any
+    """A class, a list of classes, or a number: as the file has it."""
+
+
+Sample = Plain | Preference | Judged | Labelled
 
 READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "text": ("text", "judged"),
     "pairs": ("pairs",),
     "judged": ("judged", "pairs"),
+    "labelled": ("labelled",),
 }
 """Of samples that a method takes, the kinds that formats may give: see `as_kind`."""
 
@@ -95,6 +105,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
             return sample.chosen, sample.rejected
         case Judged():
             return (sample.answer,)
+        case Labelled():
+            return (sample.sequence,)
         case _:
             return (sample,)
 

@@ -53,6 +53,19 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class TokenColumn:
+    """Numbers of each label of each document."""
+
+    values: np.ndarray  # (labels of all documents, numbers)
+    offsets: np.ndarray  # (documents + 1,) int64
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """Those of some documents, in their order.  # (labels, numbers)"""
+        parts = [self.values[self.offsets[n] : self.offsets[n + 1]] for n in numbers]
+        return np.concatenate([self.values[:0], *parts])
+
+
+@dataclass(frozen=True)
 class Rows:
     """What a batch counts. Row i holds the documents `members[bounds[i]:bounds[i + 1]]`."""
 
@@ -65,6 +78,8 @@ class Rows:
     """Rows of a micro-batch are side by side too, though none is a pack."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """Numbers of every document besides those of the data, (documents,) fp64, by what they are."""
+    token_columns: Mapping[str, TokenColumn] = field(default_factory=dict[str, TokenColumn])
+    """Numbers of every label, by what they are."""
     step_reference: np.ndarray | None = None  # (steps,) fp64
     """Sums of a reference's log-probabilities of each step's `mismatched` answers."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -82,13 +82,13 @@ def _largest_share(plan: Plan) -> int:
     DeepSpeed 0.19 reads a share that is larger than a buffer into the next buffer too, whatever
     lies there.
     """
-    model = plan.recipe.model
+    model, scores = plan.recipe.model, plan.recipe.scores
     try:
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(
+            skeleton = (AutoModelForCausalLM if scores is None else AutoModel).from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
     except (OSError, ValueError, ImportError) as error:

@@ -123,8 +123,13 @@ class Fsdp(Native):
         Gemma 3 has the vision half of SigLIP, whose text half is named too.
         """
         there = {type(module).__name__ for module in model.modules()}
-        named = set(getattr(model, "_no_split_modules", None) or ())
-        if named & there and named - there:
+        teachers = [each for name, each in model.named_modules() if name.endswith("teacher")]
+        named = {
+            name
+            for each in (model, *teachers)
+            for name in getattr(each, "_no_split_modules", None) or ()
+        }
+        if named & there and (named - there or teachers):
             plugin = self.accelerator.state.fsdp_plugin
             plugin.transformer_cls_names_to_wrap = sorted(named & there)
 

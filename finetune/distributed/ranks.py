@@ -11,6 +11,7 @@ import torch
 from finetune.errors import FinetuneError, TrainingFailure
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 PATIENCE = datetime.timedelta(days=1)
 """How long ranks wait for work whose time depends on the user's data."""
 
@@ -42,7 +43,7 @@ class Ranks(abc.ABC):
         """Element-wise maximum over all ranks."""
         return self.meet([], values)[1]
 
-    def meet(self, summed: list[float], largest: list[int]) -> tuple[list[float], list[int]]:
+    def meet(self, summed: list[float], largest: list[N]) -> tuple[list[float], list[N]]:
         """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
 
         No accelerator has to be waited for. Integers are exact below 2**53.
@@ -55,7 +56,8 @@ class Ranks(abc.ABC):
         table = torch.stack(ranks)  # (world, values)
         sums, maxima = table.sum(dim=0), table.amax(dim=0)
         first = len(summed)
-        return sums[:first].tolist(), [int(value) for value in maxima[first:].tolist()]
+        most = zip(largest, maxima[first:].tolist(), strict=True)
+        return sums[:first].tolist(), [type(mine)(value) for mine, value in most]
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:

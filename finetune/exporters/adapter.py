@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, TaskType, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from finetune.checkpoints.handover import base_reference
 from finetune.errors import FinetuneError, TrainingFailure
@@ -23,6 +23,7 @@ from finetune.inference.load import (
     plain_lora,
     tensor_shapes,
 )
+from finetune.models.scoring import auto_class
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 
@@ -37,13 +38,14 @@ def write(source: Source, folder: Path) -> Kind:
     if source.adapter is None:
         raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
     _write_adapter(source.recipe, source.adapter, source.initial, folder)
-    source.generation.save_pretrained(folder)
+    if source.generation is not None:
+        source.generation.save_pretrained(folder)
     return "adapter"
 
 
 def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: Path) -> None:
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
+        skeleton = auto_class(recipe.scores).from_config(
             base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
         )
     config = check_adapter(adapter, skeleton)
@@ -53,7 +55,9 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
         tensors = _difference(tensors, before)
         config = _twice_the_rank(config)
     config.base_model_name_or_path, config.revision = base_reference(recipe.model)
-    config.task_type = TaskType.CAUSAL_LM
+    config.task_type = TaskType.CAUSAL_LM if recipe.scores is None else TaskType.SEQ_CLS
+    if recipe.scores is not None:  # PEFT takes labels and pad token of no other file
+        AutoConfig.from_pretrained(adapter).save_pretrained(folder)
     config.inference_mode = True
     config.save_pretrained(str(folder))
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

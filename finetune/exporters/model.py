@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.handover import saved_config
@@ -41,6 +41,7 @@ def write(source: Source, folder: Path) -> Kind:
         trust_remote_code=recipe.model.trust_remote_code,
         attention=recipe.model.attention,
         device="cpu",
+        scores=recipe.scores,
     )
     _write_model(whole, recipe, source.generation, folder, source.shard_size)
     return "model"
@@ -58,6 +59,8 @@ def write_merged(source: Source, folder: Path) -> Kind:
         raise FinetuneError("--format merged: the run trained all weights; export it as 'model'")
     base = base_model(recipe, torch.float32, quantized=False, device="cpu")
     refuse_other_base(source.checkpoint, recipe.model)
+    if recipe.scores is not None:
+        base.config.pad_token_id = AutoConfig.from_pretrained(source.adapter).pad_token_id
     merged = _merge(base, source.adapter, source.initial, source.tokenizer)
     cast(merged, source.dtype or _stored_dtype(recipe))
     _write_model(merged, recipe, source.generation, folder, source.shard_size)
@@ -87,7 +90,7 @@ def _merge(
 
 @torch.inference_mode()
 def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids).logits  # (1, tokens, vocabulary)
+    return model(input_ids=ids).logits  # (1, tokens, vocabulary), or (1, labels)
 
 
 def _untie(model: PeftModel) -> None:
@@ -108,7 +111,7 @@ def _untie(model: PeftModel) -> None:
 def _write_model(
     model: PreTrainedModel,
     recipe: Recipe,
-    generation: GenerationConfig,
+    generation: GenerationConfig | None,
     folder: Path,
     shard_size: str,
 ) -> None:
@@ -125,6 +128,7 @@ def _refuse_lost(folder: Path, recipe: Recipe) -> None:
         trust_remote_code=recipe.model.trust_remote_code,
         attention=recipe.model.attention,
         device="meta",
+        scores=recipe.scores,
     )
     for path in folder.glob("model*.safetensors"):
         empty = [name for name, shape in tensor_shapes(path).items() if 0 in shape]

@@ -34,8 +34,8 @@ class Source:
     initial: Path | None
     """The adapter before its first step, where it took its product out of the base."""
     tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig
-    """Settings for generation, with the stop tokens of the training."""
+    generation: GenerationConfig | None
+    """Settings for generation, with the stop tokens of the training; None for a score head."""
     dtype: torch.dtype | None
     """Of whole weights; by default that of the base model's own files."""
     shard_size: str
@@ -69,8 +69,10 @@ def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_si
 
 def _generation(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, saved: Path
-) -> GenerationConfig:
+) -> GenerationConfig | None:
     """The settings that the checkpoint was saved with, else the base's with the stop tokens."""
+    if recipe.scores is not None:
+        return None
     own = GenerationConfig.from_model_config(base_config(recipe))
     if (saved / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(saved)

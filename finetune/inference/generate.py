@@ -6,12 +6,13 @@ prompt is a plain text that the model continues.
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, TaskType
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -37,6 +38,11 @@ from finetune.models.load_checks import context_length, reading, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, open_run
+
+SCORES = (
+    "it scores texts and does not answer: load it with AutoModelForSequenceClassification, as its "
+    "README.md shows; how it scores held-out rows is in the run's report (eval_data, eval_rows)"
+)
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -76,6 +82,8 @@ def load(
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = catalog.load(run.recipe)
+    if recipe.scores is not None:
+        raise FinetuneError(f"{run.root}: {SCORES}")
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
@@ -119,10 +127,16 @@ def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         config = adapter_config(folder)
+        if config.task_type == TaskType.SEQ_CLS:
+            raise FinetuneError(f"{path}: {SCORES}")
         base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
         return _loaded(attach(base, folder), load_tokenizer(folder), folder)
     if not (folder / "config.json").is_file():
         raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
+    with reading(f"{folder / 'config.json'}: cannot be read"):
+        kinds = json.loads((folder / "config.json").read_text()).get("architectures") or ()
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise FinetuneError(f"{path}: {SCORES}")
     return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
 
 

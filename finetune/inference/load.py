@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,9 +29,10 @@ from finetune.checkpoints.pretrained import forget_stored_form
 from finetune.errors import FinetuneError
 from finetune.models.load_checks import reading, unfilled, unread
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
+from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, Scores
 from finetune.runs.manifest import differing, read_manifest
 from finetune.runs.run import Run, of_record
 
@@ -106,22 +106,25 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
     """The architecture that a recipe names or spells out."""
-    model = recipe.model
+    model, scores = recipe.model, recipe.scores
     if model.name is None:
         fields = dict(model.config or {})
         if "model_type" not in fields:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
-        return AutoConfig.for_model(**fields)
+        return AutoConfig.for_model(**fields, **({} if scores is None else scores.config))
     with reading(_unloadable(model.name)):
-        return _config(model.name, model.revision, model.trust_remote_code)
+        return _config(model.name, model.revision, model.trust_remote_code, scores)
 
 
-def _config(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+def _config(
+    name: str | Path, revision: str | None, trust_remote_code: bool, scores: Scores | None
+) -> PreTrainedConfig:
     """A configuration from which a model can be built: its pad token has a row, or is left out."""
     config = AutoConfig.from_pretrained(
         str(name), revision=revision or "main", trust_remote_code=trust_remote_code
     )
     config.update(without_lost_pad(config))
+    config.update({} if scores is None else scores.config)
     return config
 
 
@@ -140,7 +143,10 @@ def base_model(
     if model.name is None:
         torch.manual_seed(recipe.seed)
         config = base_config(recipe)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
+        built = auto_class(recipe.scores).from_config(config, dtype=dtype or torch.float32)
+        if recipe.scores is not None:
+            draw_head(built, recipe.scores, recipe.seed)
+        return built.eval()
     loaded = load_weights(
         model.name,
         dtype,
@@ -150,6 +156,8 @@ def base_model(
         attention=model.attention,
         quantization=model.quantization if quantized else "none",
         device=device,
+        scores=recipe.scores,
+        seed=recipe.seed,
     )
     return loaded if quantized else _unquantised(loaded)
 
@@ -175,8 +183,12 @@ def load_weights(
     attention: str | None = None,
     quantization: str = "none",
     device: str | None = None,
+    scores: Scores | None = None,
+    seed: int | None = None,
 ) -> PreTrainedModel:
     """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless given.
+
+    With `scores` a model with that score head, drawn from `seed` where the files have none.
 
     `attention` is that of the recipe. Without one, and where it needs a GPU that is not used, the
     model has what transformers chooses for it: SDPA, or eager for a model without it.
@@ -185,9 +197,9 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(scores).from_pretrained(
             str(name),
-            config=_config(name, revision, trust_remote_code),
+            config=_config(name, revision, trust_remote_code, scores),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,
@@ -200,6 +212,10 @@ def load_weights(
             device_map=device if device == "auto" else {"": device},
         )
     model, info = loaded
+    if scores is not None and seed is not None:
+        info, is_new = without_new_head(info)
+        if is_new:
+            draw_head(model, scores, seed)
     unused, _ = unread(info, model)
     problems = unfilled(info) + unused
     if problems:

@@ -43,7 +43,7 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
         FinetuneError: `chunked`, and the head is no plain linear layer.
     """
     if chunked:
-        head = _plain_head(model)
+        head = plain_head(model)
         head.__class__ = LabelledHead
         head.scale, head.cap = logit_function(model.config)
     kind = type(model)
@@ -52,11 +52,16 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
     model.__class__ = type(kind.__name__, (WithLoss, kind), own)
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Module:
+def plain_head(model: PreTrainedModel) -> nn.Module:
+    """The head that is computed with: a copy that is trained whole beside an adapter, or itself.
+
+    Raises:
+        FinetuneError: it is no plain linear layer.
+    """
     head = model.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):  # trained whole beside an adapter
         head = head.modules_to_save[head.active_adapters[0]]
-    if type(head) is not nn.Linear:
+    if type(head) not in (nn.Linear, LabelledHead):
         raise FinetuneError(
             f"kernels.head: the head is a {type(head).__name__}, expected a plain linear layer; "
             "use kernels.head=whole"
@@ -175,7 +180,7 @@ class ChunkedLoss(torch.autograd.Function):
             given, matrix = hidden.to(dtype), weight.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             wanted = ctx.needs_input_grad[:3]
-            grads = _Gradients(given, matrix, bias, wanted, tile)
+            grads = Gradients(given, matrix, bias, wanted, tile)
             for start in range(0, len(given), chunk):
                 part = slice(start, start + chunk)
                 logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
@@ -236,7 +241,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
             wanted = ctx.needs_input_grad[:3]
-            grads = _Gradients(given, matrix, bias, wanted, tile)
+            grads = Gradients(given, matrix, bias, wanted, tile)
             for start in range(0, len(given), chunk):
                 part = slice(start, start + chunk)
                 logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
@@ -244,7 +249,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         return (*grads.of(hidden, weight, bias), *(None,) * 5)
 
 
-class _Gradients:
+class Gradients:
     """Gradients of the summed loss with respect to hidden states, matrix and bias, so far."""
 
     def __init__(
@@ -283,13 +288,17 @@ class _Gradients:
         if weights is not None:
             self._count_weighted(part, logits, weights)
             return loss
-        if self.bias is not None:
-            self.bias += logits.sum(0, dtype=torch.float32)
-        if self.hidden is not None:
-            torch.mm(logits, self.matrix, out=self.hidden[part])
-        if self.weight is not None:
-            self.weight += logits.T @ self.given[part]
+        self.add(part, logits)
         return loss
+
+    def add(self, part: slice, by_logits: torch.Tensor) -> None:
+        """Count in what the gradient of a chunk's logits, (chunk, vocabulary), brings."""
+        if self.bias is not None:
+            self.bias += by_logits.sum(0, dtype=torch.float32)
+        if self.hidden is not None:
+            torch.mm(by_logits, self.matrix, out=self.hidden[part])
+        if self.weight is not None:
+            self.weight += by_logits.T @ self.given[part]
 
     def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
         """The same with rows times `weights`, which multiply what is narrower than the logits."""

@@ -1,10 +1,13 @@
 """Training methods by name: each a Recipe that says what a row's loss is."""
 
+from finetune.methods.classifier import Classifier
 from finetune.methods.cpo import CPO
+from finetune.methods.distill import Distill
 from finetune.methods.dpo import DPO
 from finetune.methods.kto import KTO
 from finetune.methods.orpo import ORPO
 from finetune.methods.pretrain import Pretrain
+from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
 from finetune.methods.simpo import SimPO
 from finetune.recipe import Recipe
@@ -17,4 +20,7 @@ METHODS: dict[str, type[Recipe]] = {
     "simpo": SimPO,
     "cpo": CPO,
     "kto": KTO,
+    "reward": RewardModel,
+    "classifier": Classifier,
+    "distill": Distill,
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from finetune.data.collate import UNTRAINED, MicroBatch
+from finetune.kernels.divergence import Target
 
 Sum = tuple[torch.Tensor, int | torch.Tensor]
 """A sum, as a scalar, and how many numbers were added, a scalar where only the device knows."""
@@ -21,6 +22,10 @@ class Loss:
     """By the names in the method's `metrics`; those that are left out count nothing."""
     balance: torch.Tensor | None = None  # scalar, fp32
     """The load-balancing loss of experts, summed over tokens; None where none is trained."""
+    extremes: Mapping[str, torch.Tensor] = dataclasses.field(
+        default_factory=dict[str, torch.Tensor]
+    )
+    """Largest and smallest values, scalars, by the names in the method's `extremes`."""
 
 
 def token_loss(model: torch.nn.Module, batch: MicroBatch) -> Loss:
@@ -83,6 +88,28 @@ def sequence_logps(
     lengths = batch.document_labels
     # Without its checks, for which a GPU would have to be asked.
     return torch.segment_reduce(logps, "sum", lengths=lengths, unsafe=True), balance
+
+
+def taught_loss_sum(
+    model: torch.nn.Module, batch: MicroBatch, target: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the trained tokens, scalars in fp32: the loss of a student, its cross-entropy.
+
+    `model` is one that `finetune.kernels.divergence.give_teacher` was applied to, however it is
+    wrapped. Logits are never whole in memory.
+    """
+    places, targets = labelled(batch)
+    given = batch.inputs() | {"places": places, "targets": targets, "taught": target}
+    total, nll = model(**given, use_cache=False).unbind()
+    return total, nll
+
+
+def sequence_scores(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Scores at the last token of each document, (documents, labels) in fp32.
+
+    `model` is one that `finetune.kernels.scores.give_scores` was applied to, however it is wrapped.
+    """
+    return model(**batch.inputs(), use_cache=False, places=batch.last_places)
 
 
 def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,12 +25,12 @@ def reads_base(adapter: LoRA | None) -> bool:
     return isinstance(init, str) and init not in plain
 
 
-def lora_config(adapter: LoRA) -> LoraConfig:
-    """The adapter in PEFT's own words."""
+def lora_config(adapter: LoRA, scores: bool = False) -> LoraConfig:
+    """The adapter in PEFT's own words; beside it a score head is trained whole."""
     wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     excluded = adapter.exclude_modules
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         r=adapter.r,
         lora_alpha=adapter.scale_alpha,
         lora_dropout=adapter.dropout,
@@ -57,7 +57,7 @@ def attach(
     """A frozen base with an adapter, and the rows of its tables that are trained."""
     if given is not None:
         return _with_adapter(model, adapter, given, settled=True)
-    config = lora_config(adapter)
+    config = lora_config(adapter, scores=isinstance(getattr(model, "score", None), nn.Linear))
     if tokenizer is not None:
         config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
         tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)

@@ -1,27 +1,16 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
-import contextlib
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
+from finetune.checkpoints.pretrained import is_of_teacher
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
 from finetune.distributed.parameters import whole_numel
@@ -34,21 +23,18 @@ from finetune.kernels.head import give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.models import adapters, continued, vocabulary
+from finetune.kernels.scores import give_scores
+from finetune.models import adapters, continued, teacher, vocabulary
 from finetune.models.gradients import without_unreached
-from finetune.models.load_checks import first_line, is_of_library, other_shapes, unfilled, unread
+from finetune.models.load_checks import first_line, is_of_library
 from finetune.models.packed_attention import (
     DOCUMENTS,
     attention_notes,
     check_layout,
     implementation,
 )
-from finetune.models.quantization import (
-    compute_in,
-    keep_unpacked,
-    loading_arguments,
-    placed_while_loading,
-)
+from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
+from finetune.models.quantization import keep_unpacked
 from finetune.models.recurrence import keep_apart
 from finetune.models.soundness import (
     DECODER_ONLY,
@@ -59,9 +45,8 @@ from finetune.models.soundness import (
     not_finite,
 )
 from finetune.models.starting_adapter import tokenizer_of
-from finetune.planner import Plan, limits
+from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
-from finetune.planner.shapes import prequantised
 from finetune.recipe import LoRA, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
@@ -125,10 +110,17 @@ def build(engine: Engine, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     field = "model.name" if recipe.model.config is None else "model.config"
     with explained(field, "transformers cannot make a model of it", DECODER_ONLY):
-        model = _from_scratch(engine) if recipe.model.config is not None else _pretrained(engine)
+        model = (
+            from_scratch(engine)
+            if recipe.model.config is not None
+            else pretrained(engine, recipe, weight_dtype(plan))
+        )
     check_layout(recipe, model.config)
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
+    if recipe.scores is not None and model.config.get_text_config().pad_token_id is None:
+        # Passes of several rows need one; `scoring.settle_pad` chooses what is saved.
+        model.config.get_text_config().pad_token_id = 0
     given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
     by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
     tokenizer = load_tokenizer(recipe) if recipe.model.add_tokens or by_rows else None
@@ -150,6 +142,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
     else:
         hold_in_fp32(trained)
     install_kernels(model, plan)
+    if recipe.teaches:
+        teacher.give(engine, model, lambda each: install_fused(each, plan))
     return trained
 
 
@@ -198,12 +192,22 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
-    balance = balance_of(model, plan.recipe.model)
-    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
+    if plan.recipe.scores is not None:
+        give_scores(model)
+    else:
+        balance = balance_of(model, plan.recipe.model)
+        give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
+    install_fused(model, plan)
+
+
+def install_fused(model: PreTrainedModel, plan: Plan) -> None:
+    """Let a model compute norms, activations and rotations as the plan says."""
+    chosen = choices(plan.recipe, plan.backend, model.config.model_type)
+    values = {each.option: each.value for each in chosen}
     for option, (fuse, _, _) in FUSED.items():
-        if chosen[option] == "fused":
+        if values[option] == "fused":
             fuse(model)
     compute_as_autocast()
     keep_apart(model)
@@ -267,150 +271,12 @@ def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compute_dtype(plan: Plan) -> torch.dtype:
-    return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
-
-
-def weight_dtype(plan: Plan) -> torch.dtype:
-    """Frozen weights are held as they are computed with; trained ones in fp32.
-
-    An engine with fp32 masters of its own holds what it computes with.
-    """
-    frozen = plan.recipe.adapter is not None
-    return compute_dtype(plan) if frozen or plan.traits.masters else torch.float32
-
-
-def causal(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config that the causal language model of a config will have: of some only the text's."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    text = config.sub_configs.get("text_config")
-    alone = text is not None and kind is not None and kind.config_class == text
-    return config.get_text_config() if alone else config
-
-
-def _from_scratch(engine: Engine) -> PreTrainedModel:
-    fields = dict(engine.plan.recipe.model.config or {})
-    kind = fields.pop("model_type", None)
-    if kind is None:
-        raise FinetuneError("model.config: `model_type` is missing (llama, qwen3, mistral, ...)")
-    try:
-        config = AutoConfig.for_model(kind, **fields)
-        with engine.whole_weights():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=implementation(engine.plan.recipe, causal(config)),
-                dtype=torch.float32,
-            )
-            save_as_published(model)
-            return model
-    except (ValueError, TypeError, ImportError) as error:
-        raise FinetuneError(f"model.config: {first_line(error)}{advice(error)}") from None
-
-
-def _pretrained(engine: Engine) -> PreTrainedModel:
-    plan = engine.plan
-    model = plan.recipe.model
-    fields = _stored_fields(plan)
-    stored = prequantised.stored_kind(fields)
-    dequantising = stored in prequantised.DEQUANTISED
-    packed = stored is not None or model.quantization != "none"
-    # A decomposition of the base weights must see them whole, and so must the mean of a table.
-    whole = (
-        not plan.backend.zero_init
-        or adapters.reads_base(plan.recipe.adapter)
-        or bool(model.add_tokens)
-        or model.adapter is not None
-        or dequantising
-    )
-    loaded: Any = None
-    notes: list[str] = []
-    try:
-        config = AutoConfig.from_pretrained(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-        with engine.whole_weights() if whole else contextlib.nullcontext():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                model.name,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                revision=model.revision,
-                dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe, causal(config)),
-                trust_remote_code=model.trust_remote_code,
-                use_safetensors=None if model.pickle else True,  # a pickle can run code
-                weights_only=True,
-                **vocabulary.without_lost_pad(config),
-                **placed_while_loading(packed, plan.traits.shards_all),
-                **loading_arguments(
-                    fields,
-                    model.quantization,
-                    compute_dtype(plan),
-                    getattr(torch, plan.quant_storage),
-                ),
-            )
-    except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
-        raise FinetuneError(
-            f"model.name: '{model.name}' cannot be loaded: {first_line(error)}{advice(error)}"
-        ) from None
-    except RuntimeError as error:
-        problems = other_shapes(error)
-        if not problems:
-            raise
-    else:
-        loaded, info = loaded
-        unused, notes = unread(info, loaded)
-        problems = unfilled(info) + unused
-    if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
-        problems = engine.from_first(problems)
-    if problems:
-        raise FinetuneError(
-            f"model.name: the weights of '{model.name}' do not fit its config.json: "
-            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
-        )
-    engine.notes += notes
-    if dequantising:
-        forget_stored_form(loaded, weight_dtype(plan))
-    compute_in(loaded, compute_dtype(plan))
-    return loaded
-
-
-def _stored_fields(plan: Plan) -> dict[str, Any]:
-    """The `config.json` of a recipe's model.
-
-    Raises:
-        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
-    """
-    model = plan.recipe.model
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
-    except (OSError, ValueError):
-        return {}  # loading the model says what is wrong
-    name = model.name or ""
-    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
-    found += limits.problems(plan.recipe, fields)  # a plan knows no config that is on the hub only
-    if found:
-        raise FinetuneError(*found)
-    return fields
-
-
-def advice(error: Exception) -> str:
-    """What to do where transformers would have to run somebody's code, as the end of a message."""
-    if "Unrecognized configuration class" in str(error):
-        return f"; {DECODER_ONLY}"
-    if "custom code" in str(error):
-        return "; that code runs only with model.trust_remote_code=true"
-    if "model.safetensors" in str(error):
-        return (
-            "; weights in a pickle are refused, because one can run code: convert them to "
-            "safetensors, or set model.pickle=true where you trust who made them"
-        )
-    return ""
-
-
 def counts(model: nn.Module) -> tuple[int, int]:
     """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
     trained = total = 0
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if is_of_teacher(name):
+            continue
         elements = _elements(parameter)
         total += elements
         trained += elements if parameter.requires_grad else 0
@@ -422,7 +288,8 @@ def stored(model: nn.Module) -> dict[str, int]:
 
     `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
     """
-    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
+    named = model.named_parameters()
+    sizes = [(whole_numel(p), p.requires_grad) for n, p in named if not is_of_teacher(n)]
     limit = 10 * model.config.get_text_config().hidden_size
     return {
         "parameters": sum(size for size, _ in sizes),

@@ -73,6 +73,7 @@ def causality(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     side_by_side: bool = False,
+    scores: bool = False,
 ) -> Causality:
     """Measure whether later tokens move the logits of earlier ones.
 
@@ -87,18 +88,23 @@ def causality(
         device: where it computes.
         dtype: what it computes in.
         side_by_side: whether its attention is told where rows that are side by side end.
+        scores: whether it is one that `finetune.kernels.scores.give_scores` was applied to.
     """
     model.eval()
     ids = _rows(vocabulary).to(device)
     given = _laid(ids) if side_by_side else {"input_ids": ids}
-    logits = logits_of(model(**given, use_cache=False)).float()
-    logits = logits.view(*ids.shape, -1)  # (rows, tokens, vocabulary)
+    if scores:
+        places = torch.arange(ids.numel(), device=device)
+        logits = model(**given, use_cache=False, places=places)
+    else:
+        logits = logits_of(model(**given, use_cache=False)).float()
+    logits = logits.view(*ids.shape, -1)  # (rows, tokens, vocabulary or labels)
     if not bool(torch.isfinite(logits).all()):
         return Causality(finite=False, leak=0.0)
     first, copy = logits[:VARIANTS], logits[VARIANTS]
     pairs = [(a, b) for a in range(VARIANTS) for b in range(a)]
     apart = torch.stack([(first[a] - first[b]).abs().mean(-1) for a, b in pairs])  # (pairs, tokens)
-    spread = first.std(-1).mean()
+    spread = first.std() if scores else first.std(-1).mean()
     leak = float(apart[:, :PREFIX].amin(0).max() / spread)
     noise = float((copy - first[0]).abs().mean(-1).max() / spread)
     least = max(LEAST.get(dtype, LEAST[torch.bfloat16]), 3 * noise)

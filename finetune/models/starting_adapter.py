@@ -38,6 +38,9 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 """Fields of PEFT's file that do not change what an adapter of known values computes."""
 
+SCORE_HEADS = ("classifier", "score")
+"""Names that PEFT 0.21 adds to `modules_to_save` of every adapter for sequence classification."""
+
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that take something out of the base weights."""
 
@@ -132,8 +135,8 @@ def _problems(fields: dict[str, Any]) -> list[str]:
     if fields.get("peft_type") != "LORA":
         return [f"peft_type is {fields.get('peft_type')!r}, expected 'LORA'; {MERGE}"]
     problems: list[str] = []
-    if fields.get("task_type") not in (None, "CAUSAL_LM"):
-        problems.append(f"task_type is {fields['task_type']!r}, expected 'CAUSAL_LM'")
+    if fields.get("task_type") not in (None, "CAUSAL_LM", "SEQ_CLS"):
+        problems.append(f"task_type is {fields['task_type']!r}, expected 'CAUSAL_LM' or 'SEQ_CLS'")
     init = str(fields.get("init_lora_weights", True)).lower()
     if init.startswith(CHANGES_BASE):
         problems.append(
@@ -164,6 +167,9 @@ def section_of(fields: dict[str, Any]) -> LoRA:
         for theirs, ours in TAKEN.items()
         if ours in known and fields.get(theirs) not in (None, [], {})
     }
+    if fields.get("task_type") == "SEQ_CLS":  # PEFT adds the names of score heads to each
+        others = (n for n in taken.pop("modules_to_save", ()) if n not in SCORE_HEADS)
+        taken["modules_to_save"] = tuple(dict.fromkeys(others))
     layers = taken.get("layers_to_transform")
     if isinstance(layers, int):
         taken["layers_to_transform"] = (layers,)

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.models.load_checks import full_shape
+from finetune.models.scoring import head_of
 from finetune.planner.limits import against_parameters
 from finetune.recipe import LoRA
 
@@ -117,7 +118,7 @@ def _modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     if config.target_modules != ALL:
         return [name for name in names if check_target_module_exists(config, name)]
-    head = model.get_output_embeddings()
+    head = head_of(model)
     routers = tuple(f"{name}." for name in _routers(model))
     linear = copy.copy(config)
     linear.target_modules = {
@@ -268,7 +269,7 @@ class Reach:
 def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
     """What the adapter in a model reaches, before the engine shards it; `base` is inside."""
     reached = {id(parameter) for parameter in reached_by(model)}
-    head = base.get_output_embeddings()
+    head = head_of(base)
     aside = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     aside += [] if head is None else [head]
     outer = {id(parameter) for module in aside for parameter in module.parameters()}

@@ -54,6 +54,8 @@ TILE_ENTRIES = 2**21
 GPU_CHUNK_ENTRIES = 2**27
 """Logits of one chunk on a GPU, 256 MiB in bf16: 1,024 rows of 128,256 tokens. A product of fewer
 reads the head's matrix more often than a GPU can while it multiplies (an H100: 300 rows)."""
+TAUGHT_ENTRIES, GPU_TAUGHT_ENTRIES = 2**21, 2**24
+"""Logits that are compared with a teacher's at once, of which there are nine copies in fp32."""
 GPU_TILE_ENTRIES = 2**25
 """Logits that a GPU turns into a gradient at once, 128 MiB in fp32: its threads are busy with
 less, and copies of a whole chunk would take a GiB."""
@@ -162,6 +164,8 @@ def against_one_call(
 
 
 def _head(recipe: Recipe, kind: str | None) -> Choice:
+    if recipe.scores is not None:
+        return Choice("head", "scores")
     if recipe.kernels.head == "whole":
         return Choice("head", "whole")
     if recipe.adapter is not None and _on_head(recipe.adapter.targets):

@@ -17,6 +17,7 @@ from finetune.planner.shapes import published
 from finetune.recipe import LoRA, Recipe
 
 SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
+SCORED = "MODEL_FOR_SEQUENCE_CLASSIFICATION"
 BESIDE_TEXT = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 MAMBA_UNREACHED = ("out_proj", "conv1d")
@@ -80,6 +81,11 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
             f"{field}: {kind} is an encoder-decoder model, and only decoders are trained here; "
             "use a decoder such as Qwen3, Llama or Gemma"
         )
+    elif recipe.scores is not None and kind not in (scoring := types(SCORED)) and scoring:
+        yield (
+            f"{field}: {kind} has no sequence classification model in transformers, which method "
+            f"'{recipe.method}' trains; use Qwen3, Llama, Mistral or Gemma"
+        )
     elif causal and kind not in causal:
         reason = _not_causal(kind)
         if reason:
@@ -89,6 +95,11 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a load-balancing loss that is asked for cannot be added."""
     _, problem = coefficient(recipe.model, fields)
+    if recipe.scores is not None and isinstance(recipe.model.router_aux_loss, float):
+        problem = (
+            f"model.router_aux_loss: method '{recipe.method}' adds no load-balancing loss to its "
+            "scores; use model or none"
+        )
     if problem:
         yield problem
 

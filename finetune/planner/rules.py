@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from finetune.backend import Backend
 from finetune.planner import limits
 from finetune.planner.engines import TRAITS
+from finetune.planner.kernels import choices, model_type
 from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
@@ -130,11 +131,24 @@ def _micro_tokens(recipe: Recipe) -> Iterator[str]:
 
 def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     yield from method_problems(recipe)
+    if recipe.teaches:
+        head = next(c for c in choices(recipe, backend, model_type(recipe)) if c.option == "head")
+        if head.value != "chunked":
+            yield (
+                f"kernels.head: {head.value}{f', because {head.fallback}' * bool(head.fallback)}, "
+                f"but {recipe.method} compares two heads in chunks; leave kernels.head=chunked, "
+                "and the head without an adapter or trained rows"
+            )
 
 
 def method_problems(recipe: Recipe) -> Iterator[str]:
     """What a method cannot do with its data: no verb reads it."""
-    if recipe.documents_per_row > 1 and recipe.batch.overlong == "split":
+    if recipe.scores is not None and recipe.batch.overlong == "split":
+        yield (
+            f"batch.overlong: split, but {recipe.method} scores whole sequences; use drop or "
+            "truncate"
+        )
+    elif recipe.documents_per_row > 1 and recipe.batch.overlong == "split":
         yield (
             f"batch.overlong: split, but {recipe.method} compares the documents of a row, and "
             "pieces of them are not comparable; use drop or truncate"

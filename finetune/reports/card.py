@@ -32,6 +32,9 @@ Kind = Literal["adapter", "merged", "model"]
 
 Row = tuple[str, str]
 
+TERMS = {"pairs": "pair", "rows": "row"}
+"""What a loss is the mean over, by the unit of the method."""
+
 
 def write_card(
     run: Run, folder: Path, *, kind: Kind | None = None, step: int | None = None
@@ -44,6 +47,7 @@ def write_card(
     """
     recipe, history = read_object(run.recipe), read_history(run)
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
+    scores = is_scorer(read_object(folder / "config.json"))
     step = step or run.best_step() or run.newest() or history.step
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -55,7 +59,10 @@ def write_card(
     )
     with of_record(run.root):
         text = templates.get_template("card.md.jinja").render(
-            front=yaml.safe_dump(front_matter(recipe, kind), sort_keys=False, allow_unicode=True),
+            front=yaml.safe_dump(
+                front_matter(recipe, kind, scores), sort_keys=False, allow_unicode=True
+            ),
+            scores=scores,
             title=plain(title(recipe)),
             base=code(base_model(recipe)),
             kind=kind,
@@ -68,9 +75,7 @@ def write_card(
             data=[row(*cells) for cells in _data(run, history)],
             sources=[row(*cells) for cells in _sources(recipe)],
             losses=[row(*cells) for cells in _losses(history)],
-            term="pair"
-            if history.starts and history.starts[-1].unit == "pairs"
-            else "trained token",
+            term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
             evaluated=bool(history.evaluated),
             answers=exact_answers(read_samples(run)),
             software=[row(*pair) for pair in _software(read_object(run.environment))],
@@ -83,7 +88,7 @@ def write_card(
     return path
 
 
-def front_matter(recipe: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def front_matter(recipe: Mapping[str, Any], kind: Kind, scores: bool = False) -> dict[str, Any]:
     """The card's metadata as the hub reads it; names that are not the hub's are left out."""
     model, adapter = recipe.get("model") or {}, recipe.get("adapter")
     base = hub_name(model.get("name"))
@@ -93,7 +98,7 @@ def front_matter(recipe: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     if base:
         front["base_model"] = base
     front["library_name"] = "peft" if kind == "adapter" else "transformers"
-    front["pipeline_tag"] = "text-generation"
+    front["pipeline_tag"] = "text-classification" if scores else "text-generation"
     method = str(recipe.get("method") or "").rpartition(":")[2].lower()
     front["tags"] = ["finetune", *filter(None, [method]), *lora]
     datasets = [hub_name(source.get("source")) for source in recipe.get("data", ())]
@@ -201,12 +206,15 @@ def _software(environment: Mapping[str, Any]) -> list[Row]:
 
 
 def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
-    """Python that loads the folder it is run in and continues a prompt.
+    """Python that loads the folder it is run in and continues a prompt, or scores a text.
 
     An adapter is given the stop tokens of its folder: PEFT takes those of the base model.
     """
     trusting = (recipe.get("model") or {}).get("trust_remote_code")
     more = ", trust_remote_code=True" if trusting else ""
+    has_template = (folder / "chat_template.jinja").exists()
+    if is_scorer(read_object(folder / "config.json")):
+        return _scoring(kind, more, has_template)
     auto = "AutoPeftModelForCausalLM" if kind == "adapter" else "AutoModelForCausalLM"
     load = f'model = {auto}.from_pretrained(".", dtype="auto"{more})'
     imports = f"from transformers import {auto}, AutoTokenizer"
@@ -217,7 +225,7 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
             imports += ", GenerationConfig"
             load += '\nsettings = GenerationConfig.from_pretrained(".")  # where answers end'
             arguments = "generation_config=settings, max_new_tokens=64"
-    if (folder / "chat_template.jinja").exists():
+    if has_template:
         prompt = (
             'messages = [{"role": "user", "content": "Hello!"}]\n'
             "inputs = tokenizer.apply_chat_template(\n"
@@ -232,6 +240,46 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
     )
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
     return "\n".join([imports, "", tokenizer, load, prompt, generate])
+
+
+def _scoring(kind: Kind, more: str, has_template: bool) -> str:
+    """Python that loads the folder it is run in and scores a text."""
+    auto, library = "AutoModelForSequenceClassification", "transformers"
+    imports = {"transformers": {"AutoTokenizer"}, "peft": set[str]()}
+    settings: list[str] = []
+    if kind == "adapter":  # PEFT 0.21 reads the base's config.json, which has other labels
+        auto, library = "AutoPeftModelForSequenceClassification", "peft"
+        imports["transformers"].add("AutoConfig")
+        settings = [
+            'config = AutoConfig.from_pretrained(".")',
+            'names = ("id2label", "label2id", "pad_token_id")',
+            "settings = {name: getattr(config, name) for name in names}",
+        ]
+        more = f", **settings{more}"
+    imports[library].add(auto)
+    text = 'inputs = tokenizer("A text to judge", return_tensors="pt")'
+    if has_template:
+        text = (
+            'messages = [{"role": "user", "content": "Hello!"}]\n'
+            "inputs = tokenizer.apply_chat_template(\n"
+            '    messages, return_tensors="pt", return_dict=True\n)'
+        )
+    return "\n".join([
+        *(f"from {name} import {', '.join(sorted(n))}" for name, n in imports.items() if n),
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained(".")',
+        *settings,
+        f'model = {auto}.from_pretrained(".", dtype="auto"{more})',
+        text,
+        "scores = model(**inputs).logits[0]  # one for each name",
+        "print(dict(zip(model.config.id2label.values(), scores.tolist())))",
+    ])  # fmt: skip
+
+
+def is_scorer(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model with a score head."""
+    kinds = config.get("architectures") or ()
+    return any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
 
 
 def _stored_kind(model: Mapping[str, Any]) -> str | None:

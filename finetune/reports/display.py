@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from finetune.data.audit import EMPTY, describe
+from finetune.reports.card import is_scorer
 from finetune.runs import units
 from finetune.runs.metrics import (
     Ended,
@@ -329,8 +330,9 @@ def next_commands(run: Run, end: Ended) -> list[tuple[str, str]]:
         return [("go on", "the same command with --resume"), report]
     merge = " --merge" if read_object(run.recipe).get("adapter") else ""
     target = shlex.quote(f"{run.root}-merged" if merge else f"{run.root}-export")
+    scores = is_scorer(read_object(run.final / "config.json"))
     return [
-        ("chat", f"finetune chat {root}"),
+        *([] if scores else [("chat", f"finetune chat {root}")]),
         ("export", f"finetune export {root} --to {target}{merge}"),
         report,
     ]

@@ -43,6 +43,16 @@ class Document:
     pieces: list[Piece]
     name: str = ""
     """Which of a row's sequences it is, such as `chosen`."""
+    label: str = ""
+    """What it is to be judged as."""
+    scored: bool = False
+    """Whether what is learned is read at its last token."""
+
+    @property
+    def counted(self) -> str:
+        """Its tokens, and what is learned of them, in words."""
+        learned = "scored at the last" if self.scored else f"{self.trained} trained"
+        return f"{self.tokens} tokens, {learned}{f', label: {self.label}' * bool(self.label)}"
 
     @property
     def tokens(self) -> int:
@@ -95,7 +105,7 @@ def inspect_rows(
     chosen = permutation(len(train), recipe.seed, 0)[:rows] if len(train) else np.empty(0, int)
     shown = [
         [
-            _document(prepared, tokenizer, int(number), name)
+            _document(recipe, prepared, tokenizer, int(number), name)
             for number, name in zip(
                 train.numbers(int(index)), itertools.cycle(recipe.document_names), strict=False
             )
@@ -106,13 +116,20 @@ def inspect_rows(
 
 
 def _document(
-    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int, name: str
+    recipe: Recipe,
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    name: str,
 ) -> Document:
-    ids, trained = prepared.train.documents.document(number)
+    documents = prepared.train.documents
+    ids, trained = documents.document(number)
     found = list(pieces(tokenizer, ids.tolist(), trained.tolist()))
-    if "wanted" in prepared.train.documents.columns:
-        name = "wanted" if prepared.train.documents.columns["wanted"][number] else "unwanted"
-    return Document(prepared.place(number), found, name)
+    columns = {each: float(values[number]) for each, values in documents.columns.items()}
+    if "wanted" in columns:
+        name = "wanted" if columns["wanted"] else "unwanted"
+    label, scored = recipe.label_of(columns), recipe.scores is not None
+    return Document(prepared.place(number), found, name, label, scored)
 
 
 def pieces(
@@ -147,10 +164,10 @@ def show(inspection: Inspection, console: Console) -> None:
     """Print rows, trained tokens in green; without colours they stand in double brackets."""
     for number, row in enumerate(inspection.rows, 1):
         for document in row:
-            share = f"{document.tokens} tokens, {document.trained} trained"
             named = f" [bold cyan]{document.name}[/]" if document.name else ""
             console.print(
-                f"[bold]row {number}[/]{named}  {escape(document.place)}  [dim]{share}[/]",
+                f"[bold]row {number}[/]{named}  {escape(document.place)}  "
+                f"[dim]{escape(document.counted)}[/]",
                 soft_wrap=True,
             )
             console.print(_coloured(document, console.is_terminal), soft_wrap=True)

@@ -14,7 +14,7 @@ from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
-from finetune.methods.losses import Sum
+from finetune.methods.losses import Loss
 from finetune.recipe import Recipe
 from finetune.training.answers import mismatched_batches, step_kl
 from finetune.training.feed import Feed, feed
@@ -96,9 +96,16 @@ class _Metrics:
         self.names = names
         self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         self.counts: list[int | torch.Tensor] = [0] * len(names)
+        self.largest = torch.full((len(recipe.extremes),), -math.inf, device=device)
+        """Of a smallest value its negative."""
 
-    def add(self, found: Mapping[str, Sum]) -> None:
-        """The sums of a micro-batch; no device has to be waited for."""
+    def add(self, loss: Loss) -> None:
+        """What a micro-batch measured; no device has to be waited for."""
+        if loss.extremes:
+            named = [(name, loss.extremes[name].detach()) for name in self.recipe.extremes]
+            given = torch.stack([-e if name.startswith("min_") else e for name, e in named])
+            self.largest = torch.maximum(self.largest, given.float())
+        found = loss.metrics
         if not self.names:
             return
         unknown = found.keys() - set(self.names)
@@ -108,12 +115,17 @@ class _Metrics:
         self.sums += torch.stack([each.detach().float() for each, _ in of_names])
         self.counts = [a + b for a, (_, b) in zip(self.counts, of_names, strict=True)]
 
-    def means(self, totals: list[float]) -> dict[str, float]:
-        """From the sums over all ranks, then the counts over all ranks."""
+    def over_ranks(self, totals: list[float], largest: list[float]) -> dict[str, float]:
+        """From the sums over all ranks, then the counts over all ranks, and the largest values."""
+        extremes = {
+            name: -value if name.startswith("min_") else value
+            for name, value in zip(self.recipe.extremes, largest, strict=True)
+            if math.isfinite(value)
+        }
         sums, counts = totals[: len(self.names)], totals[len(self.names) :]
         found = zip(self.names, sums, counts, strict=True)
         means = {name: total / count for name, total, count in found if count}
-        return self.recipe.derived(means) | means
+        return self.recipe.derived(means) | means | extremes
 
 
 def feeding(
@@ -196,19 +208,23 @@ def train_step(
             found = recipe.loss(engine.model, batch)
             loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
             engine.backward(poison(loss) * scale, last)
-        metrics.add(found.metrics)
+        metrics.add(found)
         losses.append(loss.detach())
         balances.append(balance.detach())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm, taken = engine.step(lr)
     measured.close()
     # One copy from the device; fp64, which not every device has, on the host.
-    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums]).cpu().double()
+    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums, metrics.largest])
+    read = read.cpu().double()
     sums, balanced = read[: 2 * len(losses)].chunk(2)  # (accumulation,)
     slots = sum(batch.ids.numel() for _, batch in batches)
-    measured_sums = [*read[2 * len(losses) :].tolist(), *map(float, metrics.counts)]
+    sums_end = 2 * len(losses) + len(metrics.names)
+    measured_sums = [*read[2 * len(losses) : sums_end].tolist(), *map(float, metrics.counts)]
     brought = [sums.sum().item(), balanced.sum().item(), slots, *measured_sums]
-    totals, largest = engine.meet(brought, noticed())
+    seen: list[float] = [*noticed(), *read[sums_end:].tolist()]
+    totals, most = engine.meet(brought, seen)
+    largest = [int(each) for each in most[: len(seen) - len(recipe.extremes)]]
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
     blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
@@ -229,7 +245,7 @@ def train_step(
         data_seconds=waited,
         largest=largest,
         suspects=blamed,
-        metrics=metrics.means(totals[3:]),
+        metrics=metrics.over_ranks(totals[3:], most[len(largest) :]),
     )
 
 
@@ -268,15 +284,15 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         terms += recipe.count(batch)
         found = recipe.loss(engine.model, batch)
         sums.append(found.sum)
-        metrics.add(found.metrics)
+        metrics.add(found)
     engine.reshard()
     # Added in fp64, which not every device has, on the host.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
     brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
-    summed, counted, *measured = engine.sum(brought)
+    (summed, counted, *measured), most = engine.meet(brought, metrics.largest.tolist())
     return EvalResult(
         loss=summed / max(1.0, counted),
         tokens=int(counted),
         seconds=time.perf_counter() - begun,
-        metrics=metrics.means(measured),
+        metrics=metrics.over_ranks(measured, most),
     )

@@ -7,6 +7,7 @@ from torch import nn
 
 from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError
+from finetune.models.scoring import head_of
 from finetune.recipe import Optim
 
 
@@ -65,7 +66,8 @@ def _muon(model: nn.Module, optim: Optim, peak: float) -> list[torch.optim.Optim
     """
     outer = {
         id(parameter)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        for module in (model.get_input_embeddings(), head_of(model))
+        if module is not None
         for parameter in module.parameters()
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

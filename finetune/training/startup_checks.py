@@ -226,8 +226,9 @@ def check_model(job: Job) -> str:
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
     ):
         found = soundness.causality(
-            engine.model, rows, engine.device, compute_dtype(job.plan), job.data.train.side_by_side
-        )
+            engine.model, rows, engine.device, compute_dtype(job.plan),
+            job.data.train.side_by_side, scores=job.plan.recipe.scores is not None,
+        )  # fmt: skip
         engine.reshard()
         engine.gather_frozen_units()
     if not found.finite:

@@ -31,7 +31,15 @@ from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.kernels import cpu
-from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
+from finetune.models import (
+    adapters,
+    experts,
+    load_checks,
+    model,
+    scoring,
+    starting_adapter,
+    teacher,
+)
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.process import rendezvous
@@ -250,7 +258,8 @@ class Training:
             self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
         )
         self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
-        return prepare_on_ranks(self.engine, self.recipe, chat)
+        data = prepare_on_ranks(self.engine, self.recipe, chat)
+        return teacher.ready(self.recipe, self.tokenizer, data) if self.recipe.teaches else data
 
     def _build(self) -> Progress:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
@@ -260,7 +269,9 @@ class Training:
         self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
-        vocabulary_notes = self._fit_vocabulary(network)
+        self.pad_id, vocabulary_notes = scoring.fit_tokens(
+            self.recipe, network, self.tokenizer, self.data.train.documents
+        )
         self.tokenizer = handover.settle(network, self.chat, self.data.train)
         self.parameters = model.counts(network)
         self.stored = model.stored(network)
@@ -297,15 +308,6 @@ class Training:
             return []
         is_new = self.resumed is None
         return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
-
-    def _fit_vocabulary(self, network: torch.nn.Module) -> list[str]:
-        """Refuse tokens without a row, whose lookup would fail, and choose what fills rows."""
-        rows = load_checks.token_rows(network)
-        highest = int(self.data.train.documents.ids.max())
-        vocabulary.refuse_tokens_without_rows(self.recipe, self.tokenizer, rows, highest)
-        note = vocabulary.replace_pad(self.tokenizer, rows)
-        self.pad_id = vocabulary.pad_id(self.tokenizer, rows)
-        return [] if note is None else [note]
 
     def _check_context(self, network: torch.nn.Module) -> list[str]:
         """Refuse rows longer than the model's context; notes of those that are to pass."""

@@ -25,6 +25,7 @@ from finetune.data.samples import (
     Completion,
     Conversation,
     Judged,
+    Labelled,
     Preference,
     Sample,
     Text,
@@ -95,8 +96,15 @@ class Chat:
             case Text():
                 ids = self._closed(self._opened(self._tokens(sample.text).ids))
                 return Row(ids, [True] * len(ids), self._bos_notes(ids))
-            case Preference() | Judged():
+            case Preference() | Judged() | Labelled():
                 raise FinetuneError("render the sequences of a sample, not what is said of them")
+
+    def scored(self, sample: Sample) -> Row:
+        """Ids as serving gives them to a model that scores, the last marked; a text has no EOS."""
+        row = self.render(sample, "all") if not isinstance(sample, Text) else self._text(sample)
+        if not row.ids:
+            raise FinetuneError("the text is empty: there is no token whose score could be read")
+        return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes)
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
         """Token ids that a model is given to answer: messages and the header of its turn."""
@@ -112,6 +120,10 @@ class Chat:
             row = self.render(Conversation((QUESTION, ANSWER)), "completion")
             ends.add([token for token, said in zip(row.ids, row.trained, strict=True) if said][-1])
         return sorted(ends)
+
+    def _text(self, sample: Text) -> Row:
+        ids = self._opened(self._tokens(sample.text).ids)
+        return Row(ids, [True] * len(ids), self._bos_notes(ids))
 
     # Prompt and completion.
 

@@ -125,6 +125,8 @@ class _Step:
             first = index == self.layers - 1
             moments.append(self._layer("backward: first layer" if first else names[index], index))
         moments.append(self._embedding())
+        teacher = self._teacher()
+        moments += [] if teacher is None else [teacher]
         if self.deepspeed:
             moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
@@ -201,11 +203,22 @@ class _Step:
         buckets = deepspeed.filling(self.workload) + copies
         return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
 
+    def _teacher(self) -> Moment | None:
+        """The teacher's forward pass, which keeps nothing, before its student's."""
+        teacher = self.workload.teacher
+        if teacher is None:
+            return None
+        shape, numerics = teacher.shape, teacher.numerics
+        # The stream, its norm, and the widest part of a layer: gate, up and their product.
+        inside = 2.0 * shape.hidden * numerics.residual + 3.0 * shape.width * teacher.compute
+        gathered = 2.0 * teacher.unit_bytes if teacher.layout.share("params") > 1 else 0.0
+        return self.moment("forward: teacher", activations=teacher.tokens * inside, units=gathered)
+
     def _trained_head(self) -> float:
         """Trained parameters of the head where it is a unit of its own."""
         workload = self.workload
         apart = workload.trains("head") and not (workload.root_unit or workload.tied)
-        return float(workload.shape.embedding) if apart else 0.0
+        return float(workload.shape.head_weights) if apart else 0.0
 
     def _early(self) -> float:
         """Gradients while layers run backwards, besides those of layers that were reached."""
@@ -217,11 +230,11 @@ class _Step:
         """Gradient of the head while layers run backwards."""
         if not self.workload.trains("head") or self.immediate:
             return 0.0
-        embedding = float(self.workload.shape.embedding)
+        head = float(self.workload.shape.head_weights)
         if self.fsdp and self.workload.root_unit:
-            return embedding * self.workload.compute  # whole until the root unit has ended
+            return head * self.workload.compute  # whole until the root unit has ended
         width = self.workload.gradient_width / self.workload.layout.share("grads")
-        return embedding * width
+        return head * width
 
     def _waiting(self) -> float:
         """The head's gradient until the embedding's comes, where they are added to earlier ones."""

@@ -15,7 +15,7 @@ from finetune.planner.estimate.adapters import named_expert_size
 from finetune.planner.estimate.numerics import AttentionKind
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times
-from finetune.planner.estimate.workload import CHUNKED, OURS, Adapter, Workload, lora
+from finetune.planner.estimate.workload import CHUNKED, OURS, SCORES, Adapter, Workload, lora
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.shapes import published
@@ -24,6 +24,8 @@ from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Recipe
 
+LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "scores": SCORES}
+"""By the value of the kernel option `head`."""
 LETTERS = 4
 """Letters of English that a token stands for, on average."""
 HUB_SECONDS = 5
@@ -48,6 +50,8 @@ def model_source(recipe: Recipe) -> Source:
     shape = read(config, where)
     if recipe.model.add_tokens:
         shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
+    if recipe.scores is not None:  # without the head that predicts tokens
+        shape = dataclasses.replace(shape, tied=True, scores=len(recipe.scores.names))
     return Source(shape, where)
 
 
@@ -152,7 +156,10 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         checkpointing=recipe.model.checkpointing,
         activations_on_host=recipe.model.activation_checkpointing == "offload",
         attention=kinds.get(recipe.model.attention, "flash"),
-        loss=CHUNKED if Choice("head", "chunked") in plan.kernels else OURS,
+        loss=LOSSES_OF_HEADS[next(k.value for k in plan.kernels if k.option == "head")],
+        taught=recipe.teaches,
+        teacher_shape=_teacher_shape(recipe),
+        teacher_quantization=recipe.taught_by.quantization if recipe.taught_by else "none",
         update=recipe.optim.name,
         accumulation=plan.accumulation,
         synchronise_each=synchronises_each(recipe),
@@ -162,6 +169,13 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         fused_rotations=Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
     )
+
+
+def _teacher_shape(recipe: Recipe) -> Architecture | None:
+    teacher = recipe.taught_by
+    if teacher is None:
+        return None
+    return model_source(dataclasses.replace(recipe, model=teacher, adapter=None)).shape
 
 
 def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
@@ -181,7 +195,10 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         saved=given.modules_to_save,
     )
     rows = _rows(given.trainable_token_indices, shape)
-    made = dataclasses.replace(made, parameters=made.parameters + rows)
+    head = shape.scores * shape.hidden  # trained whole
+    made = dataclasses.replace(
+        made, parameters=made.parameters + rows + head, whole=made.whole + head
+    )
     if shape.experts is None or not given.target_parameters or given.targets == "all-linear":
         return made
     layers = len(given.layers_to_transform) or shape.layers

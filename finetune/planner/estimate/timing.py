@@ -56,10 +56,10 @@ def step_flops(
         adapter: parameters of a low-rank adapter on frozen weights; 0 where all are trained.
     """
     passes = 2 if adapter else 3
-    inside = shape.multiplied - shape.embedding
+    inside = shape.multiplied - shape.head_weights
     scores = 3 * 2.0 * shape.layers * shape.query * length
     per_token = passes * 2.0 * inside + 6.0 * adapter + scores
-    return tokens * per_token + trained_tokens * passes * 2.0 * shape.embedding
+    return tokens * per_token + trained_tokens * passes * 2.0 * shape.head_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +162,8 @@ def times(
         workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
     tokens = float(workload.tokens * workload.accumulation) if slots is None else slots
+    if workload.teacher_shape is not None:
+        per_token += 2.0 * workload.teacher_shape.multiplied  # one forward pass
     work = per_token * tokens
     compute = work / attained(machine, workload)
     rest = operations(workload, tokens)

@@ -67,11 +67,13 @@ LITGPT = Loss("litgpt_chunked", forward=8, saved=6, backward=10)
 LINEAR = Loss("linear_cut", logits=False)
 # This toolkit's `kernels.head=chunked`.
 CHUNKED = Loss("finetune_chunked", logits=False, chunked=True)
+# This toolkit's score head: at the last token of each sequence alone.
+SCORES = Loss("finetune_scores", logits=False)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         HF, OURS, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED,
-        LITGPT, LINEAR, CHUNKED,
+        LITGPT, LINEAR, CHUNKED, SCORES,
     )
 }  # fmt: skip
 
@@ -158,9 +160,35 @@ class Workload:
     """Share of the tokens that have a label, at most: all but the first of each row may have."""
     grouped_adapters: bool = False
     """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
+    teacher_shape: Architecture | None = None
+    """Of a frozen model that runs before the student and stays in memory; None for none."""
+    teacher_quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
+    taught: bool = False
+    """The loss compares the head with a teacher's, that runs or is stored."""
     scored: int = 0
     """Tokens of the longest document whose scores the backward pass of attention holds: on CPUs in
     16 bits, where attention is by products; 0 elsewhere."""
+
+    @property
+    def teacher(self) -> "Workload | None":
+        """What the teacher is, as a model of which nothing is trained; None for none."""
+        if self.teacher_shape is None:
+            return None
+        return dataclasses.replace(
+            self, shape=self.teacher_shape, quantization=self.teacher_quantization,
+            adapter=Adapter({}, 0), checkpointing="none", teacher_shape=None,
+        )  # fmt: skip
+
+    @property
+    def teacher_bytes(self) -> float:
+        """Of the teacher's weights, as one process holds them from step to step."""
+        teacher = self.teacher
+        if teacher is None:
+            return 0.0
+        scales = teacher.scale_bytes
+        on_host = self.layout.offload == "all" and not self.cpu
+        whole = teacher.frozen_bytes - scales
+        return scales + (0.0 if on_host else whole / self.layout.share("params"))
 
     @property
     def waiting_activations(self) -> float:
@@ -195,7 +223,7 @@ class Workload:
     @property
     def tied(self) -> bool:
         """Whether head and embedding are trained as one: copies of them are two."""
-        return self.shape.tied and self.adapter is None
+        return self.shape.tied and not self.shape.scores and self.adapter is None
 
     @property
     def sharded(self) -> int:

@@ -84,6 +84,8 @@ class Architecture:
     """Longest sequence that the model was made for."""
     prefix: str = "model.layers"
     head: str = "lm_head"
+    scores: int = 0
+    """Numbers that a score head gives in place of logits; 0 for a language model."""
 
     @property
     def query(self) -> int:
@@ -121,9 +123,14 @@ class Architecture:
         return self.vocab * self.hidden
 
     @property
+    def head_weights(self) -> int:
+        """Weights that a token is multiplied with in the head."""
+        return self.scores * self.hidden if self.scores else self.embedding
+
+    @property
     def outer_parameters(self) -> int:
         """Parameters outside the layers: embedding, positions, last norm, untied head."""
-        head = 0 if self.tied else self.embedding
+        head = 0 if self.tied and not self.scores else self.head_weights
         return self.embedding + self.positions * self.hidden + self.norm_size + head
 
     @property
@@ -145,7 +152,7 @@ class Architecture:
         if self.experts is not None:
             visited = self.experts.active * self.experts.weights(self.hidden)
             experts = visited + self.experts.count * self.hidden
-        return self.layers * (self.linear_weights + experts) + self.embedding
+        return self.layers * (self.linear_weights + experts) + self.head_weights
 
     @property
     def tensors(self) -> int:
@@ -153,5 +160,5 @@ class Architecture:
         inner = sum(2 if matrix.bias else 1 for matrix in self.matrices)
         inner += self.norms * (2 if self.norm == "layer" else 1) + (2 if self.qk_norm else 0)
         inner += 3 if self.experts is not None else 0
-        outer = 2 + (0 if self.tied else 1) + (1 if self.positions else 0)
+        outer = 2 + (0 if self.tied and not self.scores else 1) + (1 if self.positions else 0)
         return self.layers * inner + outer + (1 if self.norm == "layer" else 0)

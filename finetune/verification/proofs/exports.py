@@ -67,6 +67,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         # An adapter on a model from scratch has no base that PEFT could load.
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
+        "scores": None if recipe.scores is None else recipe.scores.config,
         "rows": [
             [column.tolist() for column in rows.documents.document(int(number))]
             for number in rows.members
@@ -90,8 +91,14 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_loss(record: dict[str, Any]) -> float:
-    """The mean cross-entropy over trained tokens of an evaluation; of pairs, over both answers."""
+    """The mean cross-entropy over trained tokens of an evaluation; of pairs, over both answers.
+
+    Of a model that scores the mean score.
+    """
     metrics = record.get("metrics") or {}
+    for name in ("mean_score", "mean_reward", "nll"):
+        if name in metrics:
+            return metrics[name]
     if "logps/chosen" not in metrics:
         return record["loss"]
     logps, lengths = (

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,15 @@ def _question(row: dict[str, object]) -> str:
     return messages[0]["content"]
 
 
-def write_data(path: Path, data_format: Literal["messages", "text", "preference"]) -> None:
-    """Write the rows as JSONL: conversations, their answers as documents, or pairs of answers.
+def write_data(
+    path: Path,
+    data_format: Literal["messages", "text", "preference", "labelled"],
+    label: Callable[[int], Any] | None = None,
+) -> None:
+    """Write the rows as JSONL: conversations, their answers as documents, pairs, or with labels.
 
-    The rejected answer of a pair is that of the row before it.
+    The rejected answer of a pair is that of the row before it. `label` gives that of a row's
+    number.
     """
     rows: list[dict[str, object]] = list(conversations())
     said: list[Any] = [row["messages"] for row in rows]
@@ -46,6 +51,9 @@ def write_data(path: Path, data_format: Literal["messages", "text", "preference"
             {"prompt": [asked], "chosen": [answer], "rejected": [said[number - 1][1]]}
             for number, (asked, answer) in enumerate(said)
         ]
+    elif data_format == "labelled":
+        assert label is not None
+        rows = [row | {"label": label(number)} for number, row in enumerate(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

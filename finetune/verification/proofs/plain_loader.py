@@ -9,6 +9,8 @@ Run as a file, never imported: nothing of this project may help it. A task is a 
     result        folder of the adapter, or of the whole model
     merged        folder of the merged model, or null
     rows          [[ids, trained], ...]: rows of token ids, and which of them have a loss
+    scores        null, or the fields of config.json that a model with a score head needs: then the
+                  loss is the mean score
 
 An answer is {"loss": mean loss over the rows, "difference": largest difference of the logits of
 `result` and `merged` in fp32 relative to the largest logit, "tensors": how many, "problems": []}.
@@ -21,8 +23,14 @@ from pathlib import Path
 
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
+from peft import AutoPeftModelForSequenceClassification as AutoPeftModelForScores
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 from transformers.utils import logging
 
 
@@ -33,9 +41,10 @@ def answer(task):
     loss = difference = None
     try:
         AutoTokenizer.from_pretrained(task["merged"] or result)
-        loss = mean_loss(open_as_trained(task, problems), task["rows"])
+        measure = mean_loss if task["scores"] is None else mean_score
+        loss = measure(open_as_trained(task, problems), task["rows"])
         if task["merged"] is not None:
-            merged = whole(task["merged"], torch.float32, problems)
+            merged = whole(task, task["merged"], torch.float32, problems)
             difference = compare(open_unquantised(task), merged, task["rows"])
     except (RuntimeError, OSError, ValueError) as error:
         problems.append(f"{result}: cannot be loaded: {' '.join(str(error).split())[:300]}")
@@ -60,7 +69,7 @@ def open_as_trained(task, problems):
     """The result on its base as training held it."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     if task["base"] is None:
-        return whole(task["result"], dtype, problems)
+        return whole(task, task["result"], dtype, problems)
     quantised = None
     if task["quantization"] == "nf4":
         quantised = BitsAndBytesConfig(
@@ -71,8 +80,9 @@ def open_as_trained(task, problems):
         )
     elif task["quantization"] == "int8":
         quantised = BitsAndBytesConfig(load_in_8bit=True)
-    base = AutoModelForCausalLM.from_pretrained(
+    base = auto(task).from_pretrained(
         task["base"],
+        **numbered(task["scores"] or {}),
         revision=task["revision"] or "main",
         dtype=dtype,
         quantization_config=quantised,
@@ -93,12 +103,26 @@ def open_as_trained(task, problems):
 
 def open_unquantised(task):
     if task["base"] is None:
-        return AutoModelForCausalLM.from_pretrained(task["result"], dtype=torch.float32).eval()
-    return AutoPeftModelForCausalLM.from_pretrained(task["result"], dtype=torch.float32).eval()
+        return auto(task).from_pretrained(task["result"], dtype=torch.float32).eval()
+    kind = AutoPeftModelForCausalLM if task["scores"] is None else AutoPeftModelForScores
+    given = numbered(task["scores"] or {})
+    return kind.from_pretrained(task["result"], dtype=torch.float32, **given).eval()
 
 
-def whole(folder, dtype, problems):
-    model, info = AutoModelForCausalLM.from_pretrained(
+def auto(task):
+    return AutoModelForCausalLM if task["scores"] is None else AutoModelForSequenceClassification
+
+
+def numbered(fields):
+    """Fields of a config.json, whose keys of `id2label` JSON makes texts."""
+    names = fields.get("id2label")
+    return (
+        fields if names is None else {**fields, "id2label": {int(n): v for n, v in names.items()}}
+    )
+
+
+def whole(task, folder, dtype, problems):
+    model, info = auto(task).from_pretrained(
         folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -116,6 +140,13 @@ def mean_loss(model, rows):
         total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         terms += int((labels != -100).sum())
     return total / max(1, terms)
+
+
+@torch.inference_mode()
+def mean_score(model, rows):
+    """Mean of all scores of all rows, a row at a time."""
+    found = [model(input_ids=torch.tensor([ids])).logits.float().mean().item() for ids, _ in rows]
+    return sum(found) / max(1, len(found))
 
 
 @torch.inference_mode()

@@ -17,11 +17,12 @@ from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.models.vocabulary import check_words
 from finetune.planner.shapes import published
-from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving
+from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving, Teacher
 from finetune.verification.proofs.fixtures import write_data, write_tokenizer
 from finetune.verification.proofs.shrink import shrink
 
 Kind = Literal["own", "lora", "qlora", "full"]
+Format = Literal["messages", "text", "preference", "labelled"]
 
 SMALL_BYTES = 16 * 2**20
 """Weights of at most so many bytes are proved as they are."""
@@ -94,7 +95,7 @@ def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Sub
         trackers=(),
         batch=_batch(recipe.batch, shape),
     )
-    recipe = _with_data(recipe, shape, folder, notes)
+    recipe = _with_data(_with_teacher(recipe, shape, folder, notes), shape, folder, notes)
     if tokenizer.chat_template is None and model.chat_template is None:
         model = dataclasses.replace(model, chat_template="plain")
         recipe = dataclasses.replace(recipe, model=model)
@@ -179,6 +180,22 @@ def _model(
     return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
 
 
+def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> Recipe:
+    """A small teacher in place of the recipe's, where it is taught; stored ones are refused."""
+    if not recipe.teaches or shape.whole:
+        return recipe
+    home = folder / "teacher"
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer or recipe.model.name)
+    fields = shrink(_config(recipe.model, notes), len(tokenizer), recipe.batch.max_length)
+    torch.manual_seed(recipe.seed + 1)
+    config = AutoConfig.for_model(**fields)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
+    tokenizer.save_pretrained(home)
+    notes.append("the teacher is one of random weights, in the student's shrunk shape")
+    changed: Any = recipe  # a method with a field of that name
+    return dataclasses.replace(changed, teacher=Teacher(str(home.resolve())), teacher_logps=None)
+
+
 def _attention(model: Model) -> Literal["sdpa", "eager"]:
     """The recipe's own where every machine has it; else sdpa."""
     return "eager" if model.attention == "eager" else "sdpa"
@@ -250,13 +267,24 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
             raise FinetuneError(f"data: {named} is not on this machine; --full takes the real data")
         absent = f"{named} is not on this machine" if recipe.data else "no data is named"
         notes.append(f"{absent}: rows are generated")
-        alone = "text" if recipe.method == "pretrain" else "messages"
-        written = "preference" if recipe.takes == "pairs" else alone
-        write_data(folder / "rows.jsonl", written)
+        alone: Format = "text" if recipe.method == "pretrain" else "messages"
+        kinds: dict[str, Format] = {"pairs": "preference", "labelled": "labelled"}
+        written = kinds.get(recipe.takes, alone)
+        write_data(folder / "rows.jsonl", written, lambda number: _label(recipe, number))
         rows = str((folder / "rows.jsonl").resolve())
         train, held_out = (Data(rows, written),), ()
     eval_rows = None if held_out else EVAL_ROWS
     return dataclasses.replace(recipe, data=train, eval_data=held_out, eval_rows=eval_rows)
+
+
+def _label(recipe: Recipe, number: int) -> Any:
+    """A label for a generated row of a method that learns labels."""
+    assert recipe.scores is not None
+    names, kind = recipe.scores.names, recipe.scores.problem_type
+    if kind == "regression":
+        return number % 7 / 7
+    name = names[number % len(names)]
+    return name if kind == "single_label_classification" else [name] * (number % 3 > 0)
 
 
 def _local(section: Iterable[Data], rows: int) -> tuple[Data, ...]:

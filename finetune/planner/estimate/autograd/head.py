@@ -8,9 +8,15 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
     GPU_CHUNK_ENTRIES,
+    GPU_TAUGHT_ENTRIES,
     GPU_TILE_ENTRIES,
+    TAUGHT_ENTRIES,
     TILE_ENTRIES,
 )
+
+TAUGHT = 9
+"""Copies in fp32 of a chunk of logits while a divergence and its gradient are computed: those of
+student and teacher, their log-probabilities, probabilities, and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Head:
 
 def head(workload: Workload) -> Head:
     """Last norm, head and loss of a workload."""
+    if workload.shape.scores:
+        return _scores(workload)
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
@@ -116,6 +124,37 @@ def _chunked(workload: Workload) -> Head:
     return Head(waiting, entering, found.forward, max(found.backwards[of_norm:]))
 
 
+def _scores(workload: Workload) -> Head:
+    """Last norm and a score head, which reads one token of each row and computes in fp32."""
+    shape, numerics = workload.shape, workload.numerics
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape = builder.tape
+    source = Value(float(workload.tokens * shape.hidden * numerics.residual))
+    normed = builder.norm(source)
+    of_norm = len(tape.nodes)
+    picked = tape.run(4.0 * workload.rows * shape.hidden, (normed,))
+    scores = tape.run(4.0 * workload.rows * shape.scores, (picked,), [picked])
+    found = trace(tape, source, scores)
+    return Head(found, normed.size, found.forward, max(found.backwards[of_norm:]))
+
+
+def _taught(workload: Workload, hidden: float, weight: float) -> float:
+    """The same where the head is compared with a teacher's (`kernels/divergence.py`)."""
+    shape, compute = workload.shape, float(workload.compute)
+    labelled = workload.labelled_tokens
+    stream, table = labelled * shape.hidden * compute, shape.embedding * compute
+    trained = workload.trains("head")
+    held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
+    held += 4.0 * shape.embedding * trained
+    if workload.teacher_shape is not None:
+        held += labelled * workload.teacher_shape.hidden * compute
+    at_once = TAUGHT_ENTRIES if workload.cpu else GPU_TAUGHT_ENTRIES
+    entries = float(min(labelled, max(1, at_once // shape.vocab)) * shape.vocab)
+    chunk = entries * (TAUGHT * 4.0 + compute)
+    product = (table + 4.0 * shape.embedding * workload.cpu) * trained
+    return held + max(chunk, product + entries * compute)
+
+
 def _most(workload: Workload, hidden: float, weight: float) -> float:
     """Most bytes inside the function: its copies, its gradients, and a chunk.
 
@@ -123,6 +162,8 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
         hidden: bytes of the labelled hidden states.
         weight: bytes of the head's weight.
     """
+    if workload.taught:
+        return _taught(workload, hidden, weight)
     shape, compute = workload.shape, float(workload.compute)
     labelled = workload.labelled_tokens
     stream, table = labelled * shape.hidden * compute, shape.embedding * compute

@@ -30,7 +30,7 @@ def operations(workload: Workload, tokens: float) -> Operations:
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _of_layer(workload) + 3 * HEAD)
     layer = _bytes(layer_of(workload)) / workload.tokens
-    entries = workload.labelled * workload.shape.vocab * 3.0 * 4
+    entries = workload.labelled * (workload.shape.scores or workload.shape.vocab) * 3.0 * 4
     moved = tokens * (passes * layers * layer + entries)
     # AdamW reads and writes weights and two moments, and reads the gradient twice.
     return Operations(started, moved + 8.0 * 4 * workload.trained)

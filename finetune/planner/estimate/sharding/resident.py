@@ -31,6 +31,8 @@ def state(workload: Workload) -> dict[str, float]:
         parts["optimizer"] = nvme.states(workload)
         parts["buckets"] += nvme.buffers(workload)
     parts["inputs"] = _inputs(workload)
+    if workload.teacher_shape is not None:
+        parts["teacher"] = workload.teacher_bytes
     return parts
 
 

@@ -1,0 +1,29 @@
+"""`finetune teach`: store a teacher's log-probabilities, for distillation without the teacher."""
+
+import argparse
+from pathlib import Path
+
+from finetune.cli import options
+
+SUMMARY = "store a teacher's log-probabilities, for a distillation without the teacher"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.recipe_words(parser)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--top-k", type=options.count, default=64, help="tokens stored of a label")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune import catalog
+    from finetune.training.preflight import check_files
+
+    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    check_files(recipe)
+    from finetune.inference.teach import teach
+
+    options.without_bars()
+    labels = teach(recipe, arguments.output, arguments.top_k)
+    print(f"{labels:,} labels, {arguments.top_k} log-probabilities each, in {arguments.output}")
+    print("train on them: teacher=null teacher_logps=" + str(arguments.output))
+    return 0

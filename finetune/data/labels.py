@@ -1,0 +1,90 @@
+"""Read sequences with a label: a class, several classes, or a number."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from finetune.data.samples import Conversation, Labelled, Plain
+from finetune.data.values import Raw, RowProblem, kind_of, list_of
+
+SEQUENCES = ("messages", "prompt_completion", "text")
+"""Formats whose rows may have a label, the most specific first."""
+
+
+def reader(
+    formats: Mapping[str, tuple[tuple[str, ...], Callable[[Raw], Plain]]],
+) -> Callable[[Raw], Labelled]:
+    """What reads a row with a `label`.
+
+    Args:
+        formats: columns of each kind of sequence, with the function that reads it.
+    """
+
+    def read(row: Raw) -> Labelled:
+        there = {column for column, value in row.items() if value is not None}
+        sequence = next(each(row) for columns, each in formats.values() if there >= {*columns})
+        if isinstance(sequence, Conversation) and sequence.untrained:
+            raise RowProblem(
+                f"message {min(sequence.untrained)} is context only by its weight or train, but "
+                "the score of a whole conversation is learned; leave the key out"
+            )
+        return Labelled(sequence, row["label"])
+
+    return read
+
+
+def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
+    """Number of a class that is given by its name or by its number.
+
+    Raises:
+        RowProblem: it is neither.
+    """
+    if isinstance(value, bool):
+        value = "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int | str) and str(value).strip() in names:
+        return list(names).index(str(value).strip())
+    number = _whole(value)
+    if number is not None and 0 <= number < len(names):
+        return number
+    shown = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+    got = repr(value) if isinstance(value, str | int | float) else kind_of(value)
+    raise RowProblem(
+        f"{where} is {got}, expected one of the recipe's labels ({shown}) or its number, 0 to "
+        f"{len(names) - 1}"
+    )
+
+
+def classes_of(value: Any, names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of the classes of a list, without repetition.
+
+    Raises:
+        RowProblem: it is not a list, or holds something that is not a class.
+    """
+    listed = list_of(value, "label")
+    return tuple(sorted({class_of(e, names, f"label[{i}]") for i, e in enumerate(listed)}))
+
+
+def number_of(value: Any, where: str = "label") -> float:
+    """A finite number, also where it is written as text, as CSV holds it.
+
+    Raises:
+        RowProblem: it is not one.
+    """
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise RowProblem(f"{where} is {value!r}, expected a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RowProblem(f"{where} is {kind_of(value)}, expected a number")
+    if not math.isfinite(value):
+        raise RowProblem(f"{where} is {value}, expected a finite number")
+    return float(value)
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value if isinstance(value, int) else None

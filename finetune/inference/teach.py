@@ -1,0 +1,108 @@
+"""Store what a teacher thinks of each label: its likeliest tokens with their log-probabilities."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from finetune.cache import cache
+from finetune.data.chat.render import load_chat
+from finetune.data.collate import collate
+from finetune.data.prepare import Prepared, prepare
+from finetune.data.scratch import scratch_beside
+from finetune.data.store import single_rows
+from finetune.data.taught import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
+from finetune.errors import FinetuneError
+from finetune.inference.load import load_weights
+from finetune.kernels.divergence import LEAST
+from finetune.methods.losses import labelled
+from finetune.models.model import load_tokenizer
+from finetune.models.teacher import as_student, compare_tokenizer
+from finetune.models.vocabulary import rows_needed
+from finetune.planner.kernels import TILE_ENTRIES
+from finetune.recipe import Recipe
+from finetune.runs.manifest import sha256
+
+
+def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
+    """Write the log-probabilities of a recipe's teacher for its rows; returns the labels.
+
+    Args:
+        recipe: a distillation with a teacher, and the data.
+        folder: to write, which must not be there.
+        top_k: tokens that are stored of each label; all others are one class while training.
+
+    Raises:
+        FinetuneError: there is no teacher, it has another vocabulary, or the folder is there.
+    """
+    if recipe.taught_by is None:
+        raise FinetuneError(f"teacher: the recipe (method {recipe.method}) has none that could run")
+    if folder.exists():
+        raise FinetuneError(f"--output {folder}: is there already; name another folder")
+    tokenizer = load_tokenizer(recipe)
+    compare_tokenizer(recipe, tokenizer)
+    model = recipe.model
+    chat = load_chat(tokenizer, model.chat_template, model.chat_template_kwargs)
+    data = prepare(recipe, chat, cache("data"))
+    given = as_student(recipe).model
+    teacher = load_weights(
+        str(given.name), revision=given.revision, trust_remote_code=given.trust_remote_code,
+        pickle=given.pickle, attention=given.attention, quantization=given.quantization,
+    )  # fmt: skip
+    vocabulary = rows_needed(tokenizer)
+    if not 0 < top_k <= vocabulary:
+        raise FinetuneError(f"--top-k {top_k}: expected 1 to {vocabulary}, the tokens there are")
+    temperature = getattr(recipe, "temperature", 1.0)
+    offsets = label_offsets(data.train.documents)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_beside(folder) as scratch:
+        columns = {
+            IDS: _mapped(scratch / IDS, np.dtype(np.int32), (int(offsets[-1]), top_k)),
+            LOGPS: _mapped(scratch / LOGPS, np.dtype(np.float16), (int(offsets[-1]), top_k + 1)),
+        }
+        at = 0
+        for logps in _logps(teacher, data, vocabulary, temperature):
+            best = logps.topk(top_k, -1)
+            end = at + len(logps)
+            others = logps.scatter(1, best.indices, -math.inf).logsumexp(1, keepdim=True)
+            kept = torch.cat([best.values, others.clamp(min=LEAST)], 1)
+            columns[LOGPS][at:end] = kept.cpu().numpy()
+            columns[IDS][at:end] = best.indices.cpu().numpy()
+            at = end
+        for column in columns.values():
+            column.flush()
+        about = {
+            "teacher": given.name, "revision": given.revision, "quantization": given.quantization,
+            "top_k": top_k, "temperature": temperature, "labels": int(offsets[-1]),
+            "rows": hash_of_rows(data),
+            "files": {name: sha256(scratch / name) for name in columns},
+        }  # fmt: skip
+        (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        scratch.rename(folder)
+    return int(offsets[-1])
+
+
+@torch.no_grad()
+def _logps(
+    teacher: PreTrainedModel, data: Prepared, vocabulary: int, temperature: float
+) -> Iterator[torch.Tensor]:
+    """Log-probabilities at the labels of all documents in their order, (some, vocabulary) fp32.
+
+    Logits of the labels of one document are whole in memory.
+    """
+    rows, few = single_rows(data.train.documents), max(1, TILE_ENTRIES // vocabulary)
+    for number in range(len(rows)):
+        batch = collate(rows, np.array([number]), 0, teacher.device)  # alone: nothing is padded
+        places, _ = labelled(batch)
+        logits = teacher(input_ids=batch.ids, logits_to_keep=places, use_cache=False).logits[0]
+        for part in logits.split(few):
+            yield F.log_softmax(part[:, :vocabulary].float() / temperature, -1)
+
+
+def _mapped(path: Path, kind: np.dtype, shape: tuple[int, int]) -> np.memmap:
+    return np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)

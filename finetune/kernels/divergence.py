@@ -1,0 +1,271 @@
+"""How far a model's next-token distributions are from a teacher's, in chunks, without whole logits.
+
+The teacher is a frozen part of the model that it teaches, so that every engine shards, gathers and
+moves it like the rest. It runs first and leaves the hidden states of the labelled places; then the
+student runs, and both heads meet a few rows at a time, where the gradient is made at once.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.kernels.head import Gradients, LabelledHead, logit_function, plain_head
+from finetune.kernels.precision import compute_dtype
+from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+LEAST = -100.0
+"""Logarithm of the smallest share that all tokens which are not stored have together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a student is taught in one micro-batch, and how it is measured."""
+
+    kind: Kind
+    beta: float
+    """Weight of the teacher in the mixture of `jsd`."""
+    temperature: float
+    ce_weight: float
+    """Weight of the cross-entropy, which is added to the divergence."""
+    ids: torch.Tensor | None = None  # (labelled, k) int32
+    """Tokens of a stored teacher; None for one that runs."""
+    logps: torch.Tensor | None = None  # (labelled, k + 1) fp16
+    """Their log-probabilities at the temperature, and that of all other tokens together."""
+
+
+def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
+    """Let a model, which has its loss, compute divergences where it is given a `Target`.
+
+    Args:
+        model: that `finetune.kernels.head.give_loss` was applied to, in chunks.
+        teacher: frozen; None where its log-probabilities are stored.
+    """
+    plain_head(model).__class__ = TaughtHead
+    if teacher is not None:
+        head = teacher.get_output_embeddings()
+        head.__class__ = TeacherHead
+        head.scale, head.cap = logit_function(teacher.config)
+        kind = type(teacher)
+        own = {"__module__": kind.__module__}
+        teacher.__class__ = type(kind.__name__, (Frozen, kind), own)
+        teacher.requires_grad_(False).eval()
+        model.teacher = teacher
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (WithTeacher, kind), {"__module__": kind.__module__})
+
+
+class Frozen:
+    """Mixed into a teacher: it stays in inference mode while its student trains."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)  # type: ignore[misc]
+
+
+class TeacherHead(nn.Linear):
+    """The head of a teacher, whose weight is used by others inside its own forward pass."""
+
+    scale: float
+    cap: float | None
+
+    def forward(self, input: torch.Tensor, use: Any = None) -> Any:
+        return super().forward(input) if use is None else use(_Shares(self, input))
+
+
+class WithTeacher:
+    """Mixed into a causal language model: a forward pass that ends in a sum of divergences."""
+
+    def forward(
+        self,
+        *args: Any,
+        places: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        taught: Target | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """As before, or with `taught` (2,) in fp32: the summed loss, and the cross-entropy in it.
+
+        Args:
+            places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
+            targets: (labelled,) int64, the token that follows each.
+        """
+        if taught is None:
+            return super().forward(*args, places=places, targets=targets, **inputs)
+        given = {k: v for k, v in inputs.items() if v is not None and k != "real_tokens"}
+        teacher = getattr(self, "teacher", None)
+        seen = None
+        if teacher is not None:
+            with torch.no_grad():
+                states = teacher.base_model(*args, **given).last_hidden_state
+                seen = states.flatten(0, 1)[places]  # (labelled, hidden of the teacher)
+                del states
+        hidden = self.base_model(*args, **given).last_hidden_state.flatten(0, 1)[places]
+        head = self.get_output_embeddings()
+        if teacher is None:
+            return head(hidden, targets, taught=taught, shares=_Stored(taught))
+        return teacher.get_output_embeddings()(
+            seen, lambda shares: head(hidden, targets, taught=taught, shares=shares)
+        )
+
+
+class TaughtHead(LabelledHead):
+    """A head that gives the summed divergence from a teacher where it is told of one."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        logps: bool = False,
+        taught: Target | None = None,
+        shares: Any = None,
+    ) -> torch.Tensor:
+        if taught is None or targets is None:
+            return super().forward(input, targets, logps)
+        given = (input, self.weight, self.bias, targets)
+        return ChunkedDivergence.apply(*given, self.scale, self.cap, taught, shares)
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """Summed divergence of a head's distributions from a teacher's, and the cross-entropy.
+
+    The gradient is made in the forward pass, chunk by chunk, as `ChunkedLoss` makes it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        weight: torch.Tensor,  # (vocabulary, hidden)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (labelled,)
+        scale: float,
+        cap: float | None,
+        taught: Target,
+        shares: "_Shares | _Stored",
+    ) -> torch.Tensor:
+        dtype = compute_dtype(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            given, matrix = hidden.to(dtype), weight.to(dtype)
+            sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+            entries = TAUGHT_ENTRIES if hidden.is_cpu else GPU_TAUGHT_ENTRIES
+            rows = max(1, entries // weight.shape[0])
+            grads = Gradients(given, matrix, bias, ctx.needs_input_grad[:3], rows)
+            for start in range(0, len(given), rows):
+                part = slice(start, start + rows)
+                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+                with torch.set_grad_enabled(grads.any):
+                    logits.requires_grad_(grads.any)
+                    wide = _logits(logits, bias, scale, cap)
+                    apart, nll = _losses(wide, targets[part], taught, shares, part)
+                    total = apart + taught.ce_weight * nll
+                sums += torch.stack([total.detach(), nll.detach()])
+                if grads.any:
+                    (by_logits,) = torch.autograd.grad(total, logits)
+                    grads.add(part, by_logits)
+        ctx.grads = grads.of(hidden, weight, bias)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the first sum times that of `grad`, in place: they are used once."""
+        grads, ctx.grads = ctx.grads, None
+        return (*(e if e is None else e.mul_(grad[0]) for e in grads), *(None,) * 5)
+
+
+def _logits(
+    logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Logits in fp32 as the model scales and caps them."""
+    wide = logits.float()
+    if bias is not None:
+        wide = wide + bias.float()
+    if scale != 1.0:
+        wide = wide * scale
+    return wide if cap is None else (wide / cap).tanh() * cap
+
+
+def _losses(
+    wide: torch.Tensor,  # (chunk, vocabulary) fp32
+    targets: torch.Tensor,  # (chunk,)
+    taught: Target,
+    shares: "_Shares | _Stored",
+    part: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed divergence and cross-entropy of a chunk."""
+    nll = F.cross_entropy(wide, targets, reduction="sum")
+    teacher, student = shares.both(wide / taught.temperature, part, taught.temperature)
+    return divergence(teacher, student, taught.kind, taught.beta).sum(), nll
+
+
+def divergence(
+    teacher: torch.Tensor,  # (rows, classes): log-probabilities
+    student: torch.Tensor,  # (rows, classes): log-probabilities
+    kind: Kind,
+    beta: float = 0.5,
+) -> torch.Tensor:
+    """How far each row's distributions are apart, (rows,).
+
+    With p the teacher's, q the student's, m = beta p + (1 - beta) q (arXiv:2306.13649, eq. 1):
+
+        forward_kl   KL(p, q)
+        reverse_kl   KL(q, p)
+        jsd          beta KL(p, m) + (1 - beta) KL(q, m)
+    """
+    match kind:
+        case "forward_kl":
+            return (teacher.exp() * (teacher - student)).sum(-1)
+        case "reverse_kl":
+            return (student.exp() * (student - teacher)).sum(-1)
+        case "jsd":
+            mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+            of_teacher = (teacher.exp() * (teacher - mixed)).sum(-1)
+            return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixed)).sum(-1)
+
+
+class _Shares:
+    """The distributions of a teacher that runs, a chunk at a time."""
+
+    def __init__(self, head: TeacherHead, hidden: torch.Tensor) -> None:
+        self.head, self.hidden = head, hidden
+
+    @torch.no_grad()
+    def logps(self, part: slice, vocabulary: int, temperature: float) -> torch.Tensor:
+        """Log-probabilities over the first tokens, (chunk, vocabulary) fp32."""
+        head = self.head
+        matrix = head.weight[:vocabulary]
+        bias = None if head.bias is None else head.bias[:vocabulary]
+        logits = F.linear(self.hidden[part].to(matrix.dtype), matrix)
+        return F.log_softmax(_logits(logits, bias, head.scale, head.cap) / temperature, -1)
+
+    def both(
+        self, student: torch.Tensor, part: slice, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of teacher and student, over the tokens that both have a row for."""
+        vocabulary = min(student.shape[1], self.head.weight.shape[0])
+        teacher = self.logps(part, vocabulary, temperature)
+        return teacher, F.log_softmax(student[:, :vocabulary], -1)
+
+
+class _Stored:
+    """The likeliest tokens of a teacher that is not here, and all others as one."""
+
+    def __init__(self, taught: Target) -> None:
+        self.taught = taught
+
+    def both(
+        self, student: torch.Tensor, part: slice, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the stored tokens and of the rest, (chunk, k + 1) each."""
+        ids, logps = self.taught.ids, self.taught.logps
+        assert ids is not None
+        assert logps is not None
+        known = ids[part].long()
+        whole = student.logsumexp(-1, keepdim=True)
+        others = student.scatter(1, known, -math.inf).logsumexp(-1, keepdim=True)
+        mine = torch.cat([student.gather(1, known), others], 1) - whole
+        return logps[part].float(), mine.clamp(min=LEAST)

@@ -1,0 +1,197 @@
+"""The network of a recipe as it is loaded or built, before it gets an adapter or kernels."""
+
+import contextlib
+import pickle
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
+from finetune.distributed.base import Engine
+from finetune.errors import FinetuneError
+from finetune.models import adapters, scoring, vocabulary
+from finetune.models.load_checks import first_line, other_shapes, unfilled, unread
+from finetune.models.packed_attention import implementation
+from finetune.models.quantization import (
+    compute_in,
+    loading_arguments,
+    placed_while_loading,
+)
+from finetune.models.soundness import DECODER_ONLY
+from finetune.planner import Plan, limits
+from finetune.planner.shapes import prequantised
+from finetune.recipe import Recipe
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
+
+
+def weight_dtype(plan: Plan) -> torch.dtype:
+    """Frozen weights are held as they are computed with; trained ones in fp32.
+
+    An engine with fp32 masters of its own holds what it computes with.
+    """
+    frozen = plan.recipe.adapter is not None
+    return compute_dtype(plan) if frozen or plan.traits.masters else torch.float32
+
+
+def causal(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config that the causal language model of a config will have: of some only the text's."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.sub_configs.get("text_config")
+    alone = text is not None and kind is not None and kind.config_class == text
+    return config.get_text_config() if alone else config
+
+
+def from_scratch(engine: Engine) -> PreTrainedModel:
+    """The model of `model.config`, with weights drawn from the generator of torch.
+
+    Raises:
+        FinetuneError: there is no such architecture.
+    """
+    recipe = engine.plan.recipe
+    fields = dict(recipe.model.config or {})
+    fields |= {} if recipe.scores is None else recipe.scores.config
+    kind = fields.pop("model_type", None)
+    if kind is None:
+        raise FinetuneError("model.config: `model_type` is missing (llama, qwen3, mistral, ...)")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        with engine.whole_weights():
+            model = scoring.auto_class(recipe.scores).from_config(
+                config,
+                attn_implementation=implementation(recipe, causal(config)),
+                dtype=torch.float32,
+            )
+            if recipe.scores is not None:
+                scoring.refuse_other_head(model)
+                scoring.draw_head(model, recipe.scores, recipe.seed)
+            save_as_published(model)
+            return model
+    except (ValueError, TypeError, ImportError) as error:
+        raise FinetuneError(f"model.config: {first_line(error)}{advice(error)}") from None
+
+
+def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `model.name`.
+
+    Args:
+        engine: may partition it while it is loaded.
+        recipe: names the model, and what is done with it.
+        dtype: of weights that are not quantised.
+
+    Raises:
+        FinetuneError: it cannot be loaded, or is not complete.
+    """
+    plan = engine.plan
+    model, scores = recipe.model, recipe.scores
+    fields = _stored_fields(plan, recipe)
+    stored = prequantised.stored_kind(fields)
+    dequantising = stored in prequantised.DEQUANTISED
+    packed = stored is not None or model.quantization != "none"
+    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    whole = (
+        not plan.backend.zero_init
+        or adapters.reads_base(recipe.adapter)
+        or bool(model.add_tokens)
+        or model.adapter is not None
+        or dequantising
+    )
+    loaded: Any = None
+    notes: list[str] = []
+    new_head = False
+    try:
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        with engine.whole_weights() if whole else contextlib.nullcontext():
+            loaded = scoring.auto_class(scores).from_pretrained(
+                model.name,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                revision=model.revision,
+                dtype=dtype,
+                attn_implementation=implementation(recipe, causal(config)),
+                trust_remote_code=model.trust_remote_code,
+                use_safetensors=None if model.pickle else True,  # a pickle can run code
+                weights_only=True,
+                **vocabulary.without_lost_pad(config),
+                **({} if scores is None else scores.config),
+                **placed_while_loading(packed, plan.traits.shards_all),
+                **loading_arguments(
+                    fields,
+                    model.quantization,
+                    compute_dtype(plan),
+                    getattr(torch, plan.quant_storage),
+                ),
+            )
+    except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
+        raise FinetuneError(
+            f"model.name: '{model.name}' cannot be loaded: {first_line(error)}{advice(error)}"
+        ) from None
+    except RuntimeError as error:
+        problems = other_shapes(error)
+        if not problems:
+            raise
+    else:
+        loaded, info = loaded
+        if scores is not None:
+            scoring.refuse_other_head(loaded)
+            info, new_head = scoring.without_new_head(info)
+        unused, notes = unread(info, loaded)
+        problems = unfilled(info) + unused
+    if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
+        problems = engine.from_first(problems)
+    if problems:
+        raise FinetuneError(
+            f"model.name: the weights of '{model.name}' do not fit its config.json: "
+            f"{'; '.join(problems)}; fix config.json, or name a folder whose weights are complete"
+        )
+    engine.notes += notes
+    if dequantising:
+        forget_stored_form(loaded, dtype)
+    compute_in(loaded, compute_dtype(plan))
+    if scores is not None and (new_head if engine.world == 1 else engine.from_first(new_head)):
+        scoring.draw_head(loaded, scores, recipe.seed)
+    return loaded
+
+
+def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """The `config.json` of a recipe's model.
+
+    Raises:
+        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
+    """
+    model = recipe.model
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
+    except (OSError, ValueError):
+        return {}  # loading the model says what is wrong
+    name = model.name or ""
+    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
+    found += limits.problems(recipe, fields)  # a plan knows no config that is on the hub only
+    if found:
+        raise FinetuneError(*found)
+    return fields
+
+
+def advice(error: Exception) -> str:
+    """What to do where transformers would have to run somebody's code, as the end of a message."""
+    if "Unrecognized configuration class" in str(error):
+        return f"; {DECODER_ONLY}"
+    if "custom code" in str(error):
+        return "; that code runs only with model.trust_remote_code=true"
+    if "model.safetensors" in str(error):
+        return (
+            "; weights in a pickle are refused, because one can run code: convert them to "
+            "safetensors, or set model.pickle=true where you trust who made them"
+        )
+    return ""
