@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.data.store import Columns, Rows
+from finetune.data.store import Columns, Documents, Rows
 
 UNTRAINED = -100
 """The label that PyTorch's cross entropy leaves out."""
@@ -47,6 +47,8 @@ class MicroBatch:
     """Labels of each document, (documents,) int64; filling is not among them."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Numbers of each document, (documents,) fp64, by what they are."""
+    token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Numbers of each label, (trained_tokens,) fp32, in the order of the batch."""
     kl: float = 0.0
     """Of the whole step: how far its `mismatched` answers moved from the reference, in nats."""
 
@@ -87,10 +89,24 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
         picked = [rows.documents.document(int(number)) for number in numbers]
         batch = lay(picked, len(indices), pad_id, device)
     known = {**rows.documents.columns, **rows.columns}
-    if not known:
+    if not known and not rows.token_columns:
         return batch
     columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
-    return replace(batch, columns=columns)
+    places = labelled_places(rows.documents, numbers)
+    of_tokens = {
+        name: _on_device(values[places], device) for name, values in rows.token_columns.items()
+    }
+    return replace(batch, columns=columns, token_columns=of_tokens)
+
+
+def labelled_places(documents: Documents, numbers: np.ndarray) -> np.ndarray:
+    """Places of the labels of some documents among all tokens.  # (trained_tokens,) int64"""
+    offsets = documents.offsets
+    found = [
+        offsets[number] + 1 + np.flatnonzero(documents.document(int(number))[1][1:])
+        for number in numbers
+    ]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:

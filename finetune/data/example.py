@@ -17,3 +17,5 @@ class Example:
     """As many of every sample as the method's `documents_per_row`."""
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     """What is known of the row beside its tokens, by the names in the method's `columns`."""
+    beside: str | None = None
+    """Of a prompt, whose answer is made while training: what a reward is given, as JSON."""

@@ -21,6 +21,7 @@ from finetune.data.preferences import (
     read_preference,
     read_sharegpt_preference,
 )
+from finetune.data.prompts import read_prompt
 from finetune.data.samples import (
     CONVERSATION,
     Completion,
@@ -51,6 +52,8 @@ class Format:
     """The sets of columns in words, where they are many."""
     gives: Kind = "text"
     """What its samples are."""
+    reads_all: bool = False
+    """Whether it keeps every other column as well."""
 
     def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
         """The largest readable set of columns that is there; empty when none is complete."""
@@ -60,6 +63,8 @@ class Format:
 
     def reads(self, columns: Iterable[str]) -> frozenset[str]:
         """The columns that it reads of a row that has these."""
+        if self.reads_all:
+            return frozenset(columns)
         return frozenset((*self.needed(columns), *self.optional))
 
 
@@ -317,3 +322,10 @@ FORMATS |= {
     ),
     "hh": Format((PAIR,), read_hh, ("margin",), gives="pairs"),
 }
+FORMATS["prompts"] = Format(
+    (("prompt",), ("messages",), ("question",)),
+    read_prompt,
+    CONVERSATION,
+    gives="prompts",
+    reads_all=True,
+)

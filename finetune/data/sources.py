@@ -27,6 +27,7 @@ WORDS = {
     "text": "texts and conversations",
     "pairs": "pairs of a chosen and a rejected answer",
     "judged": "answers with a label that says whether each is wanted",
+    "prompts": "prompts without an answer",
 }
 """What samples are, in words."""
 

@@ -2,9 +2,11 @@
 
 from finetune.methods.cpo import CPO
 from finetune.methods.dpo import DPO
+from finetune.methods.grpo import GRPO
 from finetune.methods.kto import KTO
 from finetune.methods.orpo import ORPO
 from finetune.methods.pretrain import Pretrain
+from finetune.methods.rloo import RLOO
 from finetune.methods.sft import SFT
 from finetune.methods.simpo import SimPO
 from finetune.recipe import Recipe
@@ -17,4 +19,6 @@ METHODS: dict[str, type[Recipe]] = {
     "simpo": SimPO,
     "cpo": CPO,
     "kto": KTO,
+    "grpo": GRPO,
+    "rloo": RLOO,
 }

@@ -199,7 +199,8 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     balance = balance_of(model, plan.recipe.model)
-    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
+    temperature = plan.recipe.loss_temperature
+    give_loss(model, chosen["head"] == "chunked", balance, temperature)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for option, (fuse, _, _) in FUSED.items():

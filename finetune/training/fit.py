@@ -1,0 +1,45 @@
+"""Fit data and tokenizer to the model before the engine is built."""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.audit import MEANT, beyond_context
+from finetune.data.prepare import Prepared
+from finetune.data.store import Rows
+from finetune.errors import FinetuneError
+from finetune.models import load_checks, vocabulary
+from finetune.recipe import Recipe
+
+
+def fit_vocabulary(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, network: torch.nn.Module, train: Rows
+) -> tuple[int, list[str]]:
+    """Refuse tokens without a row, whose lookup would fail; what fills rows, and notes.
+
+    Raises:
+        FinetuneError: such a token is among the data, or in the recipe.
+    """
+    rows = load_checks.token_rows(network)
+    highest = int(train.documents.ids.max())
+    vocabulary.refuse_tokens_without_rows(recipe, tokenizer, rows, highest)
+    note = vocabulary.replace_pad(tokenizer, rows)
+    return vocabulary.pad_id(tokenizer, rows), [] if note is None else [note]
+
+
+def check_context(recipe: Recipe, network: torch.nn.Module, data: Prepared) -> list[str]:
+    """Refuse rows longer than the model's context; notes of those that are to pass.
+
+    Raises:
+        FinetuneError: there are such rows, and the recipe does not let them pass.
+    """
+    context = load_checks.context_length(network.config)
+    if context is None:
+        return []
+    learned = load_checks.has_learned_positions(network, context)
+    context -= recipe.batch.max_length - recipe.encoded_length  # of a completion, behind a prompt
+    problem = beyond_context((data.train, data.eval), context, learned)
+    if problem is None:
+        return []
+    if learned or recipe.data_checks == "refuse":
+        raise FinetuneError(problem)
+    return [problem.removesuffix(f"; {MEANT}")]
