@@ -327,7 +327,7 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
     for piece in pieces:
         for _, trained in piece:
             trained[:1] = False
-    kept = [piece for piece in pieces if example.columns is not None or _says_all(piece)]
+    kept = [piece for piece in pieces if example.beside is not None or _says_all(piece)]
     tally.note("untrained", place, len(pieces) - len(kept))
     different = [piece for piece in kept if not _is_tied(piece)]
     tally.note("tied", place, len(kept) - len(different))

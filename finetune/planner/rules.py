@@ -32,7 +32,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _limits,
         _mixture,
         _method,
-        _sampling,
+        _second_model,
         _batch,
         _padding,
         _quantization,
@@ -145,15 +145,8 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
         yield from _prompts(recipe)
 
 
-def _sampling(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Backends on which completions cannot be sampled, or no second model held."""
-    if recipe.takes != "prompts":
-        return
-    if backend.device == "nvme":
-        yield (
-            f"backend: {backend.name} reads weights from a disk for every token that is sampled; "
-            "use zero3_offload"
-        )
+def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Backends on which a second model cannot be held."""
     if recipe.needs_second_model and (backend.shard == "params" or backend.engine == "fsdp"):
         yield (
             f"beta: its reference is a second model, which {backend.name} would hold unsharded; "

@@ -94,7 +94,9 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
     )
     workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4
-    sampled = sampling(plan.recipe, workload.shape, plan.processes, width, machine)
+    sampled = sampling(
+        plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
+    )
     return Forecast(workload, facts, machine, steps, sampled)
 
 

@@ -45,7 +45,12 @@ class Sampling:
 
 
 def sampling(
-    recipe: Recipe, shape: Architecture, processes: int, width: int, machine: Machine | None = None
+    recipe: Recipe,
+    shape: Architecture,
+    processes: int,
+    width: int,
+    machine: Machine | None = None,
+    tokens: int | None = None,
 ) -> Sampling | None:
     """What a recipe's samplings take; None for a method that learns from data alone.
 
@@ -55,12 +60,13 @@ def sampling(
         processes: that share a sampling.
         width: bytes of a number that the model computes with.
         machine: for the time.
+        tokens: of the longest prompt with its completion; by default all that may be.
     """
     if recipe.sampled is None:
         return None
     count, at_once, longest = recipe.sampled
     mine = math.ceil(count / processes)
-    rows, tokens = min(mine, at_once), recipe.encoded_length + longest
+    rows, tokens = min(mine, at_once), tokens or recipe.encoded_length + longest
     of_layer = 2 * shape.key * width * rows * tokens
     # Keys, then values, of one layer are copied when a token is appended.
     cache = of_layer * (shape.layers + 0.5)
