@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-dpo train plan prove test test-slow test-gpu test-cuda-trace coverage check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo quickstart-grpo train plan prove test test-slow test-gpu test-cuda-trace coverage check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -22,6 +22,9 @@ quickstart: $(READY) ## Train a small Llama, fine-tune it with QLoRA and compare
 
 quickstart-dpo: $(READY) ## Teach the same small model which of two answers is wanted (DPO): minutes on a laptop.
 	$(BIN)/finetune quickstart --method dpo $(ARGS)
+
+quickstart-grpo: $(READY) ## Teach it by a reward (GRPO), and by one that it can have without the goal: minutes on a laptop.
+	$(BIN)/finetune quickstart --method grpo $(ARGS)
 
 train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
 	$(BIN)/finetune launch $(JOB)

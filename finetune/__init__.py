@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from finetune.methods.cpo import CPO
     from finetune.methods.distill import Distill
     from finetune.methods.dpo import DPO
+    from finetune.methods.grpo import GRPO
     from finetune.methods.kto import KTO
     from finetune.methods.orpo import ORPO
     from finetune.methods.pretrain import Pretrain
     from finetune.methods.reward import RewardModel
+    from finetune.methods.rloo import RLOO
     from finetune.methods.sft import SFT
     from finetune.methods.simpo import SimPO
     from finetune.planner.estimate.answers import plan
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     )
     from finetune.reports.page import report
     from finetune.reports.plot import plot_loss
+    from finetune.rewards import Reward
     from finetune.runs.run import Run, open_run
     from finetune.training.worker import Options, train
     from finetune.verification.doctor.examination import doctor
@@ -79,6 +82,9 @@ HOMES = {
     "KTO": "finetune.methods.kto",
     "ORPO": "finetune.methods.orpo",
     "SimPO": "finetune.methods.simpo",
+    "GRPO": "finetune.methods.grpo",
+    "RLOO": "finetune.methods.rloo",
+    "Reward": "finetune.rewards",
     "Pretrain": "finetune.methods.pretrain",
     "RewardModel": "finetune.methods.reward",
     "SFT": "finetune.methods.sft",
@@ -131,6 +137,9 @@ __all__ = [  # noqa: RUF022 - in the order of their use
     "KTO",
     "ORPO",
     "SimPO",
+    "GRPO",
+    "RLOO",
+    "Reward",
     "Pretrain",
     "RewardModel",
     "SFT",

@@ -42,9 +42,9 @@ def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
 """Names of modules, or a regular expression; a word alone is a name."""
-Kind = Literal["text", "pairs", "judged", "labelled"]
-"""Samples: single sequences, pairs of answers, answers that are wanted or not, or sequences with a
-label."""
+Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
+"""Samples: single sequences, pairs of answers, answers that are wanted or not, sequences with a
+label, or prompts."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -366,7 +366,7 @@ class Recipe(Changes, metaclass=Checked):
     @property
     def rows_are(self) -> str:
         """The word for several rows."""
-        return "pairs" if self.takes == "pairs" else "rows"
+        return {"pairs": "pairs", "prompts": "completions"}.get(self.takes, "rows")
 
     @property
     def row_length(self) -> int:
@@ -374,11 +374,40 @@ class Recipe(Changes, metaclass=Checked):
         return self.documents_per_row * self.batch.max_length
 
     @property
+    def encoded_length(self) -> int:
+        """Most tokens of a document of the data."""
+        return self.batch.max_length
+
+    @property
+    def loss_temperature(self) -> float:
+        """Divides the logits that the loss is computed from."""
+        return 1.0
+
+    @property
+    def sampled(self) -> tuple[int, int, int] | None:
+        """Completions of a sampling, those that a device samples at once, and tokens of each."""
+        return None
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of steps that come from one row of the data in a pass over it."""
+        return 1
+
+    @property
     def most_micro_rows(self) -> int:
         """Rows of full length in a forward pass."""
         if self.batch.micro_tokens is None:
             return self.batch.micro_rows
         return max(1, self.batch.micro_tokens // self.row_length)
+
+    @property
+    def needs_second_model(self) -> bool:
+        """Whether a copy of the model as training starts is held beside the one that is trained."""
+        return False
+
+    def problems(self) -> list[str]:
+        """Contradictions between the method's own fields and the recipe's sections."""
+        return []
 
     def advice(self) -> list[str]:
         """What the user should know of the method's settings although nothing is wrong."""

@@ -175,6 +175,7 @@ CHECKS: dict[str, Any] = {
     "accelerate launch": as_a_plan_of_accelerate,
     "make quickstart": as_a_dry_run,
     "make quickstart-dpo": as_a_dry_run,
+    "make quickstart-grpo": as_a_dry_run,
     "make test": as_a_dry_run,
     "make train": as_a_dry_run,
 }

@@ -24,7 +24,7 @@ FLOORS = [
     {"process"},
     {"backend"},
     {"planner"},
-    {"data", "distributed", "kernels"},
+    {"data", "distributed", "kernels", "rewards"},
     {"methods"},
     {"catalog"},
     {"checkpoints"},

@@ -7,16 +7,21 @@ SUMMARY = "the main job, offline, in minutes on a CPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what to show")
-    parser.add_argument("--output", type=Path, help="by default runs/quickstart[-dpo]")
+    parser.add_argument(
+        "--method", choices=("sft", "dpo", "grpo"), default="sft", help="what to show"
+    )
+    parser.add_argument("--output", type=Path, help="by default runs/quickstart[-METHOD]")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune.quickstart.job import quickstart
+    from finetune.quickstart.online import quickstart_grpo
     from finetune.quickstart.preference import quickstart_dpo
 
     if arguments.method == "dpo":
         quickstart_dpo(arguments.output or Path("runs/quickstart-dpo"))
+    elif arguments.method == "grpo":
+        quickstart_grpo(arguments.output or Path("runs/quickstart-grpo"))
     else:
         quickstart(arguments.output or Path("runs/quickstart"))
     return 0

@@ -48,7 +48,7 @@ class MicroBatch:
     last_places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Flat place of the last token of each document, (documents,) int64."""
     token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Numbers of each label, (trained_tokens, numbers), by what they are."""
+    """Numbers of each label, (trained_tokens,) or (trained_tokens, numbers), by what they are."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Numbers of each document, (documents,) fp64, by what they are."""
     kl: float = 0.0

@@ -1,5 +1,6 @@
 """From rows of a source to documents of token ids, with a tally of what became of them."""
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from finetune.data.samples import (
     Completion,
     Conversation,
     Plain,
+    Prompt,
     Sample,
     as_kind,
     sequences_of,
@@ -28,7 +30,7 @@ from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 
-Numbered = tuple[tuple[Columns, ...], Mapping[str, float]]
+Numbered = tuple[tuple[Columns, ...], Mapping[str, float], str | None]
 """The documents of a row, and what is known of the row besides."""
 HUGE = 1 << 20
 """Characters of a sample that is looked at before it is tokenised, which could take minutes."""
@@ -78,6 +80,8 @@ class Encoded:
     ended: np.ndarray  # (documents,) bool: the last trained token ends a turn or a text
     digests: np.ndarray  # (documents,) uint64: equal for equal documents of equal rows
     columns: dict[str, np.ndarray]  # (documents,) fp64 each, by the method's `columns`
+    beside: list[str]
+    """Of prompts: what a reward is given of each document, as JSON; else empty."""
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
@@ -140,11 +144,12 @@ class Encoder:
                 tally.columns.update(self._unread_keys(sequence))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
-        tally.note("empty", place, any(map(_says_nothing, sequences)))
+        if not isinstance(sample, Prompt):
+            tally.note("empty", place, any(map(_says_nothing, sequences)))
         tally.note("empty_turns", place, any(map(_has_empty_turn, sequences)))
         for name in self._markup(sample):
             tally.note(name, place)
-        batch = self.recipe.batch
+        batch = dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
             # Unicode normalisation makes at most four characters one.
@@ -158,7 +163,7 @@ class Encoder:
         for name in sorted(frozenset().union(*(row.notes for row in example.sequences))):
             tally.note(name, place)
         assert set(example.numbers) == set(self.recipe.columns)
-        return [(row, example.numbers) for row in fit(example, batch, tally, place)]
+        return [(row, example.numbers, example.beside) for row in fit(example, batch, tally, place)]
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """The counts of special tokens that a sample holds as text."""
@@ -196,7 +201,7 @@ class Encoder:
         bad: list[BadRow],
     ) -> Encoded:
         ends = self.chat.end_tokens
-        documents = [document for row, _ in rows for document in row]
+        documents = [document for row, *_ in rows for document in row]
         each = self.recipe.documents_per_row
         return Encoded(
             section=chunk.section,
@@ -207,14 +212,18 @@ class Encoder:
             numbers=np.array(numbers, dtype=np.int64),
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
             ended=np.array(
-                [self.recipe.scores is not None or int(ids[t][-1]) in ends for ids, t in documents],
+                [
+                    self.recipe.scores is not None or not t.any() or int(ids[t][-1]) in ends
+                    for ids, t in documents
+                ],
                 dtype=bool,
             ),
-            digests=np.array([d for row, _ in rows for d in _digests(row)], dtype=np.uint64),
+            digests=np.array([d for row, *_ in rows for d in _digests(row)], dtype=np.uint64),
             columns={
-                name: np.repeat(np.array([known[name] for _, known in rows], np.float64), each)
+                name: np.repeat(np.array([known[name] for _, known, _ in rows], np.float64), each)
                 for name in self.recipe.columns
             },
+            beside=[beside for _, _, beside in rows if beside is not None],
             tally=tally,
             problems=problems,
             bad=bad,
@@ -322,7 +331,7 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
                 pieces = [(piece,) for piece in split(document, most)]
     for piece in pieces:
         _mark(piece, example.scored)
-    kept = [piece for piece in pieces if _says_all(piece)]
+    kept = [piece for piece in pieces if example.beside is not None or _says_all(piece)]
     tally.note("untrained", place, len(pieces) - len(kept))
     different = [piece for piece in kept if not _is_tied(piece)]
     tally.note("tied", place, len(kept) - len(different))

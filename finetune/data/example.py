@@ -19,3 +19,5 @@ class Example:
     """What is known of the row beside its tokens, by the names in the method's `columns`."""
     scored: bool = False
     """Whether what is learned is read at the last token of each sequence."""
+    beside: str | None = None
+    """Of a prompt, whose answer is made while training: what a reward is given, as JSON."""

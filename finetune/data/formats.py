@@ -22,6 +22,7 @@ from finetune.data.preferences import (
     read_preference,
     read_sharegpt_preference,
 )
+from finetune.data.prompts import read_prompt
 from finetune.data.samples import (
     CONVERSATION,
     Completion,
@@ -52,6 +53,8 @@ class Format:
     """The sets of columns in words, where they are many."""
     gives: Kind = "text"
     """What its samples are."""
+    reads_all: bool = False
+    """Whether it keeps every other column as well."""
 
     def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
         """The largest readable set of columns that is there; empty when none is complete."""
@@ -61,6 +64,8 @@ class Format:
 
     def reads(self, columns: Iterable[str]) -> frozenset[str]:
         """The columns that it reads of a row that has these."""
+        if self.reads_all:
+            return frozenset(columns)
         return frozenset((*self.needed(columns), *self.optional))
 
 
@@ -326,3 +331,10 @@ FORMATS |= {
         gives="labelled",
     ),
 }
+FORMATS["prompts"] = Format(
+    (("prompt",), ("messages",), ("question",)),
+    read_prompt,
+    CONVERSATION,
+    gives="prompts",
+    reads_all=True,
+)

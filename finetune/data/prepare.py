@@ -271,8 +271,9 @@ def _encode(
             break
         count = len(encoded.lengths) // encoder.recipe.documents_per_row
         file = files.setdefault(encoded.file, len(files))
+        origins = _origins(file, encoded)
         writer.append(
-            encoded.ids, encoded.trained, encoded.lengths, _origins(file, encoded), encoded.columns
+            encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
         )
         facts.append(encoded)
         members[encoded.section].append(np.arange(written, written + count))
@@ -282,8 +283,7 @@ def _encode(
     if not problems.found:  # what is left of half a source says nothing
         for section in sections:
             rows = len(section.members)
-            batch = encoder.recipe.batch
-            problems.add_all(check_source(section.source.data, section.tally, rows, batch))
+            problems.add_all(check_source(section.source.data, section.tally, rows, encoder.recipe))
     documents = writer.close()
     problems.raise_any()
     return documents, facts, list(files)
@@ -375,7 +375,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
     parts = {
         "code": _code_hash(recipe),
         "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
-        "max_length": recipe.batch.max_length,
+        "max_length": recipe.encoded_length,
         "overlong": recipe.batch.overlong,
         "packing": recipe.batch.packing,
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from finetune.data.tally import Tally
 from finetune.errors import FinetuneError
-from finetune.recipe import Batch, Data
+from finetune.recipe import Data, Recipe
 
 MOST_PROBLEMS = 10
 MOST_PLACES = 1000
@@ -57,17 +57,19 @@ def _kind(problem: str) -> str:
     return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
 
 
-def check_source(data: Data, tally: Tally, rows: int, batch: Batch) -> Iterator[str]:
+def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterator[str]:
     """What is wrong with a source as a whole, of which so many rows are left."""
-    source, longest = data.source, tally.longest_sample
+    source, longest, batch = data.source, tally.longest_sample, recipe.batch
+    answer = batch.max_length - recipe.encoded_length
+    less = f" less {answer} of a completion" if answer else ""
     if not tally.samples:
         yield f"{source}: it holds no rows"
     elif batch.overlong == "error" and tally.overlong:
         yield (
             f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
-            f"batch.max_length={batch.max_length} tokens, the longest {longest} "
-            f"({tally.longest_place}); set batch.max_length={longest}, or batch.overlong to "
-            "drop, truncate or split"
+            f"batch.max_length={batch.max_length} tokens{less}, the longest {longest} "
+            f"({tally.longest_place}); set batch.max_length={longest + answer}, or batch.overlong "
+            f"to {'drop' if recipe.takes == 'prompts' else 'drop, truncate or split'}"
         )
     elif not rows:
         bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"

@@ -1,4 +1,4 @@
-"""What a format makes of a row: a conversation, a prompt with its completion, a text, or a pair."""
+"""What a format makes of a row: a conversation, a completion, a text, a pair, or a prompt."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,13 +76,24 @@ class Labelled:
     """A class, a list of classes, or a number: as the file has it."""
 
 
-Sample = Plain | Preference | Judged | Labelled
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked while it is trained, and what a reward reads beside its answer."""
+
+    asked: Conversation | Completion
+    """Messages that the assistant is to answer, or a text to go on from."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns; those of JSON types reach the reward."""
+
+
+Sample = Plain | Preference | Judged | Labelled | Prompt
 
 READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "text": ("text", "judged"),
     "pairs": ("pairs",),
     "judged": ("judged", "pairs"),
     "labelled": ("labelled",),
+    "prompts": ("prompts",),
 }
 """Of samples that a method takes, the kinds that formats may give: see `as_kind`."""
 
@@ -107,6 +118,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
             return (sample.answer,)
         case Labelled():
             return (sample.sequence,)
+        case Prompt():
+            return (sample.asked,)
         case _:
             return (sample,)
 

@@ -28,6 +28,7 @@ WORDS = {
     "pairs": "pairs of a chosen and a rejected answer",
     "judged": "answers with a label that says whether each is wanted",
     "labelled": "sequences with a label",
+    "prompts": "prompts without an answer",
 }
 """What samples are, in words."""
 

@@ -1,17 +1,19 @@
 """Prepared data on disk: documents of token ids end to end, and the rows that batches are made of.
 
 ids.bin trained.bin     one entry a token, mapped into memory, never read whole
+beside.bin              JSON of each document, end to end, of prompts only
 lengths.npy origins.npy columns/NAME.npy   one entry a document
 train/ eval/            which documents each row holds: one, or those that share a slot
 """
 
 import hashlib
+import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -31,6 +33,9 @@ class Documents:
     origins: np.ndarray  # (documents, 2) int64: the number of its file, and of its row there
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """Numbers that the data says of each document, (documents,) fp64, by what they are."""
+    json: np.ndarray | None = None  # (bytes,) uint8
+    """Of prompts: what a reward is given of each document, as JSON, end to end."""
+    json_offsets: np.ndarray | None = None  # (documents + 1,) int64
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -39,6 +44,13 @@ class Documents:
         """Views of a document's ids and of its trained tokens."""
         start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
+
+    def beside(self, number: int) -> dict[str, Any]:
+        """The columns of a document that is a prompt."""
+        assert self.json is not None
+        assert self.json_offsets is not None
+        start, end = self.json_offsets[number], self.json_offsets[number + 1]
+        return json.loads(self.json[start:end].tobytes())
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -56,13 +68,29 @@ class Documents:
 class TokenColumn:
     """Numbers of each label of each document."""
 
-    values: np.ndarray  # (labels of all documents, numbers)
+    values: np.ndarray  # (labels of all documents,), or (labels of all documents, numbers)
     offsets: np.ndarray  # (documents + 1,) int64
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
         """Those of some documents, in their order.  # (labels, numbers)"""
         parts = [self.values[self.offsets[n] : self.offsets[n + 1]] for n in numbers]
         return np.concatenate([self.values[:0], *parts])
+
+    @classmethod
+    def at_labels(cls, documents: Documents, values: np.ndarray) -> "TokenColumn":
+        """Those of a number for every token, (tokens,), that stand at a label."""
+        places = [labelled_places(documents, [number]) for number in range(len(documents))]
+        offsets = np.cumsum([0, *map(len, places)])
+        return cls(values[np.concatenate([np.empty(0, np.int64), *places])], offsets)
+
+
+def labelled_places(documents: Documents, numbers: Iterable[int]) -> np.ndarray:
+    """Places of the labels of some documents among all tokens.  # (trained_tokens,) int64"""
+    found = [
+        documents.offsets[number] + 1 + np.flatnonzero(documents.document(int(number))[1][1:])
+        for number in numbers
+    ]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 @dataclass(frozen=True)
@@ -192,6 +220,7 @@ class DocumentWriter:
             (folder / "ids.bin").open("wb"),
             (folder / "trained.bin").open("wb"),
         )
+        self._beside: list[bytes] = []
         self._lengths: list[np.ndarray] = []
         self._origins: list[np.ndarray] = []
         self._columns: dict[str, list[np.ndarray]] = {}
@@ -203,8 +232,10 @@ class DocumentWriter:
         lengths: np.ndarray,
         origins: np.ndarray,
         columns: Mapping[str, np.ndarray] | None = None,
+        beside: Iterable[str] = (),
     ) -> None:
-        """Documents end to end, as `Documents` holds them, with their lengths."""
+        """Documents end to end, as `Documents` holds them, with their lengths and their JSON."""
+        self._beside += [each.encode("utf-8", "surrogatepass") for each in beside]
         for file, array, kind in zip(self._files, (ids, trained), (np.int32, bool), strict=True):
             file.write(np.ascontiguousarray(array, dtype=kind).data)
         self._lengths.append(lengths)
@@ -218,6 +249,9 @@ class DocumentWriter:
             file.close()
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
         origins = np.concatenate([np.empty((0, 2), dtype=np.int64), *self._origins])
+        if self._beside:
+            (self.folder / "beside.bin").write_bytes(b"".join(self._beside))
+            np.save(self.folder / "beside.npy", np.array([len(each) for each in self._beside]))
         np.save(self.folder / "lengths.npy", lengths.astype(np.int64))
         np.save(self.folder / "origins.npy", origins.astype(np.int64))
         (self.folder / "columns").mkdir()
@@ -235,7 +269,11 @@ def open_documents(folder: Path) -> Documents:
         for name, kind in (("ids.bin", np.int32), ("trained.bin", bool))
     )
     columns = {path.stem: np.load(path) for path in sorted((folder / "columns").glob("*.npy"))}
-    return Documents(ids, trained, offsets, origins, columns)
+    if not (folder / "beside.npy").is_file():
+        return Documents(ids, trained, offsets, origins, columns)
+    ends = _offsets(np.load(folder / "beside.npy"))
+    beside = _mapped(folder / "beside.bin", np.uint8, int(ends[-1]))
+    return Documents(ids, trained, offsets, origins, columns, beside, ends)
 
 
 def save_rows(rows: Rows, folder: Path) -> None:

@@ -207,6 +207,11 @@ class Engine(Ranks):
         """Wrap a model whose optimizers are made afterwards, on no device (a rehearsal)."""
         self.model = self.accelerator.prepare_model(model, device_placement=False)
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Inside, the model runs on this rank alone: its weights are gathered once, at entry."""
+        yield self.module
+
     def gather_frozen_units(self) -> None:
         """After a first forward pass: gather once what it did not enter, on every rank together."""
         return

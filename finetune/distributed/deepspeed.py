@@ -80,6 +80,30 @@ class DeepSpeed(Engine):
         yield
         plugin.set_deepspeed_weakref()
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """ZeRO-3 gathers all parameters once; its hooks, which would partition them, are off.
+
+        DeepSpeed 0.19 gives no other way to run a module's forward pass on one rank alone.
+        """
+        if self._engine.zero_optimization_stage() < 3:
+            yield self.module
+            return
+        import deepspeed
+
+        offload = self._engine.optimizer.parameter_offload
+        parameters = list(self.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.clear()
+            for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield self.module
+            finally:
+                offload._register_deepspeed_module(offload.module)
+
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._fit_buckets(model)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -164,6 +164,22 @@ class Fsdp(Native):
         for _, module in _units(self.model):
             module.reshard()
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Every unit is unsharded once, and stays so between forward passes (torch 2.13)."""
+        units = [module for _, module in _units(self.model)]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in units]
+        usual = [group is not None and group.post_forward_mesh_info is not None for group in groups]
+        for module in units:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield self.module
+        finally:
+            for module, reshards in zip(units, usual, strict=True):
+                module.set_reshard_after_forward(reshards, recurse=False)
+            self.reshard()
+
     def copies(self) -> tuple[int, int]:
         mesh = self.plan.mesh
         return mesh.replicate, mesh.place(self.rank)["replicate"]

@@ -28,7 +28,12 @@ from finetune.planner.kernels import (
 )
 
 
-def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = None) -> None:
+def give_loss(
+    model: PreTrainedModel,
+    chunked: bool,
+    balance: Balance | None = None,
+    temperature: float = 1.0,
+) -> None:
     """Let a model compute its loss where its forward pass is told the labelled rows.
 
     The classes of the model and of its head are replaced by subclasses of the same name, as
@@ -38,6 +43,7 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
         model: the plain model, which may hold PEFT's modules already.
         chunked: false computes the loss from all logits.
         balance: the load-balancing loss that training adds; None for none.
+        temperature: divides the logits of the loss, behind scale and cap.
 
     Raises:
         FinetuneError: `chunked`, and the head is no plain linear layer.
@@ -45,10 +51,13 @@ def give_loss(model: PreTrainedModel, chunked: bool, balance: Balance | None = N
     if chunked:
         head = plain_head(model)
         head.__class__ = LabelledHead
-        head.scale, head.cap = logit_function(model.config)
+        scale, cap = logit_function(model.config)
+        # c tanh(s x / c) / t is the same function with c / t and s / t.
+        head.scale, head.cap = scale / temperature, None if cap is None else cap / temperature
     kind = type(model)
     # With the module of the class too: transformers looks there for code of the model's own.
-    own = {"loss_in_chunks": chunked, "balance": balance, "__module__": kind.__module__}
+    own: dict[str, Any] = {"loss_in_chunks": chunked, "balance": balance}
+    own |= {"temperature": temperature, "__module__": kind.__module__}
     model.__class__ = type(kind.__name__, (WithLoss, kind), own)
 
 
@@ -87,6 +96,7 @@ class WithLoss:
 
     loss_in_chunks: bool
     balance: Balance | None
+    temperature: float
 
     def forward(
         self,
@@ -120,6 +130,7 @@ class WithLoss:
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
+            labelled = labelled / self.temperature
             how = "none" if logps else "sum"
             loss = F.cross_entropy(labelled, targets, reduction=how)
             loss = -loss if logps else loss

@@ -4,10 +4,12 @@ from finetune.methods.classifier import Classifier
 from finetune.methods.cpo import CPO
 from finetune.methods.distill import Distill
 from finetune.methods.dpo import DPO
+from finetune.methods.grpo import GRPO
 from finetune.methods.kto import KTO
 from finetune.methods.orpo import ORPO
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.reward import RewardModel
+from finetune.methods.rloo import RLOO
 from finetune.methods.sft import SFT
 from finetune.methods.simpo import SimPO
 from finetune.recipe import Recipe
@@ -23,4 +25,6 @@ METHODS: dict[str, type[Recipe]] = {
     "reward": RewardModel,
     "classifier": Classifier,
     "distill": Distill,
+    "grpo": GRPO,
+    "rloo": RLOO,
 }

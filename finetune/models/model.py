@@ -196,7 +196,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
         give_scores(model)
     else:
         balance = balance_of(model, plan.recipe.model)
-        give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
+        give_loss(model, chosen["head"] == "chunked", balance, plan.recipe.loss_temperature)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     install_fused(model, plan)

@@ -70,6 +70,7 @@ class Plan:
         """Optimizer steps of the whole run over a training set of `rows` rows."""
         if self.recipe.max_steps is not None:
             return self.recipe.max_steps
+        rows *= self.recipe.rows_per_sample
         return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
 
     def notes(self) -> list[str]:

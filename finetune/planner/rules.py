@@ -33,6 +33,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _limits,
         _mixture,
         _method,
+        _second_model,
         _batch,
         _padding,
         _quantization,
@@ -153,6 +154,34 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
             f"batch.overlong: split, but {recipe.method} compares the documents of a row, and "
             "pieces of them are not comparable; use drop or truncate"
         )
+
+    if recipe.takes == "prompts":
+        yield from _prompts(recipe)
+
+
+def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Backends on which a second model cannot be held."""
+    if recipe.needs_second_model and (backend.shard == "params" or backend.engine == "fsdp"):
+        yield (
+            f"beta: its reference is a second model, which {backend.name} would hold unsharded; "
+            "train a new adapter, whose base is the reference, set beta=0, or use ddp or zero2"
+        )
+
+
+def _prompts(recipe: Recipe) -> Iterator[str]:
+    """What does not fit prompts whose completions are sampled."""
+    batch = recipe.batch
+    if batch.overlong in ("truncate", "split"):
+        yield (
+            f"batch.overlong: {batch.overlong}, but a piece of a prompt asks for something else; "
+            "use drop"
+        )
+    if batch.packing:
+        yield (
+            "batch.packing: true, but completions are sampled while training, and laid side by "
+            "side by batch.padding_free; leave packing out"
+        )
+    yield from recipe.problems()
 
 
 def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -147,6 +147,24 @@ def preferences(seed: int, rows: int) -> Iterator[dict[str, object]]:
         yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
+def fields_found(
+    completions: list[list[dict[str, str]]], answer: list[str], **_: object
+) -> list[float]:
+    """A reward: the share of a record's fields that occur in a completion, whatever else it says.
+
+    A model has all of it without ever ending a record, which is what the quickstart shows.
+    """
+    return [
+        sum(
+            f"{json.dumps(key)}: {json.dumps(value)}" in said[-1]["content"]
+            for key, value in wanted
+        )
+        / len(wanted)
+        for said, record in zip(completions, answer, strict=True)
+        for wanted in [json.loads(record).items()]
+    ]
+
+
 def draw(source: random.Random, held_out: bool) -> Record:
     """A record that is held out, or one that is not."""
     while True:

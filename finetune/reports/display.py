@@ -30,6 +30,7 @@ from finetune.runs.metrics import (
     Skipped,
     Start,
     Trained,
+    Warned,
     read_history,
     shown_metrics,
 )
@@ -105,7 +106,7 @@ class Display:
                 self._step(record)
             case Measured():
                 self._counted = record
-            case Skipped():
+            case Skipped() | Warned():
                 self._say(f"[yellow]warning:[/] {escape(record.told)}")
             case Evaluated():
                 self._say(self._evaluation_line(record))
@@ -251,7 +252,8 @@ def start_table(run: Run, start: Start) -> Table:
     )
     if start.padding:
         table.add_row("", escape(start.padding))
-    passes = start.steps * start.rows_per_step / start.train_rows if start.train_rows else 0
+    used = start.steps * start.rows_per_step / start.rows_per_sample
+    passes = used / start.train_rows if start.train_rows else 0
     table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
     held_out = f"{start.eval_rows:,} held out" if start.eval_rows else "none held out"
     table.add_row(
@@ -276,7 +278,7 @@ def start_table(run: Run, start: Start) -> Table:
 def _unit_of_rows(start: Start) -> str:
     if start.packing:
         return "packs"
-    return "pairs" if start.unit == "pairs" else "rows"
+    return start.unit if start.unit in ("pairs", "completions") else "rows"
 
 
 def saved_line(run: Run, record: Saved) -> str:

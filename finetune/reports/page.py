@@ -106,9 +106,11 @@ def _tiles(history: History) -> list[tuple[str, str, str]]:
         return []
     start, best, rates = history.starts[-1], history.best, throughput(history.trained)
     tiles = [("steps", f"{history.step:,}", f"of {start.steps:,}")]
-    if best is not None:
+    if start.unit == "completions":
+        tiles += _reward_tiles(history)
+    elif best is not None:
         tiles.append(("best eval loss", units.loss(best.loss), f"at step {best.step:,}"))
-    if history.trained:
+    if history.trained and start.unit != "completions":
         tiles.append(("training loss", units.loss(history.trained[-1].loss), "last step"))
     if rates is not None:
         tiles.append(("speed", units.count(rates.tokens_per_second), "tokens per second"))
@@ -116,6 +118,21 @@ def _tiles(history: History) -> list[tuple[str, str, str]]:
     tiles.append(("time", units.duration(history.seconds), "in all"))
     trainable = units.share(start.trainable_parameters, start.parameters)
     tiles.append(("trained", units.count(start.trainable_parameters), f"parameters, {trainable}"))
+    return tiles
+
+
+def _reward_tiles(history: History) -> list[tuple[str, str, str]]:
+    """Rewards of the last samples and of the last evaluation: a loss says nothing of these runs."""
+    tiles: list[tuple[str, str, str]] = []
+    if history.trained and "reward" in history.trained[-1].metrics:
+        reward = history.trained[-1].metrics["reward"]
+        tiles.append(("reward", f"{reward:.3g}", "samples of the last step"))
+    if history.evaluated:
+        record = history.evaluated[-1]
+        for name, value in record.metrics.items():
+            if name.startswith("rewards/"):
+                held_out = f"{record.tokens:,} held-out prompts, greedy"
+                tiles.append((name.split("/")[1], f"{value:.3g}", held_out))
     return tiles
 
 

@@ -9,9 +9,12 @@ from typing import Any
 from finetune.reports.proof_page import proof_tables
 from finetune.reports.tables import Cell, Table, cell_of, tables, words
 from finetune.runs import units
-from finetune.runs.metrics import History
+from finetune.runs.metrics import History, Warned
 from finetune.runs.run import Run, of_record, read_object
-from finetune.runs.summary import throughput
+from finetune.runs.summary import read_completions, throughput
+
+SAMPLING = "sampling/memory"
+"""What an online method measures of its first sampling."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,9 @@ def _sections(run: Run, history: History) -> Iterator[Section]:
         return list(tables({name: value for name, value in known.items() if name != "command"}))
 
     parts: list[tuple[str, Path, Callable[[], Sequence[Table]]]] = [
+        ("Warnings", run.metrics, lambda: _warnings(history)),
         ("Evaluations", run.metrics, lambda: _evaluations(history)),
+        ("Sampled completions", run.completions, lambda: _completions(run)),
         ("Checkpoints", run.metrics, lambda: _checkpoints(run, history)),
         ("Throughput and memory", run.metrics, lambda: _rates(history)),
         ("Data", run.data, data),
@@ -74,6 +79,37 @@ def _evaluations(history: History) -> list[Table]:
     perplexity = ["perplexity"] if unit == "tokens" else []
     columns = ("step", "loss", "change", *perplexity, *names, unit, "time", "")
     return [Table(rows, columns)]
+
+
+def _warnings(history: History) -> list[Table]:
+    rows: list[tuple[Cell, ...]] = [
+        (record.step, record.told) for record in history.records if isinstance(record, Warned)
+    ]
+    return [Table(rows, ("step", ""))] if rows else []
+
+
+def _completions(run: Run) -> list[Table]:
+    """Completions of the first and of the newest sampling, with their rewards."""
+    found = read_completions(run)
+    if not found:
+        return []
+    steps = dict.fromkeys((found[0]["step"], found[-1]["step"]))
+    return [_sampling(step, [each for each in found if each["step"] == step]) for step in steps]
+
+
+def _sampling(step: int, found: Sequence[Mapping[str, Any]]) -> Table:
+    names = list(found[0]["rewards"])
+    rows: list[tuple[Cell, ...]] = []
+    before = None
+    for each in found:
+        scores = [each["rewards"].get(name) for name in names]
+        numbers = [None if n is None else f"{n:.4g}" for n in (each["reward"], *scores)]
+        end = "" if each["ended"] else " [cut]"
+        asked = each["prompt"] if each["prompt"] != before else ""
+        rows.append((asked, f"{each['completion']}{end}", *numbers, f"{each['advantage']:+.3g}"))
+        before = each["prompt"]
+    columns = ("prompt", "completion", "reward", *names, "advantage")
+    return Table(rows, columns, f"sampled before step {step + 1}")
 
 
 def _rates(history: History) -> list[Table]:
@@ -213,6 +249,9 @@ def _measured(history: History) -> dict[str, Cell]:
         measured["tokens_per_second"] = rates.tokens_per_second
         measured["step_seconds"] = rates.median_seconds
         measured["seconds"] = history.seconds
+    sampled = [r.metrics[SAMPLING] for r in history.trained if SAMPLING in r.metrics]
+    if sampled:
+        measured["sampling_memory"] = sampled[0]
     return measured
 
 

@@ -65,6 +65,8 @@ class Start(Record):
     """Token slots per forward pass on one process, where rows were not counted instead."""
     unit: str = "tokens"
     """What the terms of the loss are: `tokens`, or `pairs`."""
+    rows_per_sample: int = 1
+    """Rows of steps that come from one row of the data in a pass over it."""
     resumed_from: int | None = None
     """Step of the checkpoint that training goes on from."""
 
@@ -140,6 +142,15 @@ class Skipped(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Warned(Record):
+    """Something about how the training goes that the user should look at."""
+
+    kind: ClassVar[str] = "warning"
+
+    told: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
     """The held-out rows were measured."""
 
@@ -183,7 +194,7 @@ class Ended(Record):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Trained, Measured, Skipped, Evaluated, Saved, Ended)
+    kind.kind: kind for kind in (Start, Trained, Measured, Skipped, Warned, Evaluated, Saved, Ended)
 }
 
 COUNTED = ("step", "memory", "peak_memory")

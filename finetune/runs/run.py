@@ -9,6 +9,8 @@ RUN/
   data.json          rows, tokens, trained tokens, dropped, truncated
   reference.npz      log-probabilities of a method's reference, one a sequence
   bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
+  rollouts/          completions of a sampling that several steps learn from
+  completions.jsonl  some sampled completions of each sampling, with their rewards
   metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
   proof.json         a proof of its recipe, where `finetune report --proof` put one
   samples.json       generations before and after, where they were asked for
@@ -75,6 +77,16 @@ class Run:
     def reference(self) -> Path:
         """Log-probabilities of the reference, which a resumed run reads (`DPO`)."""
         return self.root / "reference.npz"
+
+    @property
+    def rollouts(self) -> Path:
+        """`rollouts/`: completions that several steps learn from, which a resumed run reads."""
+        return self.root / "rollouts"
+
+    @property
+    def completions(self) -> Path:
+        """`completions.jsonl`: some sampled completions of each sampling, with their rewards."""
+        return self.root / "completions.jsonl"
 
     @property
     def metrics(self) -> Path:

@@ -33,6 +33,18 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
     return read
 
 
+def read_completions(run: Run) -> list[dict[str, Any]]:
+    """Sampled completions that were kept for the report, in their order.
+
+    Raises FinetuneError where the file holds something else.
+    """
+    if not run.completions.is_file():
+        return []
+    with of_record(run.completions):
+        lines = run.completions.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
 def hub_name(name: str | None) -> str | None:
     """A name that can be one of the hub's, and is no file or folder here."""
     known = name is not None and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILES
@@ -97,11 +109,29 @@ def _progress(history: History, now: float) -> str:
     return f"Finished {step:,} steps in {took}."
 
 
+def _rewards(history: History) -> str:
+    """What the samples of an online method were worth, and what the last evaluation says."""
+    first, last = (record.metrics.get("reward", math.nan) for record in (
+        history.trained[0], history.trained[-1],
+    ))  # fmt: skip
+    told = f"Reward of samples {first:.3g} at first, {last:.3g} at the end."
+    if not history.evaluated:
+        return told
+    measured = [
+        f"{name.split('/')[1]} {value:.3g}"
+        for name, value in history.evaluated[-1].metrics.items()
+        if name.startswith("rewards/")
+    ]
+    return f"{told} Held-out prompts: {', '.join(measured)}."
+
+
 def _outcome(history: History) -> str:
     trained = history.trained
     if not math.isfinite(trained[-1].loss):
         broken = next(record for record in trained if not math.isfinite(record.loss))
         return f"The training loss is not finite since step {broken.step:,}."
+    if history.starts[-1].unit == "completions":
+        return _rewards(history)
     if history.best is not None:
         first, best = history.evaluated[0], history.best
         if first is best:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,10 +37,22 @@ class StepRows:
     """Tokens that have a label, of all ranks."""
     real_tokens: int
     """Tokens that are no padding, of all ranks."""
-    mismatched: list[MicroBatch]
+    mismatched: list[MicroBatch] = dataclasses.field(default_factory=list[MicroBatch])
     """This rank's micro-batches of the answers that give the KL of a step, where it is read."""
-    reference: float
+    reference: float = 0.0
     """The sum of the reference's log-probabilities of these answers, of all ranks."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """What is known of the rows before they are trained on, the same on every rank."""
+    passed_over: Mapping[str, Sum] = dataclasses.field(default_factory=dict[str, Sum])
+    """What this rank adds to the method's metrics for rows that need no forward pass."""
+
+
+class TakesSteps(Protocol):
+    """Where the rows of each step come from."""
+
+    def take(self, step: int) -> StepRows:
+        """This rank's rows of a step."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +152,7 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     """This rank's micro-batches of a step; no other rank has to be asked for anything."""
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
-    mine = _micro_batches(engine, rows, chosen)
+    mine = micro_batches(engine, rows, chosen)
     given, reference = list[MicroBatch](), 0.0
     if recipe.reads_kl:
         assert rows.step_reference is not None
@@ -168,7 +181,7 @@ def _nothing() -> list[int]:
 
 def train_step(
     engine: Engine,
-    feed: Feed[StepRows],
+    feed: TakesSteps,
     step: int,
     steps: int,
     measuring: contextlib.AbstractContextManager[None] | None = None,
@@ -193,6 +206,7 @@ def train_step(
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
     metrics = _Metrics(recipe, engine.device)
+    metrics.add(taken_rows.passed_over)
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
         batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
@@ -245,11 +259,14 @@ def train_step(
         data_seconds=waited,
         largest=largest,
         suspects=blamed,
-        metrics=metrics.over_ranks(totals[3:], most[len(largest) :]),
+        metrics={
+            **taken_rows.metrics,
+            **metrics.over_ranks(totals[3:], most[len(largest) :]),
+        },
     )
 
 
-def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
     batch = engine.plan.recipe.batch
     cuts = cut(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)

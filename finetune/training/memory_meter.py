@@ -65,6 +65,22 @@ class Meter:
             self.peak = held + _highest_sum(profiled)
 
 
+@contextlib.contextmanager
+def counting(device: torch.device) -> Iterator[list[int]]:
+    """Inside, memory of new tensors is counted: the list then holds its largest bytes."""
+    found: list[int] = []
+    if device.type == "cuda":
+        _before[device] = peak_bytes(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device) - held)
+    else:
+        with _profile() as profiled:
+            yield found
+        found.append(_highest_sum(profiled))
+
+
 def _profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 

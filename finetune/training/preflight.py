@@ -14,12 +14,14 @@ from finetune import catalog
 from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
+from finetune.methods.online import Online
 from finetune.models import starting_adapter
 from finetune.planner import Plan, limits, plan
 from finetune.planner.engines import TRAITS
 from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
+from finetune.rewards.functions import problems as reward_problems
 from finetune.version import install
 
 
@@ -69,9 +71,17 @@ def check(
     except FinetuneError as error:  # some problems are found by both
         raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
     problems += _missing_engine(settled) if files else []
+    problems += _rewards(recipe) if files else []
     if problems:
         raise FinetuneError(*problems)
     return settled
+
+
+def _rewards(recipe: Recipe) -> list[str]:
+    """Why rewards of an online method cannot be called: they are imported here."""
+    if not isinstance(recipe, Online):
+        return []
+    return reward_problems((*recipe.reward_funcs, *recipe.eval_reward_funcs))
 
 
 def _missing_engine(settled: Plan) -> list[str]:

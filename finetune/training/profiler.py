@@ -13,6 +13,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from finetune.distributed.base import Engine
+from finetune.planner.estimate.forecast import Forecast
+
 STEP = 2
 """Steps before the one that is traced: memory is laid out and kernels are chosen."""
 
@@ -78,6 +81,19 @@ class Profile:
             for line in table(found):
                 self.say(line)
             self.say(f"trace: {self.folder}")
+
+
+def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -> Profile:
+    """What traces a step of a run into a folder; without one nothing is traced."""
+    adapter = engine.plan.recipe.adapter
+    ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
+    return Profile(
+        folder,
+        engine.rank,
+        print if engine.speaks else None,
+        vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
+        ranks=frozenset(ranks),
+    )
 
 
 def spent(

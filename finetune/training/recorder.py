@@ -37,6 +37,7 @@ from finetune.runs.metrics import (
     Skipped,
     Start,
     Trained,
+    Warned,
     unwritable,
 )
 from finetune.runs.run import Run, write_json
@@ -119,6 +120,7 @@ class Recorder:
                 padding=padding.line(),
                 micro_tokens=recipe.batch.micro_tokens,
                 unit=recipe.unit,
+                rows_per_sample=recipe.rows_per_sample,
                 resumed_from=resumed,
             )
         )
@@ -149,10 +151,16 @@ class Recorder:
                 memory=peak,
                 data_seconds=result.data_seconds,
                 mfu=self._mfu(result),
-                epoch=progress.step * self.plan.recipe.batch.rows / len(self.data.train),
+                epoch=progress.step * self._rows_per_step / len(self.data.train),
                 metrics=dict(result.metrics),
             )
         )
+
+    @property
+    def _rows_per_step(self) -> float:
+        """Rows of the data that a step uses."""
+        recipe = self.plan.recipe
+        return recipe.batch.rows / recipe.rows_per_sample
 
     def _mfu(self, result: StepResult) -> float:
         """FLOPs that the step needed over those of matrix products alone in the same time."""
@@ -178,6 +186,10 @@ class Recorder:
         loss, norm = result.loss, result.grad_norm
         told = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
         self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=told))
+
+    def warned(self, step: int, told: str) -> None:
+        """A line about how the training goes."""
+        self.metrics.write(Warned(step=step, told=told))
 
     def memory(self, step: int, result: StepResult, counted: int | None) -> None:
         """What a step held, beside what the plan says of such a step.
@@ -268,28 +280,32 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
     batch, lengths = recipe.batch, rows.lengths
     padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
-    most = np.sort(rows.labelled)[-recipe.most_micro_rows :]
+    most = int(np.sort(rows.labelled)[-recipe.most_micro_rows :].sum())
+    longest = 0 if recipe.sampled is None else recipe.sampled[2]
+    if longest:  # completions of any length follow the prompts
+        padded, most = not rows.side_by_side, recipe.most_micro_rows * longest
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
     on_cpu = engine.device.type == "cpu"
     chained = on_cpu and chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
     products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
     return Facts(
-        length=int(lengths.max()),
+        length=int(lengths.max()) + longest,
         padded=bool(padded),
-        labelled=int(most.sum()),
-        slots=_slots(plan, rows, steps),
-        document=float(rows.documents.lengths.mean()),
+        labelled=most,
+        slots=tokens / steps if longest else _slots(plan, rows, steps),
+        document=float(rows.documents.lengths.mean()) + longest,
         cpu=on_cpu,
         chained=chained,
-        scored=int(rows.documents.lengths.max()) if products else 0,
+        scored=int(rows.documents.lengths.max()) + longest if products else 0,
     )
 
 
 def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
-    """Tokens of all steps together."""
-    share = plan.recipe.batch.rows * steps / len(data.train)
-    return data.counts["train"]["tokens"] * share
+    """Tokens of all steps together; completions that are to be sampled at their longest."""
+    rows = plan.recipe.batch.rows * steps
+    given = data.counts["train"]["tokens"] * rows / len(data.train)
+    return given if plan.recipe.sampled is None else given + rows * plan.recipe.sampled[2]
 
 
 def _slots(plan: Plan, rows: Rows, steps: int) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
@@ -22,7 +21,7 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import Resume, card, claim, finished, refuse_other_data
 from finetune.checkpoints.saver import Saver, restore_best
-from finetune.data.audit import MEANT, beyond_context, identity
+from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
@@ -31,32 +30,26 @@ from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.kernels import cpu
-from finetune.models import (
-    adapters,
-    experts,
-    load_checks,
-    model,
-    scoring,
-    starting_adapter,
-    teacher,
-)
+from finetune.models import adapters, experts, model, scoring, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.process import rendezvous
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
+from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
 from finetune.training.compiled import settle_compiled
-from finetune.training.feed import Feed
-from finetune.training.loop import StepResult, StepRows, evaluate, feeding, train_step
+from finetune.training.fit import check_context
+from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
 from finetune.training.memory_meter import Meter, peak_bytes
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory
 from finetune.training.preflight import check_here
-from finetune.training.profiler import STEP, Profile
+from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason, Recorder
 from finetune.training.reference import with_reference
+from finetune.training.rollouts import rollouts_of, second_model
 from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     make_sure,
@@ -209,6 +202,9 @@ class Training:
                 self.resumed is not None,
             )  # fmt: skip
             told = f"{told}\nreference  {line}"
+        self.rollouts = rollouts_of(
+            self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
+        )
         if self.engine.speaks:
             print(told, flush=True)
 
@@ -278,7 +274,8 @@ class Training:
         self.notes = [
             *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
             *self._origin(), *vocabulary_notes,
-            *self._check_context(network), *model.kernel_notes(network, self.plan), *compiled,
+            *check_context(self.recipe, network, self.data),
+            *model.kernel_notes(network, self.plan), *compiled,
             *experts.notes(network, self.recipe),
         ]  # fmt: skip
         self.on_one(self.recorder.write_request)
@@ -287,6 +284,7 @@ class Training:
             # Such an adapter took its product out of the base: to undo that, the product is kept.
             network.save_pretrained(self.run.initial_adapter)
             handover.follow_umask(self.run.initial_adapter)
+        self.reference = second_model(engine, network)
         if folder is not None:
             if self.recipe.adapter is not None:
                 refuse_other_base(folder, self.recipe.model)
@@ -309,30 +307,23 @@ class Training:
         is_new = self.resumed is None
         return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
 
-    def _check_context(self, network: torch.nn.Module) -> list[str]:
-        """Refuse rows longer than the model's context; notes of those that are to pass."""
-        context = load_checks.context_length(network.config)
-        if context is None:
-            return []
-        learned = load_checks.has_learned_positions(network, context)
-        problem = beyond_context((self.data.train, self.data.eval), context, learned)
-        if problem is None:
-            return []
-        if learned or self.recipe.data_checks == "refuse":
-            raise FinetuneError(problem)
-        return [problem.removesuffix(f"; {MEANT}")]
-
     def _loop(self) -> None:
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
         self.interruption.defer()
-        with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
-            stop = self._take_steps(feed)
+        if self.rollouts is None:
+            with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
+                stop = self._take_steps(feed)
+        else:
+            with contextlib.closing(self.rollouts):
+                stop = self._take_steps(self.rollouts)
         self._finish_saving()
         self._end("early stop" if stop else "finished")
 
-    def _take_steps(self, feed: Feed[StepRows]) -> bool:
+    def _take_steps(self, feed: TakesSteps) -> bool:
         """Train until the last step or out of patience; returns whether it was the patience."""
-        first, stop, profile = self.progress.step, self._patience_is_over(), self._profile()
+        first, stop = self.progress.step, self._patience_is_over()
+        folder = self.run.profile if self.options.profile else None
+        profile = profile_of(self.engine, folder, self.recorder.forecast)
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
             self.heartbeat.step = step + 1
@@ -340,10 +331,11 @@ class Training:
             counted = step == min(first + 1, self.steps - 1)
             measuring = self.meter.measuring(self.engine.model) if counted else None
             with profile.of_step(step - first):
-                result = train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+                result = self._step(feed, measuring)
             self.progress = dataclasses.replace(self.progress, step=step + 1)
             self.peak, interrupted = result.largest
             self._record(result)
+            self._warn()
             if counted:
                 self.recorder.memory(step + 1, result, self.meter.peak)
             if step == first:
@@ -358,20 +350,22 @@ class Training:
                 self._end_interrupted()
         return stop
 
+    def _step(
+        self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
+    ) -> StepResult:
+        """One step. Where a reward fails, what was trained is saved before the run ends."""
+        step = self.progress.step
+        try:
+            return train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+        except RewardFailure:
+            if step:
+                self.saver.save(self.progress, False)
+                self._finish_saving()
+            raise
+
     def _noticed(self) -> list[int]:
         """What each rank brings to the meeting of a step: its peak, whether it was interrupted."""
         return [peak_bytes(self.engine.device), int(self.interruption.asked)]
-
-    def _profile(self) -> Profile:
-        adapter, forecast = self.recipe.adapter, self.recorder.forecast
-        ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
-        return Profile(
-            self.run.profile if self.options.profile else None,
-            self.engine.rank,
-            print if self.engine.speaks else None,
-            vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
-            ranks=frozenset(ranks),
-        )
 
     def _finish_saving(self) -> None:
         self.saver.finish()
@@ -380,6 +374,12 @@ class Training:
     def _patience_is_over(self) -> bool:
         patience = self.recipe.evaluation.patience
         return patience is not None and self.progress.stale >= patience
+
+    def _warn(self) -> None:
+        if self.rollouts is not None:
+            for told in self.rollouts.warnings:
+                self.recorder.warned(self.progress.step, told)
+            self.rollouts.warnings.clear()
 
     def _record(self, result: StepResult) -> None:
         if result.suspects is None:
@@ -422,7 +422,10 @@ class Training:
         due = done or (every is not None and self.progress.step % every == 0)
         if not due or not len(self.data.eval):
             return False
-        result = evaluate(self.engine, self.data.eval, self.pad_id)
+        if self.rollouts is None:
+            result = evaluate(self.engine, self.data.eval, self.pad_id)
+        else:
+            result = self.rollouts.evaluate(self.data.eval)
         best = self.progress.best_loss
         better = math.isfinite(result.loss) and (best is None or result.loss < best)
         if better:

@@ -7,6 +7,7 @@ from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, memory, timing
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.sampling import Sampling, sampling
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 
@@ -41,6 +42,8 @@ class Forecast:
     machine: Machine | None
     """None where its speed is not known: only memory is predicted then."""
     steps: int
+    sampling: Sampling | None = None
+    """Of a method that learns from completions."""
 
     @property
     def peak_memory(self) -> int:
@@ -77,7 +80,7 @@ class Forecast:
                 "flops_per_second": self.machine.gpu.flops,
                 "mfu": times.mfu,
             }
-        return found
+        return found if self.sampling is None else found | self.sampling.summary()
 
 
 def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
@@ -90,7 +93,11 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         workload, cpu=facts.cpu, chained=facts.chained, scored=facts.scored
     )
     workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
-    return Forecast(workload, facts, machine, steps)
+    width = 2 if plan.backend.precision == "bf16" else 4
+    sampled = sampling(
+        plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
+    )
+    return Forecast(workload, facts, machine, steps, sampled)
 
 
 def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:

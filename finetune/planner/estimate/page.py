@@ -7,6 +7,7 @@ from finetune.planner.estimate.advice import Option
 from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.predict import Prediction
+from finetune.planner.estimate.sampling import Sampling, sampling
 
 BAR = 36
 
@@ -14,9 +15,24 @@ BAR = 36
 def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     """The whole page as text."""
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
+    plan, width = prediction.plan, 2 if prediction.plan.backend.precision == "bf16" else 4
+    shape = prediction.source.shape
+    sampled = sampling(plan.recipe, shape, plan.processes, width, prediction.machine)
+    if sampled is not None:
+        parts.append(sampling_words(sampled))
     if changes:
         parts.append(what_to_change(changes))
     return "\n\n".join(parts)
+
+
+def sampling_words(sampled: Sampling) -> str:
+    """What a process takes beside the weights while it samples completions."""
+    seconds = "" if sampled.seconds is None else f", at least {duration(sampled.seconds)}"
+    return (
+        f"sampling: {sampled.rows} completions of up to {sampled.tokens} tokens with their prompts "
+        f"at once: {size(sampled.cache)} of keys and values, {size(sampled.logits)} of logits and "
+        f"noise{seconds}"
+    )
 
 
 def size(count: float) -> str:

@@ -1,0 +1,79 @@
+"""Read prompts that a model answers while it is trained, with the columns that rewards read."""
+
+import json
+from typing import Any
+
+from finetune.data.chat.messages import Turns, messages_of
+from finetune.data.samples import CONVERSATION, Completion, Prompt, conversation_of
+from finetune.data.values import Raw, RowProblem, kind_of
+
+ANSWER = "answer"
+"""The column that an assistant message at the end of a prompt becomes."""
+RESERVED = ("prompts", "completions", "completion_ids")
+"""Arguments that every reward function is given."""
+
+
+def read_prompt(row: Raw) -> Prompt:
+    """A text, or messages or a question to the assistant; all other columns are kept.
+
+    A last message of the assistant is no part of the prompt: its text is the column `answer`.
+    """
+    name = next(each for each in ("prompt", "messages", "question") if row.get(each) is not None)
+    columns = {
+        key: value
+        for key, value in row.items()
+        if key not in (name, *CONVERSATION) and value is not None
+    }
+    reserved = sorted(columns.keys() & set(RESERVED))
+    if reserved:
+        raise RowProblem(
+            f"column '{reserved[0]}' has the name of an argument of every reward; rename it with "
+            f'columns={{"{reserved[0]}": "{reserved[0]}_of_row"}}'
+        )
+    if isinstance(row[name], str):
+        if not row[name].strip():
+            raise RowProblem(f"{name} is empty")
+        if name != "question":
+            return Prompt(Completion(row[name], ""), columns)
+    asked = [{"role": "user", "content": row[name]}] if name == "question" else row[name]
+    turns = messages_of(asked, name)
+    messages = turns.messages
+    if messages[-1]["role"] == "assistant":
+        answer = messages[-1]["content"]
+        if columns.setdefault(ANSWER, answer) != answer:
+            raise RowProblem(
+                f"{name} ends with a message of the assistant, and there is another text in column "
+                f"'{ANSWER}'; leave one of them out"
+            )
+        messages = messages[:-1]
+    if not messages:
+        raise RowProblem(f"{name} holds no message that the assistant could answer")
+    conversation = conversation_of(row, Turns(messages), len(messages))
+    return Prompt(conversation, columns)
+
+
+def columns_as_json(sample: Prompt) -> str:
+    """What a reward is given of a prompt, as one line of JSON.
+
+    Raises:
+        RowProblem: a column holds what JSON cannot.
+    """
+    asked = sample.asked
+    prompt: Any = asked.prompt if isinstance(asked, Completion) else list(asked.messages)
+    try:
+        return json.dumps({"prompt": prompt, **sample.columns}, ensure_ascii=False)
+    except (TypeError, ValueError):
+        wrong = [name for name, value in sample.columns.items() if not _is_json(value)]
+        kinds = ", ".join(f"'{name}' ({kind_of(sample.columns[name])})" for name in wrong)
+        raise RowProblem(
+            f"column {kinds}: a reward is given values of JSON only; leave it out: "
+            f'columns={{"{wrong[0] if wrong else "NAME"}": null}}'
+        ) from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,231 @@
+"""Sample completions in batches with a KV cache, each by noise of its own.
+
+A token is the largest of logits / temperature plus Gumbel noise (Gumbel-max), and the noise is a
+function of (seed, step, prompt, number, place) and of the token's id alone. So a completion is the
+same in any batch and on any number of processes, as far as logits are: in fp32 up to ties.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+"""Constants of Philox4x32-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3)."""
+COMPACT = 0.75
+"""Share of a batch's rows that still go on, below which the others leave its cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A completion that is to be sampled."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    row: int
+    """Number of the prompt, for the noise."""
+    number: int
+    """Which of the prompt's completions it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was sampled."""
+
+    ids: list[int]
+    """With the stop token that ended it."""
+    ended: bool
+    """Whether a stop token ended it, and not the limit."""
+    entropy: float
+    """Summed over its tokens: nats of the distribution that each was drawn from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How completions are sampled from a model."""
+
+    model: torch.nn.Module
+    stops: tuple[int, ...]
+    limit: int
+    """Most tokens of a completion."""
+    temperature: float
+    """0 takes the likeliest token."""
+    pad_id: int
+    batch_rows: int = 64
+    """Completions at once."""
+
+    @torch.no_grad()
+    def __call__(self, wanted: Sequence[Wanted], seed: int, step: int) -> list[Completion]:
+        """A completion of each, in order; prompts of like length share a batch."""
+        order = sorted(range(len(wanted)), key=lambda i: (len(wanted[i].prompt), wanted[i].prompt))
+        found: dict[int, Completion] = {}
+        self.model.eval()
+        with _cached_attention(self.model):
+            for start in range(0, len(order), self.batch_rows):
+                some = order[start : start + self.batch_rows]
+                batch = self._batch([wanted[i] for i in some], (seed, step))
+                found |= zip(some, batch, strict=True)
+        return [found[i] for i in range(len(wanted))]
+
+    def _batch(self, wanted: list[Wanted], key: tuple[int, int]) -> list[Completion]:
+        state = _State.of_prompts(self.model, wanted, self.pad_id)
+        device, rows = state.logits.device, len(wanted)
+        stops = torch.tensor(self.stops, device=device, dtype=torch.int64)
+        names = torch.tensor([[each.row, each.number] for each in wanted], device=device)
+        ids = torch.full((rows, self.limit), self.pad_id, device=device)
+        lengths = torch.full((rows,), self.limit, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        entropies = torch.zeros(rows, dtype=torch.float64, device=device)
+        alive = torch.arange(rows, device=device)
+        for place in range(self.limit):
+            scores = state.logits.float() / (self.temperature or 1.0)  # (alive, vocabulary)
+            entropies[alive] += torch.where(ended[alive], 0.0, _entropies(scores).double())
+            if self.temperature:
+                scores = gumbel(key, names[alive], place, scores.shape[1]).add_(scores)
+            tokens = scores.argmax(-1)
+            going = ~ended[alive]
+            ids[alive[going], place] = tokens[going]
+            stopped = going & torch.isin(tokens, stops)
+            lengths[alive[stopped]] = place + 1
+            ended[alive[stopped]] = True
+            left = int((~ended[alive]).sum())
+            if not left or place + 1 == self.limit:
+                break
+            if left <= COMPACT * len(alive):
+                kept = torch.nonzero(~ended[alive])[:, 0]
+                alive, tokens = alive[kept], tokens[kept]
+                state.keep(kept)
+            state.advance(tokens)
+        return [
+            Completion(row[:length], end, entropy)
+            for row, length, end, entropy in zip(
+                ids.tolist(), lengths.tolist(), ended.tolist(), entropies.tolist(), strict=True
+            )
+        ]
+
+
+class _State:
+    """A batch in the middle of its completions: cache, mask, and logits of the next token."""
+
+    def __init__(self, model: torch.nn.Module, mask: torch.Tensor | None) -> None:
+        self.model = model
+        self.mask = mask  # (rows, tokens); None where nothing is padded
+        self.cache: Any = None
+        self.positions = torch.empty(0)
+        self.logits = torch.empty(0)
+
+    @classmethod
+    def of_prompts(cls, model: torch.nn.Module, wanted: list[Wanted], pad: int) -> "_State":
+        """After the prompts, each of which goes through the model once however often it occurs."""
+        prompts = list(dict.fromkeys(each.prompt for each in wanted))
+        device = next(model.parameters()).device
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = torch.arange(longest, device=device) >= (longest - lengths)[:, None]
+        state = cls(model, None if min(map(len, prompts)) == longest else mask.long())
+        positions = (torch.arange(longest, device=device) - (longest - lengths)[:, None]).clamp(0)
+        state._forward(ids, positions)
+        state.positions = lengths
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        state.keep(torch.tensor([numbers[each.prompt] for each in wanted], device=device))
+        return state
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Some of the rows, by their numbers, which may occur several times."""
+        self.cache.batch_select_indices(rows)
+        self.positions, self.logits = self.positions[rows], self.logits[rows]
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Append a token to each row."""
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        self._forward(tokens[:, None], self.positions[:, None])
+        self.positions = self.positions + 1
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache, self.logits = output.past_key_values, output.logits[:, -1]
+
+
+def _entropies(scores: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of the distribution of each row of logits, (rows,)."""
+    shares = scores.log_softmax(-1)
+    return -(shares.exp() * shares).sum(-1)
+
+
+@contextlib.contextmanager
+def _cached_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Attention of transformers in place of ours for documents, which has no cache."""
+    network: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = network.config.get_text_config()
+    usual = config._attn_implementation
+    if usual != "documents":
+        yield
+        return
+    config._attn_implementation = "sdpa" if network._supports_sdpa else "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+# --- noise -------------------------------------------------------------------------------------
+
+
+def gumbel(key: tuple[int, int], names: torch.Tensor, place: int, vocabulary: int) -> torch.Tensor:
+    """Gumbel noise of every token of a vocabulary, (rows, vocabulary) fp64.
+
+    Args:
+        key: seed and step.
+        names: (rows, 2) int64, the number of each row's prompt and of its completion.
+        place: of the token in its completion.
+        vocabulary: tokens.
+    """
+    blocks = torch.arange(-(-vocabulary // 4), device=names.device)
+    counters = [
+        blocks.expand(len(names), -1),
+        torch.full((1, 1), place, device=names.device),
+        names[:, 1:],
+        names[:, :1],
+    ]
+    words = torch.stack(philox(counters, key), dim=-1)  # (rows, blocks, 4)
+    uniform = words.flatten(1)[:, :vocabulary].double().add_(0.5).div_(2**32)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox4x32-10: four words of 32 bits for each counter of four, as int64.
+
+    Args:
+        counters: four int64 tensors of values below 2**32 that broadcast to one shape.
+        key: two words.
+    """
+    a, b, c, d = (each.clone() for each in torch.broadcast_tensors(*counters))
+    of_a, of_c = torch.empty_like(a), torch.empty_like(a)
+    first, second = key[0] & WORD, key[1] & WORD
+    for _ in range(ROUNDS):  # in place: on a CPU a new tensor costs more than a product
+        torch.mul(a, MULTIPLIERS[0], out=of_a)  # int64 wraps, which loses none of the 64 bits
+        torch.mul(c, MULTIPLIERS[1], out=of_c)
+        torch.bitwise_right_shift(of_c, 32, out=a).bitwise_and_(WORD).bitwise_xor_(b)
+        torch.bitwise_right_shift(of_a, 32, out=c).bitwise_and_(WORD).bitwise_xor_(d)
+        a.bitwise_xor_(first)
+        c.bitwise_xor_(second)
+        torch.bitwise_and(of_c, WORD, out=b)
+        torch.bitwise_and(of_a, WORD, out=d)
+        first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
+    return [a, b, c, d]

@@ -1,0 +1,160 @@
+"""Group relative policy optimisation, with DAPO, Dr. GRPO, GSPO and CISPO as its losses."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from finetune.methods.online import (
+    ADVANTAGE,
+    OLD,
+    REFERENCE,
+    Online,
+    clip_ratios,
+    group_means,
+    group_stds,
+    sums_of_completions,
+)
+from finetune.recipe import STRICT
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedModel
+
+    from finetune.data.collate import MicroBatch
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Loss, Sum
+
+RANGES = {
+    "grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4),
+    "cispo": (0.2, 5.0),
+}  # fmt: skip
+"""Clipping ranges of each loss, below and above; of CISPO the largest ratio."""
+PER_TOKEN = ("dapo", "cispo")
+"""Losses whose terms are tokens; those of the others are completions."""
+STD_EPSILON = 1e-4
+"""Added to a standard deviation before a division by it."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GRPO(Online):
+    """Compare the completions of each prompt by their rewards (Shao et al. 2024, 2402.03300)."""
+
+    method: ClassVar[str] = "grpo"
+    metrics: ClassVar[tuple[str, ...]] = (
+        "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    )  # fmt: skip
+
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    """What a completion adds to the loss, and what the sum is divided by, by TRL's names."""
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    """How far below 1 the ratio of policies may fall: 0.2, GSPO 3e-4 (null for this default)."""
+    epsilon_high: Annotated[float, Field(gt=0)] | None = None
+    """How far above 1 it may rise: 0.2, DAPO 0.28, GSPO 4e-4; CISPO: the largest ratio, 5."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of their group, of the sampling, or not."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference; 0 needs no reference."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL term by the ratio of policies, as TRL does by default."""
+    reference: Literal["start", "base"] = "start"
+    """The model as training starts, or the base without any adapter; read where `beta` > 0."""
+
+    def __post_init__(self) -> None:
+        if self.use_bias_correction_kl and not self.beta:
+            raise ValueError("`use_bias_correction_kl` belongs to beta > 0")
+
+    @property
+    def clipping(self) -> tuple[float, float]:
+        """The ranges below and above 1; of CISPO the second is the largest ratio."""
+        low, high = RANGES[self.loss_type]
+        return self.epsilon or low, self.epsilon_high or high
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    def count(self, batch: "MicroBatch") -> int:
+        return batch.trained_tokens if self.loss_type in PER_TOKEN else batch.rows
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        per_token = self.loss_type in PER_TOKEN
+        return int(rows.labelled[chosen].sum()) if per_token else len(chosen)
+
+    def ratios(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        return len(chosen) if self.loss_type == "gspo" else int(rows.labelled[chosen].sum())
+
+    def advantages(self, rewards: "np.ndarray") -> "np.ndarray":
+        import numpy as np
+
+        less = rewards - group_means(rewards)
+        if self.scale_rewards == "group":
+            less = less / (group_stds(rewards) + STD_EPSILON)
+        elif self.scale_rewards == "batch":
+            less = less / (group_stds(rewards.reshape(1, -1)) + STD_EPSILON)
+        return np.where(np.isfinite(rewards), less, 0.0)
+
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
+        """Summed over tokens (DAPO, CISPO) or completions."""
+        from finetune.methods.losses import Loss, token_logps
+
+        logps, balance = token_logps(model, batch)  # (tokens,)
+        old = batch.token_columns.get(OLD, logps.detach())
+        reference = batch.token_columns.get(REFERENCE)
+        of_documents = batch.columns[ADVANTAGE], batch.document_labels
+        terms, metrics = self.completion_losses(logps, old, *of_documents, reference)
+        return Loss(terms.sum(), metrics, balance)
+
+    def completion_losses(
+        self,
+        logps: "torch.Tensor",  # (tokens,) fp32
+        old: "torch.Tensor",  # (tokens,)
+        advantages: "torch.Tensor",  # (completions,)
+        lengths: "torch.Tensor",  # (completions,) int64
+        reference: "torch.Tensor | None" = None,  # (tokens,)
+    ) -> "tuple[torch.Tensor, dict[str, Sum]]":
+        """What each completion adds to the sum, (completions,), and what is measured.
+
+        With r = exp(logp - old) of a token, A the advantage, e and E the clipping range, n the
+        tokens of a completion and N = `max_completion_length`; a min is of r A and clip(r) A:
+
+            grpo      mean of -min(...)                                         arXiv:2402.03300
+            dapo      sum of -min(...)                                          arXiv:2503.14476
+            dr_grpo   sum of -min(...) / N                                      arXiv:2503.20783
+            gspo      -min(...), r = exp(mean of logp - old)                    arXiv:2507.18071
+            cispo     sum of -min(r, E) A logp, without gradient of r           arXiv:2506.13585
+
+        and `beta` times exp(d) - d - 1, d = reference - logp, summed or averaged alike.
+        """
+        import torch
+
+        low, high = self.clipping
+        numbers = lengths.clamp(min=1)
+        apart = logps - old
+        if self.loss_type == "gspo":
+            apart, weights = sums_of_completions(apart, lengths) / numbers, advantages
+        else:
+            weights = advantages.repeat_interleave(lengths, output_size=len(logps))
+        ratio = apart.exp()
+        if self.loss_type == "cispo":
+            terms, above = -ratio.clamp(max=high).detach() * weights * logps, ratio > high
+        else:
+            clipped = ratio.clamp(1 - low, 1 + high)
+            terms, above = -torch.minimum(ratio * weights, clipped * weights), ratio > 1 + high
+        below = (ratio < 1 - low) & (weights < 0)
+        metrics = clip_ratios(below, above & (weights > 0))
+        spread = None
+        if reference is not None:
+            d = reference - logps
+            spread = d.exp() - d - 1
+            if self.use_bias_correction_kl:
+                spread = spread * (logps - old).exp()
+            metrics["kl"] = spread.detach().sum(), len(spread)
+        if self.loss_type == "gspo":
+            penalty = 0.0 if spread is None else sums_of_completions(spread, lengths) / numbers
+            return terms + self.beta * penalty, metrics
+        whole = terms if spread is None else terms + self.beta * spread
+        sums = sums_of_completions(whole, lengths)
+        divisors = {"grpo": numbers, "dr_grpo": self.max_completion_length}
+        return sums / divisors.get(self.loss_type, 1), metrics

@@ -1,0 +1,222 @@
+"""What the online methods share: completions that the model samples, rewards, and groups."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
+from finetune.rewards import REWARDS, Rewards
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from finetune.data.chat.render import Chat
+    from finetune.data.collate import MicroBatch
+    from finetune.data.example import Example
+    from finetune.data.samples import Sample
+    from finetune.data.store import Rows
+    from finetune.methods.losses import Sum
+
+DEFAULTS: dict[str, Any] = {"lr": 1e-6, "schedule": "constant", "warmup": 0}
+"""Of the optimizer's section, as TRL has it."""
+HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
+"""Learning rates above which a model of usual size breaks."""
+FEW_COMPLETIONS = 32
+"""Completions of a step below which its gradient is mostly noise."""
+OLD, REFERENCE, ADVANTAGE = "old", "reference", "advantage"
+"""Columns of a batch: log-probabilities of tokens, and the advantage of a completion."""
+
+
+def _with_defaults(section: Any) -> Any:
+    return DEFAULTS | section if isinstance(section, dict) else section
+
+
+@dataclass(frozen=True, config=STRICT)
+class Online(Recipe):
+    """Learn from completions that the model samples while it is trained.
+
+    `batch.rows` counts completions, as TRL does: `num_generations` of each prompt.
+    """
+
+    takes: ClassVar[Kind] = "prompts"
+    unit: ClassVar[str] = "completions"
+    encoding_fields: ClassVar[tuple[str, ...] | None] = ()
+
+    optim: Annotated[Optim, BeforeValidator(_with_defaults)] = Field(
+        default_factory=lambda: Optim(**DEFAULTS)
+    )
+    reward_funcs: Rewards = ()
+    """What completions are scored by: names, `module:function`, or sections with a weight."""
+    eval_reward_funcs: Rewards = ()
+    """What greedy completions of held-out prompts are scored by; by default `reward_funcs`."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt, which are compared with one another."""
+    max_completion_length: Positive = 256
+    """Most tokens of a completion; `batch.max_length` is for prompt and completion together."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, where completions are sampled and where they are learned from."""
+    num_iterations: Positive = 1
+    """Passes over the completions of a sampling, each of `steps_per_generation` steps."""
+    steps_per_generation: Positive = 1
+    """Steps whose completions are sampled at once."""
+    mask_truncated_completions: bool = False
+    """Leave completions that ran into `max_completion_length` out of the loss."""
+    sampling_rows: Positive = 64
+    """Completions that a device samples at once: a fact about memory."""
+    reward_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that a reward function may take for the completions of a sampling."""
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """What a reward that fails does: end the run, or leave the completions without a score."""
+
+    @property
+    def encoded_length(self) -> int:
+        return self.batch.max_length - self.max_completion_length
+
+    @property
+    def loss_temperature(self) -> float:
+        return self.temperature
+
+    @property
+    def sampled(self) -> tuple[int, int, int] | None:
+        count = self.batch.rows * self.steps_per_generation
+        return count, self.sampling_rows, self.max_completion_length
+
+    @property
+    def rows_per_sample(self) -> int:
+        return self.num_generations * self.num_iterations
+
+    @property
+    def updates(self) -> int:
+        """Steps that learn from the completions of one sampling."""
+        return self.num_iterations * self.steps_per_generation
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts whose completions make a step."""
+        return self.batch.rows // self.num_generations
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probabilities of a reference are part of the loss."""
+        return False
+
+    @property
+    def needs_second_model(self) -> bool:
+        """The base under a new adapter is a reference that is there already."""
+        adapter, asked = self.adapter, getattr(self, "reference", "start")
+        if not self.needs_reference or adapter is None:
+            return self.needs_reference
+        init = adapter.init_lora_weights
+        reads_base = isinstance(init, str) and init != "gaussian"
+        return reads_base or (self.model.adapter is not None and asked == "start")
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        if not self.reward_funcs:
+            found.append(
+                f"reward_funcs: none; name what scores completions: {', '.join(REWARDS)}, or "
+                "module:function of your own"
+            )
+        if self.batch.rows % self.num_generations:
+            below = self.batch.rows - self.batch.rows % self.num_generations
+            choices = [str(n) for n in (below, below + self.num_generations) if n]
+            found.append(
+                f"batch.rows: {self.batch.rows} completions are not whole groups of "
+                f"num_generations={self.num_generations}; use batch.rows={' or '.join(choices)}"
+            )
+        if self.encoded_length < 1:
+            found.append(
+                f"batch.max_length: {self.batch.max_length} tokens for prompt and completion leave "
+                f"none for the prompt; it must exceed max_completion_length="
+                f"{self.max_completion_length}"
+            )
+        if self.adapter is not None and self.adapter.dropout:
+            found.append(
+                "adapter.dropout: completions are sampled without it, so that ratios of policies "
+                "would be noise; set it to 0"
+            )
+        return found
+
+    def advice(self) -> list[str]:
+        notes: list[str] = []
+        kind = "all weights" if self.adapter is None else "adapter"
+        if self.optim.lr > HIGH_LR[kind]:
+            notes.append(
+                f"optim.lr: {self.optim.lr:g} is high for an online method ({kind}: usually at "
+                f"most {HIGH_LR[kind]:g}); watch entropy, and rewards other than the one that is "
+                "trained (eval_reward_funcs)"
+            )
+        if self.batch.rows < FEW_COMPLETIONS:
+            notes.append(
+                f"batch.rows: {self.batch.rows} completions a step are few; 64 and more are usual"
+            )
+        return notes
+
+    def encode(self, sample: "Sample", chat: "Chat") -> "Example":
+        from finetune.data.chat.render import Row
+        from finetune.data.example import Example
+        from finetune.data.prompts import columns_as_json
+        from finetune.data.samples import Prompt
+
+        assert isinstance(sample, Prompt)
+        ids = chat.prompt(sample.asked)
+        return Example((Row(ids, [False] * len(ids)),), beside=columns_as_json(sample))
+
+    def count(self, batch: "MicroBatch") -> int:
+        return batch.rows
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        return len(chosen)
+
+    def ratios(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        """Ratios of policies in the chosen rows, of which clip ratios are shares."""
+        return len(chosen)
+
+    def advantages(self, rewards: "np.ndarray") -> "np.ndarray":
+        """Advantage of each completion, 0 where it has no score.  # (groups, generations) fp64
+
+        Args:
+            rewards: (groups, generations) fp64, of all groups of a sampling; NaN for no score.
+        """
+        raise NotImplementedError
+
+
+def group_means(rewards: "np.ndarray") -> "np.ndarray":
+    """Mean of the scored completions of each group, 0 for a group without.  # (groups, 1)"""
+    import numpy as np
+
+    scored = np.isfinite(rewards)
+    sums = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True)
+    return sums / np.maximum(scored.sum(axis=1, keepdims=True), 1)
+
+
+def group_stds(rewards: "np.ndarray") -> "np.ndarray":
+    """Standard deviation (n - 1) of each group, 0 for fewer than two scores.  # (groups, 1)"""
+    import numpy as np
+
+    scored = np.isfinite(rewards)
+    squares = np.where(scored, (rewards - group_means(rewards)) ** 2, 0.0)
+    numbers = scored.sum(axis=1, keepdims=True)
+    return np.sqrt(squares.sum(axis=1, keepdims=True) / np.maximum(numbers - 1, 1))
+
+
+def sums_of_completions(values: "torch.Tensor", lengths: "torch.Tensor") -> "torch.Tensor":
+    """Sums over the tokens of each completion, (completions,) fp32.
+
+    Args:
+        values: (tokens,) fp32, of all completions in their order.
+        lengths: (completions,) int64.
+    """
+    import torch
+
+    if not len(values):  # torch 2.13 reduces no empty tensor
+        return values.sum() + torch.zeros(len(lengths), device=values.device)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
+def clip_ratios(below: "torch.Tensor", above: "torch.Tensor") -> "dict[str, Sum]":
+    """Shares of the terms whose ratio is clipped, by TRL's names."""
+    sums = {"low_mean": below, "high_mean": above, "region_mean": below | above}
+    return {f"clip_ratio/{name}": (each.sum(), len(each)) for name, each in sums.items()}

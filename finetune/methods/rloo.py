@@ -1,0 +1,60 @@
+"""REINFORCE with the mean reward of a prompt's other completions as the baseline (RLOO)."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from finetune.methods.online import (
+    ADVANTAGE,
+    OLD,
+    Online,
+    clip_ratios,
+    group_means,
+    sums_of_completions,
+)
+from finetune.recipe import STRICT
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel
+
+    from finetune.data.collate import MicroBatch
+    from finetune.methods.losses import Loss
+
+
+@dataclass(frozen=True, config=STRICT)
+class RLOO(Online):
+    """Compare each completion with the others of its prompt (Ahmadian et al. 2024, 2402.14740)."""
+
+    method: ClassVar[str] = "rloo"
+    metrics: ClassVar[tuple[str, ...]] = (
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    )  # fmt: skip
+
+    epsilon: Annotated[float, Field(gt=0)] = 0.2
+    """How far from 1 the ratio of policies of a whole completion may be."""
+
+    def advantages(self, rewards: "np.ndarray") -> "np.ndarray":
+        import numpy as np
+
+        scored = np.isfinite(rewards)
+        numbers = scored.sum(axis=1, keepdims=True)
+        less = (rewards - group_means(rewards)) * numbers / np.maximum(numbers - 1, 1)
+        return np.where(scored, less, 0.0)
+
+    def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
+        """Summed over completions: -min(r A, clip(r) A), r the ratio of the whole completion."""
+        import torch
+
+        from finetune.methods.losses import Loss, token_logps
+
+        logps, balance = token_logps(model, batch)  # (tokens,)
+        old = batch.token_columns.get(OLD, logps.detach())
+        weights = batch.columns[ADVANTAGE]  # (completions,)
+        ratio = sums_of_completions(logps - old, batch.document_labels).exp()
+        clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon)
+        terms = -torch.minimum(ratio * weights, clipped * weights)
+        below = (ratio < 1 - self.epsilon) & (weights < 0)
+        above = (ratio > 1 + self.epsilon) & (weights > 0)
+        return Loss(terms.sum(), clip_ratios(below, above), balance)

@@ -1,0 +1,102 @@
+"""Rewards that need no code of the user's.
+
+Each takes completions and gives one number for each, from 0 to 1; None for a completion that it
+does not score. A completion is a text, or a list with the one message that answers a conversation.
+"""
+
+import json
+import re
+from typing import Any
+
+from finetune.errors import FinetuneError
+
+Completion = str | list[dict[str, Any]]
+
+
+def text_of(completion: Completion) -> str:
+    """What a completion says."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def exact_match(
+    completions: list[Completion],
+    answer: list[str | None],
+    pattern: str | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """1 for a completion that equals the column `answer`, both without outer whitespace.
+
+    With `pattern`, a regular expression: for one whose last match equals that of the answer.
+    """
+    wanted_parts = [None if each is None else _part(str(each), pattern) for each in answer]
+    return [
+        None if wanted is None else float(_part(text_of(said), pattern) == wanted)
+        for said, wanted in zip(completions, wanted_parts, strict=True)
+    ]
+
+
+def json_valid(completions: list[Completion], **_: Any) -> list[float]:
+    """1 for a completion that is one JSON value and nothing else."""
+    return [float(_parsed(said) is not _NOT_JSON) for said in completions]
+
+
+def json_fields(
+    completions: list[Completion], answer: list[str | None], **_: Any
+) -> list[float | None]:
+    """Share of the fields of the JSON object in the column `answer` that a completion has alike.
+
+    0 where a completion is not a JSON object; fields that the answer does not have lower the share.
+    """
+    return [
+        None if wanted is None else _share(_parsed(said), json.loads(str(wanted)))
+        for said, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def regex(completions: list[Completion], pattern: str, **_: Any) -> list[float]:
+    """1 for a completion that the regular expression `pattern` matches as a whole."""
+    wanted = _compiled(pattern)
+    return [float(wanted.fullmatch(text_of(said).strip()) is not None) for said in completions]
+
+
+def length(
+    completions: list[Completion],
+    completion_ids: list[list[int]],
+    target: int,
+    **_: Any,
+) -> list[float]:
+    """1 for a completion of at most `target` tokens, falling to 0 at twice as many."""
+    return [min(1.0, max(0.0, 2.0 - len(ids) / target)) for ids in completion_ids]
+
+
+def _part(text: str, pattern: str | None) -> str:
+    """A text, or the last match of a pattern in it, empty where there is none."""
+    if pattern is None:
+        return text.strip()
+    found = list(_compiled(pattern).finditer(text))
+    return found[-1][0].strip() if found else ""
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise FinetuneError(f"'{pattern}' is not a regular expression: {error}") from None
+
+
+_NOT_JSON = object()
+
+
+def _parsed(said: Completion) -> Any:
+    try:
+        return json.loads(text_of(said))
+    except (ValueError, RecursionError):
+        return _NOT_JSON
+
+
+def _share(found: Any, wanted: dict[str, Any]) -> float:
+    if not isinstance(found, dict):
+        return 0.0
+    names = found.keys() | wanted.keys()
+    alike = sum(name in found and name in wanted and found[name] == wanted[name] for name in names)
+    return alike / len(names) if names else 1.0

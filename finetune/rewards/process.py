@@ -1,0 +1,198 @@
+"""Run reward functions in a process of their own, with a time limit for each call.
+
+A function that hangs is ended with its process and costs no rank its heartbeat. Both ends speak
+lines of JSON: a request has the number of the reward and its arguments, an answer its scores.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.process import interpreter
+from finetune.rewards import Reward
+
+STARTING_SECONDS = 120.0
+"""For the imports of the user's modules."""
+QUOTED = 300
+"""Characters of a prompt or a completion in a message."""
+
+Scores = list[float | None]
+Columns = Mapping[str, Sequence[Any]]
+"""Arguments of all completions, each a list: `prompts`, `completions`, and the data's columns."""
+
+
+class RewardFailure(TrainingFailure):
+    """A reward function failed; the weights are as sound as before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is wrong with a call, and with which completion, where that is known."""
+
+    problem: str
+    index: int | None = None
+
+
+class RewardProcess:
+    """Scores completions; its process starts with the first call and again after a hang.
+
+    Args:
+        rewards: the functions, which exist and take the columns.
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], timeout: float) -> None:
+        self.rewards, self.timeout = tuple(rewards), timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: queue.Queue[bytes] = queue.Queue()
+
+    def score(self, columns: Columns, skip: bool = False) -> tuple[list[Scores], list[str]]:
+        """Scores by each reward of every completion, and what failed where that is passed over.
+
+        Args:
+            columns: of the completions.
+            skip: leave completions whose reward fails without a score.
+
+        Raises:
+            RewardFailure: a reward fails; it names the prompt and the completion.
+        """
+        scores: list[Scores] = []
+        notes: list[str] = []
+        for number, reward in enumerate(self.rewards):
+            found = self._call(number, columns)
+            if isinstance(found, Failure):
+                told = self._told(reward, self._blamed(number, columns, found), columns)
+                if not skip:
+                    raise RewardFailure(
+                        f"{told}; fix the function, or set on_reward_error=skip to leave "
+                        "completions without a score, and resume"
+                    )
+                notes.append(told)
+                found = self._one_by_one(number, columns, found)
+            scores.append(found)
+        return scores, notes
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _call(self, number: int, columns: Columns) -> Scores | Failure:
+        count = len(columns["completions"])
+        answer = self._ask({"reward": number, "columns": columns}, self.timeout)
+        if answer is None:
+            return Failure(f"takes more than reward_timeout={self.timeout:g} s")
+        if "problem" in answer:
+            return Failure(answer["problem"])
+        scores = answer["scores"]
+        if not isinstance(scores, list):
+            return Failure(f"returns {scores!r:.60}, expected a list of {count} numbers")
+        if len(scores) != count:
+            return Failure(f"returns {len(scores)} numbers for {count} completions")
+        for index, score in enumerate(scores):
+            if score is None:
+                continue
+            if isinstance(score, str) or not math.isfinite(score):
+                return Failure(f"returns {score}, expected a finite number or None", index)
+        return scores
+
+    def _blamed(self, number: int, columns: Columns, failure: Failure) -> Failure:
+        """The failure with the first completion that fails by itself."""
+        if failure.index is not None:
+            return failure
+        for index in range(len(columns["completions"])):
+            alone = self._call(number, _one(columns, index))
+            if isinstance(alone, Failure):
+                return Failure(failure.problem, index)
+        return failure
+
+    def _one_by_one(self, number: int, columns: Columns, failure: Failure) -> Scores:
+        """Scores of completions by themselves; after a hang of none, which would take hours."""
+        count = len(columns["completions"])
+        if "reward_timeout" in failure.problem:
+            return [None] * count
+        found = [self._call(number, _one(columns, index)) for index in range(count)]
+        return [None if isinstance(each, Failure) else each[0] for each in found]
+
+    def _told(self, reward: Reward, failure: Failure, columns: Columns) -> str:
+        index = failure.index or 0
+        which = "prompt" if failure.index is not None else "all together, the first: prompt"
+        prompt, completion = columns["prompts"][index], columns["completions"][index]
+        return (
+            f"reward '{reward.function}' {failure.problem} ({which} {_quoted(prompt)}, completion "
+            f"{_quoted(completion)})"
+        )
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """The answer to a request; None where it does not come in time."""
+        process = self._started()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            self.close()
+            return None
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            status = process.wait()
+            self.close()
+            return {"problem": f"ended its process with status {status}"}
+        return json.loads(line)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The process, which has imported every function.
+
+        Raises:
+            FinetuneError: it could not.
+        """
+        if self._process is not None:
+            return self._process
+        code = f"import sys; sys.path[:] = {sys.path!r}; from finetune.rewards.serve import serve"
+        self._process = subprocess.Popen(
+            interpreter.python("-c", f"{code}; serve()"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        self._answers = queue.Queue()
+        reader = threading.Thread(
+            target=_read, args=(self._process.stdout, self._answers), daemon=True
+        )
+        reader.start()
+        fields = [dataclasses.asdict(reward) for reward in self.rewards]
+        answer = self._ask({"rewards": fields, "parent": os.getpid()}, STARTING_SECONDS)
+        if answer is None or "problem" in answer:
+            self.close()
+            problem = "reward_funcs: the imports of a reward's module do not end"
+            raise FinetuneError(problem if answer is None else answer["problem"])
+        return self._process
+
+
+def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:
+    """Pass on lines until the end, which is an empty one."""
+    for line in file:
+        answers.put(line)
+    answers.put(b"")
+
+
+def _one(columns: Columns, index: int) -> dict[str, list[Any]]:
+    return {name: [values[index]] for name, values in columns.items()}
+
+
+def _quoted(value: Any) -> str:
+    """The last words of a prompt, or the first of a completion, in quotation marks."""
+    text = value if isinstance(value, str) else str(value[-1]["content"])
+    return repr(text if len(text) <= QUOTED else f"{text[:QUOTED]}...")

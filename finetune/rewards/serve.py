@@ -1,0 +1,75 @@
+"""The process in which reward functions run: see `finetune.rewards.process`."""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.rewards import Reward
+from finetune.rewards.functions import arguments_of, function_of
+
+
+def serve() -> None:
+    """Score completions from standard input until it ends; prints go to the errors."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    lines = iter(sys.stdin.buffer.readline, b"")
+    first = json.loads(next(lines, b"{}"))
+    threading.Thread(target=_end_with, args=(first.get("parent"),), daemon=True).start()
+    try:
+        rewards = [Reward(**fields) for fields in first.get("rewards", ())]
+        functions = [function_of(reward) for reward in rewards]
+    except FinetuneError as error:
+        answer(problem="; ".join(error.problems))
+        return
+    answer(scores=[])
+    for line in lines:
+        request = json.loads(line)
+        number = request["reward"]
+        try:
+            answer(scores=_scores(rewards[number], functions[number], request["columns"]))
+        except FinetuneError as error:
+            answer(problem="fails: " + "; ".join(error.problems))
+        except Exception as error:  # whatever a user's function raises is reported
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error}"
+            answer(problem=f"raises {told} ({os.path.basename(place.filename)}:{place.lineno})")
+
+
+def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any]) -> Any:
+    """What a function returns, as JSON can hold it."""
+    wanted = arguments_of(reward, function, columns)
+    given = {name: values for name, values in columns.items() if name in wanted}
+    found = function(**{**given, **reward.arguments})
+    if hasattr(found, "tolist"):  # arrays and tensors
+        found = found.tolist()
+    if not isinstance(found, list | tuple):
+        return repr(found)
+    return [_number(each) for each in found]
+
+
+def _number(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return repr(value)[:60]
+    return number if number == number and abs(number) != float("inf") else str(number)
+
+
+def _end_with(parent: int | None) -> None:
+    """End where the process that asks was killed while a function runs."""
+    while parent is not None and os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)

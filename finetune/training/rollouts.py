@@ -1,0 +1,392 @@
+"""Make the rows of an online method's steps: sample completions, score them, compare groups.
+
+Each rank samples the completions of its share of the prompts; all of them know all completions
+then, rank 0 scores them in one call of each reward, and every rank learns from its share of the
+step's micro-batches. Which prompts a step has, and the noise that completions are drawn by, are
+functions of the seed and the step alone.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.checkpoints.handover import all_ends, network_of
+from finetune.data.collate import collate
+from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.store import Rows, TokenColumn, labelled_places
+from finetune.distributed.base import Engine
+from finetune.errors import FinetuneError
+from finetune.inference.generate import new_text
+from finetune.inference.sampling import Completion, Sampler, Wanted
+from finetune.methods.losses import Sum, token_logps
+from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
+from finetune.rewards.functions import arguments_of, function_of
+from finetune.rewards.process import RewardProcess
+from finetune.runs.run import Run
+from finetune.training import sampled as records
+from finetune.training.loop import EvalResult, StepRows, micro_batches
+from finetune.training.memory_meter import counting
+from finetune.training.sampled import Sampled, Watch
+
+LOGGED = 2
+"""Prompts of a sampling whose completions are kept for the report."""
+
+
+class Rollouts:
+    """Completions for the steps of a run; every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: Run,
+        train: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        reference: nn.Module | None = None,
+    ) -> None:
+        """`reference` is a second model, where the first cannot be its own reference."""
+        recipe = engine.plan.recipe
+        assert isinstance(recipe, Online)
+        self.engine, self.run, self.train, self.recipe = engine, run, train, recipe
+        self.tokenizer, self.pad_id, self.reference = tokenizer, pad_id, reference
+        self.rewards = RewardProcess(recipe.reward_funcs, recipe.reward_timeout)
+        self.eval_rewards = self.rewards
+        if recipe.eval_reward_funcs:
+            self.eval_rewards = RewardProcess(recipe.eval_reward_funcs, recipe.reward_timeout)
+        self.columns = column_names(train)
+        self._check_columns()
+        self.watch, self.warnings = Watch(), list[str]()
+        self._memory: int | None = None
+        """Bytes of new tensors in the first sampling, of the process that had most."""
+        self._held: tuple[int, Sampled, Rows, dict[str, float]] | None = None
+
+    def _check_columns(self) -> None:
+        """Refuse rewards that need a column which no row has.
+
+        Raises:
+            FinetuneError: with every such reward.
+        """
+        problems: list[str] = []
+        for reward in (*self.recipe.reward_funcs, *self.recipe.eval_reward_funcs):
+            try:
+                arguments_of(reward, function_of(reward), self.columns)
+            except FinetuneError as error:
+                problems += error.problems
+        if problems:
+            raise FinetuneError(*dict.fromkeys(problems))
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.eval_rewards.close()
+
+    # Steps -------------------------------------------------------------------------------------
+
+    def take(self, step: int) -> StepRows:
+        """This rank's rows of a step, sampled with the model as it is where they are new."""
+        recipe, engine = self.recipe, self.engine
+        number, within = divmod(step, recipe.updates)
+        if self._held is None:
+            kept = number * recipe.updates + (within > 0)
+            engine.on_first(lambda: records.forget_after(self.run.completions, kept))
+        if self._held is None or self._held[0] != number:
+            self._held = (number, *self._sampling(number, resumes=within > 0))
+        _, sampled, rows, found = self._held
+        first = within % recipe.steps_per_generation * recipe.batch.rows
+        chosen = np.arange(first, first + recipe.batch.rows)
+        active = self._active(rows, chosen)
+        mine = micro_batches(engine, rows, active) if len(active) else [(0, active)]
+        prompts = sampled.prompts
+        return StepRows(
+            batches=[(at, collate(rows, some, self.pad_id, engine.device)) for at, some in mine],
+            chosen=prompts[chosen],
+            mine=[prompts[some] for _, some in mine],
+            terms=recipe.terms(rows, chosen),
+            trained_tokens=int(rows.labelled[chosen].sum()),
+            real_tokens=int(rows.lengths[active].sum()),
+            metrics=found,
+            passed_over=self._passed_over(rows, np.setdiff1d(chosen, active)),
+        )
+
+    def _active(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
+        """The rows that have a gradient: without a KL term those with an advantage."""
+        counted = rows.labelled[chosen] > 0
+        if not self.recipe.needs_reference:
+            counted &= rows.columns[ADVANTAGE][chosen] != 0
+        return chosen[counted]
+
+    def _passed_over(self, rows: Rows, left: np.ndarray) -> dict[str, Sum]:
+        ratios = self.recipe.ratios(rows, left) if self.engine.speaks else 0
+        zero = torch.zeros((), device=self.engine.device)
+        names = [name for name in self.recipe.metrics if name.startswith("clip_ratio/")]
+        return dict.fromkeys(names, (zero, ratios))
+
+    def _sampling(self, number: int, resumes: bool) -> tuple[Sampled, Rows, dict[str, float]]:
+        """Sampling `number`: made, or where a run goes on in the middle of it, as it was made."""
+        recipe, step = self.recipe, number * self.recipe.updates
+        path = self.run.rollouts / f"step-{step:08d}.npz"
+        begun = time.perf_counter()
+        if resumes:
+            sampled, of_tokens = self.engine.on_first(lambda: records.read(path))
+        else:
+            sampled = self._sample(number)
+            of_tokens = dict[str, np.ndarray]()
+        seconds = time.perf_counter() - begun
+        rows = sampled.rows(self.train, recipe)
+        if not resumes:
+            of_tokens = self._of_tokens(rows)
+            if recipe.updates > 1:
+                self.engine.on_first(lambda: self._keep(path, sampled, of_tokens))
+        rows = _with_tokens(rows, of_tokens)
+        found = records.metrics(sampled, recipe.reward_funcs, recipe.num_generations)
+        if not resumes:
+            self.warnings += self.watch.warnings(found)
+            tokens = sum(len(each.ids) for each in sampled.completions)
+            found["sampling/tokens_per_second"] = tokens / seconds
+            if self._held is None:
+                found["sampling/memory"] = float(self._memory or 0)
+            self.engine.on_first(lambda: self._log(step, sampled))
+        return sampled, rows, found
+
+    def _keep(self, path: Any, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
+        """Write a sampling, and delete those before the oldest checkpoint."""
+        records.write(path, sampled, of_tokens)
+        steps = [int(each.name[5:]) for each in self.run.checkpoints.glob("step-*[0-9]")]
+        oldest = min(steps, default=0) - self.recipe.updates
+        for each in self.run.rollouts.glob("step-*.npz"):
+            if int(each.stem[5:]) < oldest:
+                each.unlink()
+
+    def _sample(self, number: int) -> Sampled:
+        recipe, each = self.recipe, self.recipe.num_generations
+        count = recipe.prompts_per_step * recipe.steps_per_generation
+        chosen = rows_of_step(number, len(self.train), count, recipe.seed)
+        prompts = np.repeat(chosen, each)
+        numbers = np.concatenate([
+            np.arange(each) + each * chosen[:at].tolist().count(row)
+            for at, row in enumerate(chosen.tolist())
+        ])  # fmt: skip
+        step = number * recipe.updates
+        completions = self._complete(self.train, prompts, numbers, step, recipe.temperature)
+        scores = self._scored(self.rewards, self.train, prompts, completions)
+        rewards = records.total(scores, recipe.reward_funcs)
+        advantages = recipe.advantages(rewards.reshape(-1, each)).ravel()
+        return Sampled(prompts, completions, scores, rewards, advantages)
+
+    # Sampling and scoring ----------------------------------------------------------------------
+
+    def _complete(
+        self, rows: Rows, prompts: np.ndarray, numbers: np.ndarray, step: int, temperature: float
+    ) -> list[Completion]:
+        """A completion of each prompt, on every rank; each rank samples a share of the prompts."""
+        engine, recipe = self.engine, self.recipe
+        order = {row: at for at, row in enumerate(dict.fromkeys(prompts.tolist()))}
+        mine = [
+            index
+            for index, row in enumerate(prompts.tolist())
+            if order[row] % engine.data_world == engine.data_rank
+        ]
+        wanted = [
+            Wanted(
+                tuple(rows.documents.document(int(rows.members[prompts[i]]))[0].tolist()),
+                int(prompts[i]),
+                int(numbers[i]),
+            )
+            for i in mine
+        ]
+        with engine.gathered() as model:
+            network = cast(Any, network_of(model))
+            stops = all_ends(network.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+            sampler = Sampler(
+                model, tuple(stops), recipe.max_completion_length, temperature, self.pad_id,
+                recipe.sampling_rows,
+            )  # fmt: skip
+            measures = self._memory is None
+            with counting(engine.device) if measures else contextlib.nullcontext([0]) as counted:
+                found = sampler(wanted, recipe.seed, step) if wanted else []
+            if measures:
+                self._memory = engine.largest(counted)[0]
+        made = dict[int, Completion]()
+        for indices, completions in engine.gather((mine, found)):
+            made |= zip(indices, completions, strict=True)
+        return [made[index] for index in range(len(prompts))]
+
+    def _scored(
+        self,
+        process: RewardProcess,
+        rows: Rows,
+        prompts: np.ndarray,
+        completions: Sequence[Completion],
+    ) -> np.ndarray:
+        """Scores of each reward, NaN for none.  # (rewards, completions) fp64"""
+        columns = self._columns(rows, prompts, completions)
+        skip = self.recipe.on_reward_error == "skip"
+        scores, failed = self.engine.on_first(lambda: process.score(columns, skip))
+        self.warnings += failed
+        return np.array(scores, dtype=np.float64)
+
+    def _columns(
+        self, rows: Rows, prompts: np.ndarray, completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
+        """Arguments of the rewards: of conversations a completion is a list of one message."""
+        beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
+        columns = {name: [each.get(name) for each in beside] for name in self.columns}
+        columns["prompts"] = columns.pop("prompt")
+        texts = [
+            self._text(rows, int(row), each) for row, each in zip(prompts, completions, strict=True)
+        ]
+        columns["completions"] = [
+            text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+            for asked, text in zip(columns["prompts"], texts, strict=True)
+        ]
+        columns["completion_ids"] = [each.ids for each in completions]
+        return columns
+
+    def _text(self, rows: Rows, row: int, completion: Completion) -> str:
+        prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
+        said = completion.ids[:-1] if completion.ended else completion.ids
+        return new_text(self.tokenizer, prompt, said)
+
+    def _log(self, step: int, sampled: Sampled) -> None:
+        """Keep the completions of the first prompts."""
+        shown = slice(0, LOGGED * self.recipe.num_generations)
+        completions = sampled.completions[shown]
+        columns = self._columns(self.train, sampled.prompts[shown], completions)
+        names = records.names(self.recipe.reward_funcs)
+        values = zip(
+            columns["prompts"], columns["completions"], sampled.rewards[shown].tolist(),
+            sampled.advantages[shown].tolist(), sampled.scores[:, shown].T.tolist(), completions,
+            strict=True,
+        )  # fmt: skip
+        lines = [
+            {
+                "prompt": _words(asked),
+                "completion": _words(said),
+                "reward": _number(reward),
+                "advantage": advantage,
+                "rewards": dict(zip(names, map(_number, scores), strict=True)),
+                "tokens": len(each.ids),
+                "ended": each.ended,
+            }
+            for asked, said, reward, advantage, scores, each in values
+        ]
+        records.log(self.run.completions, step, lines)
+
+    # Log-probabilities that are held while the policy moves --------------------------------------
+
+    def _of_tokens(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Log-probabilities of every trained token, zero elsewhere, by what they are."""
+        found: dict[str, np.ndarray] = {}
+        if self.recipe.updates > 1:
+            found[OLD] = self._logps(rows, self.engine.model)
+        if self.recipe.needs_reference:
+            with _as_reference(self.engine) if self.reference is None else _nothing():
+                found[REFERENCE] = self._logps(rows, self.reference or self.engine.model)
+        return found
+
+    @torch.no_grad()
+    def _logps(self, rows: Rows, model: nn.Module) -> np.ndarray:
+        engine, batch = self.engine, self.recipe.batch
+        cuts = cut(
+            np.arange(len(rows)), rows.slots, batch.micro_rows, batch.micro_tokens,
+            rows.side_by_side,
+        )  # fmt: skip
+        places, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+        model.eval()
+        # As many on every rank: forward passes are collective.
+        for _, some in deal(cuts, engine.data_rank, engine.data_world):
+            logps, _ = token_logps(model, collate(rows, some, self.pad_id, engine.device))
+            places.append(labelled_places(rows.documents, some))
+            values.append(logps.float().cpu().numpy())
+        engine.reshard()
+        whole = np.zeros(len(rows.documents.ids), dtype=np.float32)
+        for at, logps in engine.gather((np.concatenate(places), np.concatenate(values))):
+            whole[at] = logps
+        return whole
+
+    # Evaluation --------------------------------------------------------------------------------
+
+    def evaluate(self, rows: Rows) -> EvalResult:
+        """Greedy completions of held-out prompts, scored; the loss is minus the mean reward."""
+        begun, recipe = time.perf_counter(), self.recipe
+        rewards = recipe.eval_reward_funcs or recipe.reward_funcs
+        prompts = np.arange(len(rows))
+        completions = self._complete(rows, prompts, np.zeros_like(prompts), 0, 0.0)
+        scores = self._scored(self.eval_rewards, rows, prompts, completions)
+        reward = records.total(scores, rewards)
+        found = {"reward": records.mean(reward)}
+        found |= records.lengths(completions)
+        del found["entropy"]
+        for name, each in zip(records.names(rewards), scores, strict=True):
+            found[f"rewards/{name}/mean"] = records.mean(each)
+        return EvalResult(
+            loss=-found["reward"],
+            tokens=len(rows),
+            seconds=time.perf_counter() - begun,
+            metrics={name: value for name, value in found.items() if np.isfinite(value)},
+        )
+
+
+def rollouts_of(
+    engine: Engine,
+    run: Run,
+    train: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    reference: nn.Module | None,
+) -> Rollouts | None:
+    """What makes the rows of a method that samples its completions; None for any other method."""
+    if not isinstance(engine.plan.recipe, Online):
+        return None
+    return Rollouts(engine, run, train, tokenizer, pad_id, reference)
+
+
+def second_model(engine: Engine, network: nn.Module) -> nn.Module | None:
+    """A frozen copy of the model as training starts, where the loss needs one as its reference.
+
+    The base under a new adapter is there already: with the adapter off.
+    """
+    if not engine.plan.recipe.needs_second_model:
+        return None
+    return copy.deepcopy(network).requires_grad_(False).eval().to(engine.device)
+
+
+@contextlib.contextmanager
+def _as_reference(engine: Engine) -> Iterator[None]:
+    """Inside, the model is its base: its adapter is off."""
+    module = engine.module
+    assert isinstance(module, PeftModel)
+    with module.disable_adapter():
+        yield
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _with_tokens(rows: Rows, of_tokens: Mapping[str, np.ndarray]) -> Rows:
+    columns = {name: TokenColumn.at_labels(rows.documents, v) for name, v in of_tokens.items()}
+    return dataclasses.replace(rows, token_columns=columns)
+
+
+def column_names(rows: Rows) -> list[str]:
+    """Names of the columns that any of the rows has, and of its prompt."""
+    documents = rows.documents
+    return list(dict.fromkeys(key for n in range(len(documents)) for key in documents.beside(n)))
+
+
+def _words(value: Any) -> str:
+    """The last message of a conversation, or a text."""
+    return value if isinstance(value, str) else str(value[-1]["content"])
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None

@@ -1,0 +1,226 @@
+"""What a sampling of an online method gave: completions, rewards, advantages, and their metrics."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.data.store import Documents, Rows
+from finetune.errors import FinetuneError
+from finetune.inference.sampling import Completion
+from finetune.methods.online import ADVANTAGE, Online, group_stds
+from finetune.rewards import Reward
+
+NO_SPREAD = 1e-12
+"""Standard deviation of a group's rewards below which none of it is learned from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """The completions of a sampling in the order of their prompts; the same on every rank."""
+
+    prompts: np.ndarray  # (completions,) int64: number of each prompt in the data
+    completions: list[Completion]
+    scores: np.ndarray  # (rewards, completions) fp64, NaN for no score
+    rewards: np.ndarray  # (completions,) fp64, NaN for no score
+    advantages: np.ndarray  # (completions,) fp64
+
+    def rows(self, data: Rows, recipe: Online) -> Rows:
+        """Prompts with their completions as rows to train on, in this order."""
+        given = [data.documents.document(int(data.members[row]))[0] for row in self.prompts]
+        said = [np.array(each.ids, dtype=np.int32) for each in self.completions]
+        counted = [each.ended or not recipe.mask_truncated_completions for each in self.completions]
+        ids = np.concatenate([part for pair in zip(given, said, strict=True) for part in pair])
+        trained = [
+            np.repeat([False, is_counted], [len(a), len(b)])
+            for a, b, is_counted in zip(given, said, counted, strict=True)
+        ]
+        lengths = [len(a) + len(b) for a, b in zip(given, said, strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        origins = data.documents.origins[data.members[self.prompts]]
+        documents = Documents(ids, np.concatenate(trained), offsets, origins)
+        advantages = np.where(counted, self.advantages, 0.0).astype(np.float32)
+        number = np.arange(len(said))
+        return Rows(
+            documents, number, np.arange(len(said) + 1), packed=False,
+            padding_free=data.padding_free, columns={ADVANTAGE: advantages},
+        )  # fmt: skip
+
+
+def total(scores: np.ndarray, rewards: Sequence[Reward]) -> np.ndarray:
+    """Weighted sum of the scores that there are, NaN where there is none.  # (completions,)"""
+    weights = np.array([[reward.weight] for reward in rewards])
+    scored = np.isfinite(scores)
+    summed = (np.where(scored, scores, 0.0) * weights).sum(axis=0)
+    return np.where(scored.any(axis=0), summed, np.nan)
+
+
+def metrics(sampled: Sampled, rewards: Sequence[Reward], each: int) -> dict[str, float]:
+    """Measures of a sampling by TRL's names, those that there is something to count for.
+
+    Args:
+        sampled: its completions.
+        rewards: the functions, in the order of the scores.
+        each: completions of a prompt.
+    """
+    stds = group_stds(sampled.rewards.reshape(-1, each))[:, 0]
+    found = {
+        "reward": mean(sampled.rewards),
+        "reward_std": float(stds.mean()),
+        "frac_reward_zero_std": float((stds < NO_SPREAD).mean()),
+        **lengths(sampled.completions),
+    }
+    for name, scores in zip(names(rewards), sampled.scores, strict=True):
+        found[f"rewards/{name}/mean"] = mean(scores)
+        found[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=1)) if _some(scores) else np.nan
+    return {name: value for name, value in found.items() if np.isfinite(value)}
+
+
+def lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    """Lengths in tokens, the share that the limit cut, and the entropy of a token in nats."""
+    numbers = np.array([len(each.ids) for each in completions])
+    ended = numbers[[each.ended for each in completions]]
+    return {
+        "completions/mean_length": float(numbers.mean()),
+        "completions/min_length": float(numbers.min()),
+        "completions/max_length": float(numbers.max()),
+        "completions/clipped_ratio": 1 - len(ended) / len(numbers),
+        "completions/mean_terminated_length": float(ended.mean()) if len(ended) else np.nan,
+        "entropy": sum(each.entropy for each in completions) / max(1, int(numbers.sum())),
+    }
+
+
+def names(rewards: Sequence[Reward]) -> list[str]:
+    """Names of rewards in metrics; one that occurs twice has a number."""
+    found = [reward.name for reward in rewards]
+    return [
+        f"{name}_{found[:i].count(name) + 1}" if found.count(name) > 1 else name
+        for i, name in enumerate(found)
+    ]
+
+
+def _some(scores: np.ndarray) -> bool:
+    return int(np.isfinite(scores).sum()) > 1
+
+
+def mean(scores: np.ndarray) -> float:
+    """Mean of the scores that there are; NaN where there is none."""
+    return float(np.nanmean(scores)) if np.isfinite(scores).any() else np.nan
+
+
+class Watch:
+    """Warns of a training that learns nothing, says always the same, or is cut off."""
+
+    FLAT, FLAT_STEPS = 0.9, 5
+    """Share of groups without spread, and samplings in a row, from which little is learned."""
+    GONE = 0.1
+    """Share of the first entropy below which a model says always the same."""
+    CUT = 0.5
+    """Share of completions that ran into the limit above which most of them are pieces."""
+
+    def __init__(self) -> None:
+        self._flat, self._entropy = 0, 0.0
+        self._told: set[str] = set()
+
+    def warnings(self, found: dict[str, float]) -> list[str]:
+        """What the metrics of a sampling show for the first time."""
+        self._flat = self._flat + 1 if found["frac_reward_zero_std"] > self.FLAT else 0
+        self._entropy = self._entropy or found["entropy"]
+        seen = {
+            f"nothing is learned: in {self._flat} samplings in a row more than {self.FLAT:.0%} of "
+            "the prompts got completions of equal reward; use prompts that the model answers "
+            "rightly sometimes, a reward with steps between, or more num_generations": self._flat
+            >= self.FLAT_STEPS,
+            f"entropy: it fell below {self.GONE:.0%} of what it was at first, so completions of a "
+            "prompt hardly differ; lower optim.lr, or stop here": found["entropy"]
+            < self.GONE * self._entropy,
+            f"completions/clipped_ratio: more than {self.CUT:.0%} of the completions ran into "
+            "max_completion_length before they ended; raise it, or set "
+            "mask_truncated_completions=true": found["completions/clipped_ratio"] > self.CUT,
+        }
+        new = {told.split(":")[0]: told for told, is_so in seen.items() if is_so}
+        told = [new[kind] for kind in new if kind not in self._told]
+        self._told |= new.keys()
+        return told
+
+
+# --- files of the run ----------------------------------------------------------------------------
+
+
+def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
+    """Keep a sampling that several steps learn from; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    completions = sampled.completions
+    with scratch.open("wb") as file:
+        np.savez(
+            file,
+            prompts=sampled.prompts,
+            ids=np.concatenate([np.array(each.ids, dtype=np.int32) for each in completions]),
+            lengths=np.array([len(each.ids) for each in completions]),
+            ended=np.array([each.ended for each in completions]),
+            entropies=np.array([each.entropy for each in completions]),
+            scores=sampled.scores,
+            rewards=sampled.rewards,
+            advantages=sampled.advantages,
+            **{f"token_{name}": values for name, values in of_tokens.items()},
+        )
+    scratch.replace(path)
+
+
+def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
+    """What `write` kept.
+
+    Raises:
+        FinetuneError: it cannot be read.
+    """
+    try:
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+        parts = np.split(found["ids"], np.cumsum(found["lengths"])[:-1])
+        completions = [
+            Completion(ids.tolist(), bool(ended), float(entropy))
+            for ids, ended, entropy in zip(parts, found["ended"], found["entropies"], strict=True)
+        ]
+        kept = (found[name] for name in ("scores", "rewards", "advantages"))
+        sampled = Sampled(found["prompts"], completions, *kept)
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise FinetuneError(
+            f"{path}: the completions of an unfinished sampling cannot be read ({error}); restore "
+            "the file from a copy, or resume from an older checkpoint"
+        ) from None
+    return sampled, {
+        name.removeprefix("token_"): values
+        for name, values in found.items()
+        if name.startswith("token_")
+    }
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop completions of samplings from a step on, which will be made again."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    kept = [line for line in lines if _step_of(line) < step]
+    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    scratch.replace(path)
+
+
+def log(path: Path, step: int, shown: list[dict[str, Any]]) -> None:
+    """Append completions of a sampling that begins at a step."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(
+            json.dumps({"step": step, **each}, ensure_ascii=False) + "\n" for each in shown
+        )
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # torn by a kill
+        return 2**62

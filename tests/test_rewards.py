@@ -1,0 +1,160 @@
+"""Rewards: what the built-in ones give, and what becomes of one that fails."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.rewards import Reward, functions
+from finetune.rewards.builtin import exact_match, json_fields, json_valid, length, regex
+from finetune.rewards.process import RewardFailure, RewardProcess
+
+BAD = """
+import os, time
+
+def raises(completions, **_):
+    return [1 / (text != "boom") for text in completions]
+
+def hangs(completions, **_):
+    if "boom" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def few(completions, **_):
+    return [1.0] * (len(completions) - 1)
+
+def words(completions, **_):
+    return ["much" if text == "boom" else 1 for text in completions]
+
+def nan(completions, **_):
+    return [float("nan") if text == "boom" else 0.5 for text in completions]
+
+def ends(completions, **_):
+    os._exit(7)
+
+def number(completions, **_):
+    return 3
+
+def prints(completions, n, scale=1.0):
+    print("a line of its own")
+    return [None if each is None else scale * each for each in n]
+"""
+COLUMNS = {
+    "prompts": ["one", "two", "three"],
+    "completions": ["a", "boom", "c"],
+    "completion_ids": [[1], [2, 3], [4, 5, 6]],
+    "n": [1, None, 3],
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad_rewards.py").write_text(BAD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: Any) -> Any:
+    process = RewardProcess([Reward(f"bad_rewards:{name}", arguments=arguments)], timeout)
+    try:
+        return process.score(COLUMNS, skip)
+    finally:
+        process.close()
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "told", "left"),
+    [
+        ("raises", "raises ZeroDivisionError: division by zero (bad_rewards.py:5)", [1, None, 1]),
+        ("words", "returns 'much', expected a finite number or None", [1, None, 1]),
+        ("nan", "returns nan, expected a finite number or None", [0.5, None, 0.5]),
+    ],
+)
+def test_a_reward_that_fails_is_told_with_its_completion(
+    name: str, told: str, left: list[float | None]
+) -> None:
+    with pytest.raises(RewardFailure) as caught:
+        scored(name)
+    (problem,) = caught.value.problems
+    assert told in problem
+    assert "(prompt 'two', completion 'boom')" in problem
+    scores, notes = scored(name, skip=True)
+    assert scores == [left]
+    assert told in notes[0]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("few", "returns 2 numbers for 3 completions"),
+        ("number", "returns '3', expected a list of 3 numbers"),
+        ("ends", "ended its process with status 7"),
+    ],
+)
+def test_a_reward_without_a_number_for_each_is_told(name: str, told: str) -> None:
+    with pytest.raises(RewardFailure, match=told):
+        scored(name)
+
+
+@pytest.mark.usefixtures("module")
+def test_a_reward_that_hangs_is_ended_and_the_completion_named() -> None:
+    with pytest.raises(RewardFailure) as caught:
+        scored("hangs", timeout=2.0)
+    (problem,) = caught.value.problems
+    assert "takes more than reward_timeout=2 s" in problem
+    assert "completion 'boom'" in problem
+
+
+@pytest.mark.usefixtures("module")
+def test_a_function_is_given_columns_and_arguments_by_their_names() -> None:
+    assert scored("prints", scale=2.0) == ([[2.0, None, 6.0]], [])
+
+
+@pytest.mark.usefixtures("module")
+def test_what_cannot_be_called_is_told_before_anything_is_loaded() -> None:
+    rewards = [
+        Reward("no_such_module:reward"), Reward("bad_rewards:rises"), Reward("exact"),
+        Reward("bad_rewards:prints", arguments={"scal": 2}),
+    ]  # fmt: skip
+    assert functions.problems(rewards) == [
+        "reward_funcs: 'no_such_module:reward': there is no module 'no_such_module'; install it, "
+        "or put its folder on PYTHONPATH",
+        "reward_funcs: 'bad_rewards:rises': bad_rewards has no 'rises'; did you mean 'raises'?",
+        "reward_funcs: got 'exact', expected one of exact_match, json_valid, json_fields, regex, "
+        "length, or module:attribute of your own; did you mean 'exact_match'?",
+        "reward_funcs: 'bad_rewards:prints' takes no argument 'scal' (it takes completions, n, "
+        "scale)",
+    ]
+    with pytest.raises(FinetuneError, match="needs 'answer', which is neither a column"):
+        functions.arguments_of(Reward("exact_match"), exact_match, ["solution", "prompt"])
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_built_in_rewards() -> None:
+    texts = ['{"a": 1, "b": 2}', said('{"a": 1, "c": 3} '), "no record", "[1]"]
+    answers = ['{"a": 1, "b": 2}'] * 3 + [None]
+    assert exact_match(texts, answers) == [1, 0, 0, None]
+    assert exact_match(["is 7, so 8", "8 or 9"], ["#### 8"] * 2, pattern=r"\d+") == [1, 0]
+    assert json_valid(texts) == [1, 1, 0, 1]
+    assert json_fields(texts, answers) == [1, pytest.approx(1 / 3), 0, None]
+    assert regex(texts, r"\{.*\}") == [1, 1, 0, 0]
+    ids = [[0] * n for n in (5, 10, 15, 30)]
+    assert length(texts, ids, target=10) == [1, 1, 0.5, 0]
+    with pytest.raises(FinetuneError, match="is not a regular expression"):
+        regex(texts, "(")
+
+
+def test_the_process_of_rewards_ends_with_the_one_that_asks() -> None:
+    process = RewardProcess([Reward("json_valid")], 60.0)
+    assert process.score(COLUMNS) == ([[0, 0, 0]], [])
+    child = process._process
+    assert child is not None
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)

@@ -1,0 +1,249 @@
+"""Online training: the same however it is cut, spread over processes or interrupted."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Finetune, Tiny, write_recipe
+
+import finetune as ft
+from finetune import catalog
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.runs.run import Run
+
+STEPS = 4
+EXACT = 2e-5
+"""Relative, in fp32: sums of tens of log-probabilities in another order."""
+REWARDS = """
+import json
+from pathlib import Path
+
+def vowels(completions, scale, **_):
+    return [scale[0] * sum(c in "aeiou" for c in said[-1]["content"]) for said in completions]
+
+def breaks(completions, counter, **_):
+    path = Path(counter)
+    calls = int(path.read_text()) if path.exists() else 0
+    path.write_text(str(calls + 1))
+    if calls == 2:
+        raise ValueError("out of order")
+    return [float(len(said[-1]["content"])) for said in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    rng = random.Random(3)
+    words = "the a cat dog sees red blue house tree runs sings".split()
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": " ".join(rng.choices(words, k=1 + n % 7))}],
+            "scale": 0.5,
+        }
+        for n in range(14)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own_rewards.py").write_text(REWARDS)
+    return folder / "prompts.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def on_path(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(data.parent))
+    monkeypatch.setenv("PYTHONPATH", str(data.parent), prepend=":")
+
+
+def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "method": "grpo",
+        "model": {"name": str(tiny.model)},
+        "data": [{"source": str(data), "format": "prompts"}],
+        "eval_rows": 4,
+        "batch": {"rows": 16, "micro_rows": 4, "max_length": 80},
+        "optim": {"lr": 2e-3},
+        "saving": {"every": 1, "keep": 9},
+        "evaluation": {"every": 2},
+        "reward_funcs": ["own_rewards:vowels", {"function": "json_valid", "weight": 2.0}],
+        "eval_reward_funcs": ["json_valid"],
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "num_iterations": 2,
+        "max_steps": STEPS,
+    }
+    for name, value in sections.items():
+        merge = isinstance(base.get(name), dict) and isinstance(value, dict)
+        base[name] = base[name] | value if merge else value
+    return base
+
+
+def train(place: Path, given: dict[str, Any], resume: bool = False) -> Run:
+    recipe = catalog.from_fields(given)
+    return ft.train(recipe, precision="fp32", output=place, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Tiny, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """On one process, with two updates of each sampling."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(data.parent))
+        return train(tmp_path_factory.mktemp("alone") / "run", fields(tiny, data))
+
+
+def records(run: Run, kind: str) -> list[dict[str, float]]:
+    """Numbers of each record, without those of the clock."""
+    return [
+        {
+            "loss": each["loss"],
+            "grad_norm": each.get("grad_norm", 0.0),
+            **{n: v for n, v in each["metrics"].items() if not n.startswith("sampling/")},
+        }
+        for each in run.read_metrics(kind)
+    ]
+
+
+def completions(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.completions.read_text().splitlines()]
+
+
+def assert_same(run: Run, other: Run, tolerance: float = EXACT) -> None:
+    for kind in ("train", "eval"):
+        mine, theirs = records(run, kind), records(other, kind)
+        assert len(mine) == len(theirs) > 0
+        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert a.keys() == b.keys()
+            for name, value in b.items():
+                near = pytest.approx(value, rel=tolerance, abs=tolerance)
+                assert a[name] == near, (kind, step, name)
+    for a, b in zip(completions(run), completions(other), strict=True):
+        assert (a["completion"], a["rewards"]) == (b["completion"], b["rewards"])
+
+
+def test_a_run_learns_from_its_groups_and_says_how(alone: Run) -> None:
+    trained = records(alone, "train")
+    first, again, second = trained[0], trained[1], trained[2]
+    assert first["reward"] == again["reward"] != second["reward"]
+    assert first["rewards/vowels/mean"] + 2 * first["rewards/json_valid/mean"] == pytest.approx(
+        first["reward"]
+    )
+    assert first["loss"] == pytest.approx(0, abs=1e-4)  # advantages of a group add up to zero
+    assert first["clip_ratio/region_mean"] == 0
+    assert again["grad_norm"] != first["grad_norm"] > 0
+    assert {"kl", "sampling/tokens_per_second"} & first.keys() == set()
+    assert first["completions/min_length"] <= first["completions/mean_length"] <= 10
+    evaluated = records(alone, "eval")
+    assert [set(each) for each in evaluated] == [
+        {
+            "loss", "grad_norm", "reward", "rewards/json_valid/mean", "completions/mean_length",
+            "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        } | ({"completions/mean_terminated_length"} & set(each))
+        for each in evaluated
+    ]  # fmt: skip
+    shown = completions(alone)
+    assert [each["step"] for each in shown] == [0] * 8 + [2] * 8
+    group = [each["reward"] for each in shown[:4]]
+    mean = sum(group) / 4
+    std = (sum((each - mean) ** 2 for each in group) / 3) ** 0.5
+    wanted = [(each - mean) / (std + 1e-4) for each in group]
+    assert [each["advantage"] for each in shown[:4]] == pytest.approx(wanted, abs=1e-9)
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one at a time, padded": {"batch": {"micro_rows": 1, "padding_free": False}},
+    "by tokens, few sampled at once": {"batch": {"micro_tokens": 200}, "sampling_rows": 3},
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_however_completions_are_cut_a_step_is_the_same(
+    tiny: Tiny, data: Path, tmp_path: Path, alone: Run, name: str
+) -> None:
+    assert_same(train(tmp_path / "run", fields(tiny, data, **CUTS[name])), alone)
+
+
+def test_a_run_that_was_killed_in_a_sampling_goes_on_to_the_same_numbers(
+    tiny: Tiny, data: Path, tmp_path: Path, alone: Run
+) -> None:
+    resumed = Run(tmp_path / "resumed")
+    shutil.copytree(alone.root, resumed.root)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(resumed.checkpoint(step))
+    train(resumed.root, fields(tiny, data), resume=True)
+    assert_same(resumed, alone, tolerance=0)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(resumed.checkpoint(step))
+    (resumed.rollouts / "step-00000000.npz").write_bytes(b"torn")
+    with pytest.raises(FinetuneError, match="unfinished sampling cannot be read"):
+        train(resumed.root, fields(tiny, data), resume=True)
+
+
+def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    counter = str(tmp_path / "calls")
+    broken = {"function": "own_rewards:breaks", "arguments": {"counter": counter}}
+    given = fields(
+        tiny, data, reward_funcs=[broken], num_iterations=1, eval_rows=None, evaluation={},
+        saving={"every": 100},
+    )  # fmt: skip
+    del given["evaluation"], given["eval_rows"], given["eval_reward_funcs"]
+    with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
+        train(tmp_path / "run", given)
+    assert "completion" in caught.value.problems[0]
+    run = Run(tmp_path / "run")
+    assert run.steps() == [2]
+    assert len(records(train(run.root, given, resume=True), "train")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward_funcs": []}, "reward_funcs: none; name what scores completions"),
+        ({"reward_funcs": ["own_rewards:vowel"]}, "did you mean 'vowels'?"),
+        ({"batch": {"rows": 18, "micro_rows": 1}}, "use batch.rows=16 or 20"),
+        ({"max_completion_length": 80}, "it must exceed max_completion_length=80"),
+        ({"batch": {"overlong": "truncate"}}, "a piece of a prompt asks for something else"),
+        ({"batch": {"packing": True}}, "batch.packing: true, but completions are sampled"),
+        ({"adapter": {"dropout": 0.1}}, "adapter.dropout: completions are sampled without it"),
+        ({"reward_funcs": ["exact_match"]}, "needs 'answer', which is neither a column"),
+        ({"max_completion_length": 40, "batch": {"max_length": 50}}, "less 40 of a completion"),
+        ({"format": "messages"}, r"learns from prompts without an answer \(formats: prompts\)"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    tiny: Tiny, data: Path, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    given = fields(tiny, data, **{n: v for n, v in changes.items() if n != "format"})
+    if "format" in changes:
+        given["data"] = [{"source": str(tiny.data), "format": "messages"}]
+    with pytest.raises(FinetuneError, match=told):
+        train(tmp_path / "run", given)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sections"),
+    [
+        pytest.param("ddp", {}, id="ddp"),
+        pytest.param(
+            "zero2",
+            {"adapter": {"r": 4}, "beta": 0.1, "steps_per_generation": 2, "num_iterations": 1},
+            id="zero2-lora-kl", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_processes_sample_the_same_and_take_the_same_steps(
+    tiny: Tiny, data: Path, finetune: Finetune, tmp_path: Path, alone: Run, backend: str,
+    sections: dict[str, Any],
+) -> None:  # fmt: skip
+    given = fields(tiny, data, **sections)
+    reference = train(tmp_path / "alone", given) if sections else alone
+    done = finetune(
+        "launch", write_recipe(tmp_path / "r.json", given), "--processes", "2",
+        "--backend", backend, "--precision", "fp32", "--output", tmp_path / backend,
+        env={"PYTHONPATH": f"{ROOT}:{data.parent}"},
+    )  # fmt: skip
+    assert done.status == 0, done.output
+    assert_same(Run(tmp_path / backend), reference)
