@@ -15,7 +15,7 @@ from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
-from finetune.methods.losses import Loss
+from finetune.methods.losses import Loss, Sum
 from finetune.recipe import Recipe
 from finetune.training.answers import mismatched_batches, step_kl
 from finetune.training.feed import Feed, feed
