@@ -118,7 +118,9 @@ class _Metrics:
             named = [(name, loss.extremes[name].detach()) for name in self.recipe.extremes]
             given = torch.stack([-e if name.startswith("min_") else e for name, e in named])
             self.largest = torch.maximum(self.largest, given.float())
-        found = loss.metrics
+        self.add_sums(loss.metrics)
+
+    def add_sums(self, found: Mapping[str, Sum]) -> None:
         if not self.names:
             return
         unknown = found.keys() - set(self.names)
@@ -206,7 +208,7 @@ def train_step(
     losses: list[torch.Tensor] = []
     balances: list[torch.Tensor] = []
     metrics = _Metrics(recipe, engine.device)
-    metrics.add(taken_rows.passed_over)
+    metrics.add_sums(taken_rows.passed_over)
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
         batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
