@@ -19,7 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.samples import Judged, Preference
+from finetune.data.samples import Judged, Labelled, Preference
 from finetune.errors import FinetuneError
 
 
@@ -206,6 +206,21 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         "oasst",
         {"role": "prompter", "text": "Hi", "replies": []},
         None,
+    ),
+    "a text with a class": (
+        "labelled",
+        {"text": "fine", "label": "glad"},
+        Labelled(Text("fine"), "glad"),
+    ),
+    "a conversation with a number": (
+        "labelled",
+        {"messages": [user("Hi"), assistant("Hello")], "label": 0.5},
+        Labelled(Conversation((user("Hi"), assistant("Hello"))), 0.5),
+    ),
+    "a completion with classes": (
+        "labelled",
+        {"prompt": "a", "completion": "b", "label": ["x", "y"]},
+        Labelled(Completion("a", "b"), ["x", "y"]),
     ),
     "kto wanted": (
         "kto",
@@ -699,7 +714,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "messages",
         {"messages": [user("Hi")], "chosen": [assistant("Hello")], "rejected": None},
         "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, which "
-        "method 'dpo' learns from; to leave it out: columns={\"chosen\": null}",
+        "methods such as 'dpo' learn from; to leave it out: columns={\"chosen\": null}",
     ),
     "a row that is not to be trained": (
         "question_answer",
@@ -898,7 +913,7 @@ def test_an_unknown_format_names_the_nearest():
         find_format("sharegtp")
     assert str(error.value) == (
         "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, "
-        "alpaca_preference, hh, kto, messages, oasst, preference, prompt_completion, "
+        "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
         "question_answer, self_instruct, sharegpt, sharegpt_preference, text)"
     )
 
