@@ -12,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
+
+from finetune.planner.estimate.sampling import ROOM
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -142,6 +145,9 @@ class _State:
     def keep(self, rows: torch.Tensor) -> None:
         """Some of the rows, by their numbers, which may occur several times."""
         self.cache.batch_select_indices(rows)
+        for layer in self.cache.layers:
+            if type(layer) is DynamicLayer:
+                layer.__class__ = GrowingLayer
         self.positions, self.logits = self.positions[rows], self.logits[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
@@ -163,6 +169,32 @@ class _State:
             logits_to_keep=1,
         )
         self.cache, self.logits = output.past_key_values, output.logits[:, -1]
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values in tensors with room at their end: appending a token copies no others."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys = _appended(self.keys, key_states)
+        self.values = _appended(self.values, value_states)
+        return self.keys, self.values
+
+
+def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` behind `held`, in place where what `held` is a view of has room.
+
+    Both are (rows, heads, tokens, head size).
+    """
+    before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
+    whole = held._base
+    is_view = whole is not None and whole.dim() == 4 and whole.data_ptr() == held.data_ptr()
+    if whole is None or not is_view or whole.shape[-2] < after:
+        whole = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
+        whole[:, :, :before] = held
+    whole[:, :, before:after] = new
+    return whole[:, :, :after]
 
 
 def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
