@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling quickstart/base/final quickstart/data/train.jsonl
 
-Both sample the same number of tokens without a stop, in turns; the processor's time counts. At
-temperature 0 both must give the same tokens.
+Both sample the same number of tokens without a stop, several completions of each prompt as GRPO
+does, in turns; the processor's time counts. At temperature 0 both must give the same tokens.
 """
 
 import argparse
@@ -23,7 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path, help="JSON lines with messages, the first is the prompt")
-    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=128, help="completions at once")
+    parser.add_argument("--each", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
@@ -32,7 +33,8 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     prompts = [
         tokenizer(json.loads(line)["messages"][0]["content"])["input_ids"]
-        for line in given.data.read_text().splitlines()[: given.rows]
+        for line in given.data.read_text().splitlines()[: given.rows // given.each]
+        for _ in range(given.each)
     ]
     racers: dict[str, Callable[[float], list[list[int]]]] = {
         "sampler": lambda heat: ours(model, prompts, given.tokens, heat),
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def ours(model: Any, prompts: list[list[int]], tokens: int, temperature: float) -> list[list[int]]:
-    wanted = [Wanted(tuple(prompt), row, 0) for row, prompt in enumerate(prompts)]
+    wanted = [Wanted(tuple(prompt), row, row) for row, prompt in enumerate(prompts)]
     sampler = Sampler(model, (), tokens, temperature, pad_id=0, batch_rows=len(prompts))
     return [each.ids for each in sampler(wanted, 0, 0)]
 

@@ -42,7 +42,10 @@ class Sampling:
 
     def summary(self) -> dict[str, float]:
         """For `plan.json`: by the names that the record measures them by."""
-        found = {"sampling_memory": round(self.memory), "sampling_cache": round(self.cache)}
+        found: dict[str, float] = {
+            "sampling_memory": round(self.memory),
+            "sampling_cache": round(self.cache),
+        }
         return found if self.seconds is None else found | {"sampling_seconds": self.seconds}
 
 
