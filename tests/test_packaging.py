@@ -26,7 +26,8 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import DPO, METHODS, SFT, Classifier, Distill, RewardModel
+from finetune.methods import DPO, GRPO, METHODS, RLOO, SFT, Classifier, Distill, RewardModel
+from finetune.methods.online import Online
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.version import DISTRIBUTION
@@ -279,6 +280,14 @@ def test_the_reference_has_what_a_method_adds(method: type):
     common = {line for line in others if line.startswith("| `")}
     own = [line for line in table.splitlines() if line not in common]
     assert "\n".join(own) in (ROOT / "docs/recipes.md").read_text()
+
+
+@pytest.mark.parametrize("method", [Online, GRPO, RLOO])
+def test_the_page_on_online_methods_has_what_each_adds(method: type):
+    common = {line for line in reference(Recipe).splitlines() if line.startswith("| `")}
+    table = reference(method).split("\n", 2)[2].splitlines()
+    own = [line for line in table if line not in common]
+    assert "\n".join(own) in (ROOT / "docs/online.md").read_text()
 
 
 def test_the_documents_name_every_backend_format_and_method():

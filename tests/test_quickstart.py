@@ -9,6 +9,8 @@ import pytest
 from conftest import Finetune
 from safetensors import safe_open
 
+from finetune.quickstart.online import quickstart_grpo
+
 pytestmark = pytest.mark.slow
 
 
@@ -57,6 +59,22 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     assert finetune(*export, cwd=folder).status == 0
     with safe_open(folder / "merged/model.safetensors", "pt") as file:
         assert all(0 not in file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
+
+
+def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a short form, on the base that the first quickstart trained."""
+    monkeypatch.chdir(folder)
+    run, hacked = quickstart_grpo(folder / "runs/quickstart-grpo", steps=10, hacked_steps=6)
+    (right,), (wrong,) = (list(each.read_metrics("eval")) for each in (run, hacked))
+    assert next(run.read_metrics("train"))["metrics"]["reward"] < 0.05
+    assert right["metrics"]["rewards/exact_match/mean"] > 0.95
+    assert list(hacked.read_metrics("train"))[-1]["metrics"]["reward"] > 0.85
+    assert wrong["metrics"]["rewards/exact_match/mean"] < 0.05
+    page = hacked.report.read_text()
+    assert "Sampled completions" in page
+    assert "exact_match" in page
 
 
 def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(

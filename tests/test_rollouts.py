@@ -232,6 +232,8 @@ def test_what_cannot_work_is_refused(
             {"adapter": {"r": 4}, "beta": 0.1, "steps_per_generation": 2, "num_iterations": 1},
             id="zero2-lora-kl", marks=pytest.mark.slow,
         ),
+        pytest.param("fsdp_full_shard", {}, id="fsdp", marks=pytest.mark.slow),
+        pytest.param("zero3", {}, id="zero3", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_processes_sample_the_same_and_take_the_same_steps(

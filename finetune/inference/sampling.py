@@ -1,8 +1,9 @@
 """Sample completions in batches with a KV cache, each by noise of its own.
 
-A token is the largest of logits / temperature plus Gumbel noise (Gumbel-max), and the noise is a
-function of (seed, step, prompt, number, place) and of the token's id alone. So a completion is the
-same in any batch and on any number of processes, as far as logits are: in fp32 up to ties.
+A token is the one with the largest probability / noise, the noise exponential: the same as the
+largest of logits plus Gumbel noise. The noise is a function of (seed, step, prompt, number, place)
+and of the token's id alone. So a completion is the same in any batch and on any number of
+processes, as far as logits are: in fp32 up to ties.
 """
 
 import contextlib
@@ -11,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
+
+from finetune.planner.estimate.sampling import ROOM
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -83,11 +87,13 @@ class Sampler:
         entropies = torch.zeros(rows, dtype=torch.float64, device=device)
         alive = torch.arange(rows, device=device)
         for place in range(self.limit):
-            scores = state.logits.float() / (self.temperature or 1.0)  # (alive, vocabulary)
-            entropies[alive] += torch.where(ended[alive], 0.0, _entropies(scores).double())
+            shares, spread = _shares(state.logits, self.temperature or 1.0)
+            entropies[alive] += torch.where(ended[alive], 0.0, spread.double())
             if self.temperature:
-                scores = gumbel(key, names[alive], place, scores.shape[1]).add_(scores)
-            tokens = scores.argmax(-1)
+                noise = exponential(key, names[alive], place, shares.shape[1])
+                tokens = noise.reciprocal_().mul_(shares).argmax(-1)
+            else:
+                tokens = state.logits.argmax(-1)
             going = ~ended[alive]
             ids[alive[going], place] = tokens[going]
             stopped = going & torch.isin(tokens, stops)
@@ -139,6 +145,9 @@ class _State:
     def keep(self, rows: torch.Tensor) -> None:
         """Some of the rows, by their numbers, which may occur several times."""
         self.cache.batch_select_indices(rows)
+        for layer in self.cache.layers:
+            if type(layer) is DynamicLayer:
+                layer.__class__ = GrowingLayer
         self.positions, self.logits = self.positions[rows], self.logits[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
@@ -162,10 +171,37 @@ class _State:
         self.cache, self.logits = output.past_key_values, output.logits[:, -1]
 
 
-def _entropies(scores: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of the distribution of each row of logits, (rows,)."""
-    shares = scores.log_softmax(-1)
-    return -(shares.exp() * shares).sum(-1)
+class GrowingLayer(DynamicLayer):
+    """Keys and values in tensors with room at their end: appending a token copies no others."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys = _appended(self.keys, key_states)
+        self.values = _appended(self.values, value_states)
+        return self.keys, self.values
+
+
+def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` behind `held`, in place where what `held` is a view of has room.
+
+    Both are (rows, heads, tokens, head size).
+    """
+    before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
+    whole = held._base
+    is_view = whole is not None and whole.dim() == 4 and whole.data_ptr() == held.data_ptr()
+    if whole is None or not is_view or whole.shape[-2] < after:
+        whole = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
+        whole[:, :, :before] = held
+    whole[:, :, before:after] = new
+    return whole[:, :, :after]
+
+
+def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of each row, (rows, vocabulary) fp32, and their entropy in nats, (rows,)."""
+    logs = (logits.float() / temperature).log_softmax(-1)
+    shares = logs.exp()
+    return shares, -torch.linalg.vecdot(shares, logs)
 
 
 @contextlib.contextmanager
@@ -187,8 +223,10 @@ def _cached_attention(model: torch.nn.Module) -> Iterator[None]:
 # --- noise -------------------------------------------------------------------------------------
 
 
-def gumbel(key: tuple[int, int], names: torch.Tensor, place: int, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise of every token of a vocabulary, (rows, vocabulary) fp64.
+def exponential(
+    key: tuple[int, int], names: torch.Tensor, place: int, vocabulary: int
+) -> torch.Tensor:
+    """Exponential noise of every token of a vocabulary, (rows, vocabulary) fp64.
 
     Args:
         key: seed and step.
@@ -197,15 +235,10 @@ def gumbel(key: tuple[int, int], names: torch.Tensor, place: int, vocabulary: in
         vocabulary: tokens.
     """
     blocks = torch.arange(-(-vocabulary // 4), device=names.device)
-    counters = [
-        blocks.expand(len(names), -1),
-        torch.full((1, 1), place, device=names.device),
-        names[:, 1:],
-        names[:, :1],
-    ]
-    words = torch.stack(philox(counters, key), dim=-1)  # (rows, blocks, 4)
-    uniform = words.flatten(1)[:, :vocabulary].double().add_(0.5).div_(2**32)
-    return uniform.log_().neg_().log_().neg_()
+    places = torch.full((1, 1), place, device=names.device)
+    words = philox((blocks[None], places, names[:, 1:], names[:, :1]), key)
+    uniform = torch.cat(words, dim=1)[:, :vocabulary].double()
+    return uniform.add_(0.5).mul_(2.0**-32).log_().neg_()
 
 
 def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
@@ -215,17 +248,23 @@ def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch
         counters: four int64 tensors of values below 2**32 that broadcast to one shape.
         key: two words.
     """
-    a, b, c, d = (each.clone() for each in torch.broadcast_tensors(*counters))
-    of_a, of_c = torch.empty_like(a), torch.empty_like(a)
-    first, second = key[0] & WORD, key[1] & WORD
-    for _ in range(ROUNDS):  # in place: on a CPU a new tensor costs more than a product
-        torch.mul(a, MULTIPLIERS[0], out=of_a)  # int64 wraps, which loses none of the 64 bits
-        torch.mul(c, MULTIPLIERS[1], out=of_c)
-        torch.bitwise_right_shift(of_c, 32, out=a).bitwise_and_(WORD).bitwise_xor_(b)
-        torch.bitwise_right_shift(of_a, 32, out=c).bitwise_and_(WORD).bitwise_xor_(d)
-        a.bitwise_xor_(first)
-        c.bitwise_xor_(second)
-        torch.bitwise_and(of_c, WORD, out=b)
-        torch.bitwise_and(of_a, WORD, out=d)
-        first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
+    a, b, c, d = torch.broadcast_tensors(*counters)
+    # In place, and two words at a time: on a CPU a small operation costs as much as its work.
+    factors, left = torch.stack([a, c]), torch.stack([d, b])
+    products = torch.empty_like(factors)
+    shape = (2, *[1] * a.dim())
+    usual, steps = (
+        torch.tensor(pair, device=a.device).view(shape) for pair in (MULTIPLIERS, KEY_STEPS[::-1])
+    )
+    words = torch.tensor([key[1] & WORD, key[0] & WORD], device=a.device).view(shape)
+    for number in range(ROUNDS):
+        # Factors are (a, c) and (c, a) in turn, what is left (d, b) and (b, d).
+        turned = number % 2
+        torch.mul(factors, usual.flip(0) if turned else usual, out=products)  # int64 wraps
+        torch.bitwise_right_shift(products, 32, out=factors).bitwise_and_(WORD)
+        factors.bitwise_xor_(left).bitwise_xor_(words.flip(0) if turned else words)
+        torch.bitwise_and(products[0], WORD, out=left[1])
+        torch.bitwise_and(products[1], WORD, out=left[0])
+        words = (words + steps).bitwise_and_(WORD)
+    (a, c), (d, b) = factors, left
     return [a, b, c, d]

@@ -16,6 +16,8 @@ OF_LOGITS = 4 + 4
 """Bytes of an entry of the vocabulary while noise is made: the logits, and those at temperature."""
 OF_NOISE = 8 + 8
 """The same of the noise: four words of Philox for four entries, and what is made of them."""
+ROOM = 12
+"""Tokens by which the tensors of keys and values grow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,10 @@ class Sampling:
 
     def summary(self) -> dict[str, float]:
         """For `plan.json`: by the names that the record measures them by."""
-        found = {"sampling_memory": round(self.memory), "sampling_cache": round(self.cache)}
+        found: dict[str, float] = {
+            "sampling_memory": round(self.memory),
+            "sampling_cache": round(self.cache),
+        }
         return found if self.seconds is None else found | {"sampling_seconds": self.seconds}
 
 
@@ -67,8 +72,9 @@ def sampling(
     count, at_once, longest = recipe.sampled
     mine = math.ceil(count / processes)
     rows, tokens = min(mine, at_once), tokens or recipe.encoded_length + longest
-    of_layer = 2 * shape.key * width * rows * tokens
-    # Keys, then values, of one layer are copied when a token is appended.
+    places = tokens - longest + (longest // (ROOM + 1) + 1) * (ROOM + 1)
+    of_layer = 2 * shape.key * width * rows * places
+    # Keys, then values, of one layer are copied when they grow.
     cache = of_layer * (shape.layers + 0.5)
     logits = rows * shape.vocab * (OF_LOGITS + OF_NOISE)
     seconds = None
