@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 if TYPE_CHECKING:
-    from finetune.recipe import Data, Model
+    from finetune.recipe import AnswerMetric, Data, Model
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -200,6 +200,9 @@ class Changes:
         every: int | None = UNCHANGED,
         micro_rows: int | None = UNCHANGED,
         patience: int | None = UNCHANGED,
+        metrics: "tuple[AnswerMetric, ...]" = UNCHANGED,
+        metric_rows: int = UNCHANGED,
+        max_new_tokens: int = UNCHANGED,
     ) -> Self:
         """Change when the model is evaluated; see `Evaluation`.
 

@@ -40,6 +40,7 @@ from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
+from finetune.training.answering import answering
 from finetune.training.compiled import settle_compiled
 from finetune.training.feed import Feed
 from finetune.training.loop import StepResult, StepRows, evaluate, feeding, train_step
@@ -195,6 +196,7 @@ class Training:
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
         told = make_sure(self)
+        self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
         if self.recipe.reads_reference:
             self.data, line = with_reference(
                 self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
@@ -421,6 +423,8 @@ class Training:
         if not due or not len(self.data.eval):
             return False
         result = evaluate(self.engine, self.data.eval, self.pad_id)
+        if self.answering is not None:
+            result = result.with_metrics(self.answering.measure(self.engine))
         best = self.progress.best_loss
         better = math.isfinite(result.loss) and (best is None or result.loss < best)
         if better:
