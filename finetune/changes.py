@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 if TYPE_CHECKING:
-    from finetune.recipe import AnswerMetric, Data, Model
+    from finetune.recipe import Data, Model
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -200,7 +200,10 @@ class Changes:
         every: int | None = UNCHANGED,
         micro_rows: int | None = UNCHANGED,
         patience: int | None = UNCHANGED,
-        metrics: "tuple[AnswerMetric, ...]" = UNCHANGED,
+        metrics: tuple[
+            Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"],
+            ...,
+        ] = UNCHANGED,
         metric_rows: int = UNCHANGED,
         max_new_tokens: int = UNCHANGED,
     ) -> Self:
