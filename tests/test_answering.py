@@ -107,19 +107,13 @@ def test_metrics_that_do_not_fit_are_refused_before_the_first_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "adapter"),
-    [
-        ("ddp", {"r": 4}),
-        ("fsdp_full_shard", {"r": 4}),
-        ("fsdp_shard_grad_op", None),
-        ("zero3", None),
-    ],
+    ("backend", "adapter"), [("ddp", {"r": 4}), ("fsdp_full_shard", {"r": 4}), ("zero3", None)]
 )
 def test_every_backend_answers_as_one_process_does(
-    folder: Path, tmp_path: Path, finetune: Finetune, backend: str, adapter: Any
+    run: Run, folder: Path, tmp_path: Path, finetune: Finetune, backend: str, adapter: Any
 ) -> None:
     """Seven rows on two processes: one of them answers a batch less, and takes part in it."""
-    alone = train(folder, tmp_path / "alone", adapter=adapter)
+    alone = run if adapter else train(folder, tmp_path / "alone", adapter=None)
     recipe = write_recipe(tmp_path / "r.json", fields(folder, adapter=adapter))
     done = finetune(
         "launch", recipe, "--backend", backend, "--processes", "2", "--precision", "fp32",
