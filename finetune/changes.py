@@ -200,6 +200,12 @@ class Changes:
         every: int | None = UNCHANGED,
         micro_rows: int | None = UNCHANGED,
         patience: int | None = UNCHANGED,
+        metrics: tuple[
+            Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"],
+            ...,
+        ] = UNCHANGED,
+        metric_rows: int = UNCHANGED,
+        max_new_tokens: int = UNCHANGED,
     ) -> Self:
         """Change when the model is evaluated; see `Evaluation`.
 

@@ -45,6 +45,8 @@ Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
 """Samples: single sequences, pairs of answers, answers that are wanted or not, sequences with a
 label, or prompts."""
+AnswerMetric = Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"]
+"""Metrics of answers that need nothing but the rows."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -238,6 +240,12 @@ class Evaluation(metaclass=Checked):
     """Rows per forward pass; by default that of the batch."""
     patience: Positive | None = None
     """Stop after so many evaluations in a row without a better loss; null to never stop early."""
+    metrics: tuple[AnswerMetric, ...] = ()
+    """Metrics of greedy answers to held-out rows at each evaluation, by `finetune eval`'s names."""
+    metric_rows: Positive = 64
+    """Maximum number of rows that are answered, evenly spaced."""
+    max_new_tokens: Positive = 128
+    """Longest answer in tokens."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -157,7 +158,20 @@ def as_an_install(words: list[str], folder: Path, finetune: Finetune) -> None:
     assert set((named[1] or "dev").split(",")) <= project["optional-dependencies"].keys()
 
 
+def as_a_measurement(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """With short answers."""
+    as_it_is([*words, "--max-new-tokens", "4"], folder, finetune)
+
+
+def as_a_comparison(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """Of the run with a copy of it."""
+    shutil.copytree(words[2], folder / "OTHER", dirs_exist_ok=True)
+    as_it_is(words, folder, finetune)
+
+
 CHECKS: dict[str, Any] = {
+    "finetune eval": as_a_measurement,
+    "finetune compare": as_a_comparison,
     "pip install": as_an_install,
     "finetune init": as_it_is,
     "finetune list": as_it_is,

@@ -1,10 +1,12 @@
 """`finetune eval` measures runs, folders and servers on held-out rows, beside others."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from tiny_run import save_base, start_run, tiny_llama
 
 import finetune as ft
@@ -12,7 +14,7 @@ from finetune import catalog
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_run, spread
-from finetune.evaluation.subject import switched_off
+from finetune.evaluation.subject import can_switch_off, switched_off
 from finetune.exporters.export import export
 from finetune.inference.generate import load, load_base
 from finetune.runs.run import Run, write_json
@@ -134,6 +136,44 @@ def test_folders_and_the_base_are_measured_on_the_same_rows(run, capsys, tmp_pat
     base = measured(capsys, run.root.parent / "base", *words, "--against", run.root)["measures"]
     assert base["exact"]["difference"] == -after["exact"]["difference"]
     assert (tmp_path / "eval").is_dir()
+
+
+def test_an_adapter_that_changed_its_base_is_not_switched_off(run, tmp_path):
+    assert can_switch_off(load(run))
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights="pissa")
+    changed = get_peft_model(tiny_llama(), config)
+    assert not can_switch_off(dataclasses.replace(load(run), model=changed))
+
+
+def test_a_run_of_preferences_has_the_rewards_of_its_training(run, capsys, tmp_path):
+    pairs = [
+        {"prompt": question, "chosen": f"ok {question}", "rejected": "no, never"}
+        for question in QUESTIONS
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    data = [{"source": str(path), "format": "preference"}]
+    recipe = catalog.from_fields({
+        "method": "dpo",
+        "model": {"name": str(run.root.parent / "base")},
+        "adapter": {"r": 4},
+        "data": data,
+        "eval_data": data,
+        "batch": {"rows": 4, "micro_rows": 2, "max_length": 64},
+        "optim": {"lr": 1e-3},
+        "max_steps": 4,
+    })  # fmt: skip
+    trained = ft.train(recipe, precision="fp32", output=tmp_path / "dpo")
+    (record,) = trained.read_metrics("eval")
+    capsys.readouterr()
+    found = measured(capsys, trained.root, "--max-new-tokens", "4")
+    measures, rewards = found["measures"], record["metrics"]
+    assert measures["reward_accuracy"]["after"] == rewards["rewards/accuracies"]
+    # Sums over some ten tokens of fp32 log-probabilities.
+    margin = measures["reward_margin"]["after"] * recipe.beta
+    assert margin == pytest.approx(rewards["rewards/margins"], abs=1e-4)
+    assert measures["preference"]["after"] >= measures["preference"]["before"]
+    assert found["rows"]["also_trained"]["rows"] == len(pairs)
 
 
 def test_answers_that_the_limit_cut_are_counted(run, capsys):

@@ -70,6 +70,11 @@ def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> 
     assert done.returncode == 0, done.stderr
     assert (toy / "out/names.txt").read_text() == "doubled"
     assert json.loads((toy / "out/export.json").read_text())["kind"] == "toy_tuning:names"
+    done = finetune(toy, "eval", toy / "doubled", "--data", toy / "rows.jsonl", "--format",
+                    "toy_tuning:SHOUTED", "--metrics", "toy_tuning:POLITE", "--limit", "2",
+                    "--max-new-tokens", "2", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measures"]["polite"]["after"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from finetune import catalog
 from finetune.data.formats import read_row
-from finetune.data.samples import Completion, Conversation, Preference, Sample
+from finetune.data.samples import Completion, Conversation, Judged, Preference, Sample
 from finetune.data.sources import find_sources
 from finetune.data.values import RowProblem
 from finetune.evaluation.questions import Asked, held_out
@@ -44,6 +44,8 @@ def keys_of(sample: Sample) -> tuple[str, str]:
             return digest([said[:-1], tools]), digest([said, tools])
         case Completion():
             return digest(sample.prompt), digest([sample.prompt, sample.completion])
+        case Judged():
+            return keys_of(sample.answer)
         case _:
             return digest(sample.text), digest(sample.text)
 

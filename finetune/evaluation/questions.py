@@ -11,7 +11,7 @@ from finetune.checkpoints.resume import refuse_other_data
 from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
-from finetune.data.prepare import prepare
+from finetune.data.prepare import Prepared, prepare
 from finetune.data.samples import Completion, Conversation, Preference, Sample, Text, as_kind
 from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
@@ -122,18 +122,26 @@ def of_run(run: Run | str | Path) -> list[Asked]:
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = catalog.load(run.recipe)
-    if recipe.eval_data:
-        return [asked for data in recipe.eval_data for asked in of_source(data)]
-    if not recipe.eval_rows:
+    if not recipe.eval_data and not recipe.eval_rows:
         raise FinetuneError(
             f"{run.root}: its recipe has no eval_data and no eval_rows; give --data and --format"
         )
-    return list(_held_out(run, recipe))
+    return of_recipe(recipe, {} if recipe.eval_data else held_out(run, recipe))
 
 
-def _held_out(run: Run, recipe: Recipe) -> Iterator[Asked]:
-    """The rows of `data` that training left out."""
-    wanted = held_out(run, recipe)
+def of_recipe(recipe: Recipe, left_out: dict[str, set[int]]) -> list[Asked]:
+    """What a recipe is evaluated on: every source of `eval_data`, else the rows left out of `data`.
+
+    Raises:
+        FinetuneError: a row cannot be read, or has no answer.
+    """
+    if recipe.eval_data:
+        return [asked for data in recipe.eval_data for asked in of_source(data)]
+    return list(_left_out(recipe, left_out))
+
+
+def _left_out(recipe: Recipe, numbers: dict[str, set[int]]) -> Iterator[Asked]:
+    wanted = {file: set(rows) for file, rows in numbers.items()}
     sources, _ = find_sources(recipe)
     for source in sources:
         for row in source.rows():
@@ -156,6 +164,11 @@ def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
     newest = run.newest()
     if newest is not None:
         refuse_other_data(run, newest, identity(prepared.counts))
+    return left_out_of(prepared)
+
+
+def left_out_of(prepared: Prepared) -> dict[str, set[int]]:
+    """Numbers of the rows that are evaluated, by file."""
     documents, files = prepared.eval.documents, prepared.counts["files"]
     wanted: dict[str, set[int]] = {}
     for number in prepared.eval.members:

@@ -333,7 +333,8 @@ def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
 def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
     evaluation = recipe.evaluation
-    if not held_out and (evaluation.every is not None or evaluation.patience is not None):
+    asked = (evaluation.every, evaluation.patience, evaluation.metrics or None)
+    if not held_out and any(each is not None for each in asked):
         yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
     if recipe.eval_data and recipe.eval_rows is not None:
         yield "eval_rows: rows are held out of `data` only where eval_data is not given"

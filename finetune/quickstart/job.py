@@ -54,6 +54,7 @@ def quickstart(output: Path) -> Run:
     report(run)
     console.print(result_table(run, before, after, time.perf_counter() - begun))
     for verb in (
+        f"eval {run.root} --against base",
         f"chat {run.root}",
         f"report {run.root}",
         f"export {run.root} --to merged --merge",

@@ -100,6 +100,10 @@ class EvalResult:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """As `StepResult.metrics`, over all rows."""
 
+    def with_metrics(self, more: Mapping[str, float]) -> "EvalResult":
+        """The same pass, with what else was measured."""
+        return dataclasses.replace(self, metrics={**self.metrics, **more})
+
 
 class _Metrics:
     """Sums and counts of what a method measures, over the micro-batches of one rank."""

@@ -40,6 +40,7 @@ from finetune.recipe import Recipe
 from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
+from finetune.training.answering import answering
 from finetune.training.compiled import settle_compiled
 from finetune.training.fit import check_context
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
@@ -196,6 +197,7 @@ class Training:
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
         told = make_sure(self)
+        self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
         if self.recipe.reads_reference:
             self.data, line = with_reference(
                 self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
@@ -426,6 +428,8 @@ class Training:
             result = evaluate(self.engine, self.data.eval, self.pad_id)
         else:
             result = self.rollouts.evaluate(self.data.eval)
+        if self.answering is not None:
+            result = result.with_metrics(self.answering.measure(self.engine))
         best = self.progress.best_loss
         better = math.isfinite(result.loss) and (best is None or result.loss < best)
         if better:

@@ -1,0 +1,259 @@
+"""Metrics of answers, their intervals and the sandbox, against numbers made by hand."""
+
+import math
+import sqlite3
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.data.samples import Completion, Conversation
+from finetune.errors import FinetuneError
+from finetune.evaluation.answers import Answer
+from finetune.evaluation.gate import bounds, judge
+from finetune.evaluation.measures import Measure, difference, of_scores, rows_needed, wilson
+from finetune.evaluation.metrics import METRICS, sandbox, sql
+from finetune.evaluation.metrics.code import pass_at
+from finetune.evaluation.metrics.metric import Settings, choose, find
+from finetune.evaluation.questions import Asked
+
+QUICK = sandbox.Limits(cpu=1, wall=2.0, memory=2**28)
+
+
+def rows(*pairs: tuple[str, str], **columns: Any) -> list[tuple[Asked, tuple[Answer, ...]]]:
+    """(answer, reference) as rows with their answers."""
+    return [
+        (Asked(Completion("p", wanted), row=columns), (Answer(said, False, 1),))
+        for said, wanted in pairs
+    ]
+
+
+def totals(name: str, *pairs: tuple[str, str], **columns: Any) -> dict[str, float]:
+    return {
+        each.name: each.total
+        for each in find(name).measure(rows(*pairs, **columns), Settings())
+    }  # fmt: skip
+
+
+# --- intervals ---------------------------------------------------------------------------------
+
+
+def test_intervals_are_those_of_the_literature():
+    # Newcombe 1998, table I: 81 of 263 has the score interval 0.2553 to 0.3662.
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(200, 200)[0] < 0.99 < wilson(rows_needed(0.99), rows_needed(0.99))[0]
+    # Gains 2 and losses 1 of 10: (3 / 12 - 2 / 12) -+ 1.96 sqrt((5 / 12 - 1 / 144) / 12).
+    after, before = [1, 1, 0, *[1] * 7], [0, 0, 1, *[1] * 7]
+    change, interval = difference(
+        *(of_scores("exact", each, binary=True) for each in (after, before))
+    )
+    reach = 1.959964 * math.sqrt((5 / 12 - 1 / 144) / 12)
+    assert change == pytest.approx(0.1)
+    assert interval == pytest.approx((1 / 12 - reach, 1 / 12 + reach))
+
+
+def test_a_bootstrap_draws_pairs_and_ratios_of_sums():
+    rng = np.random.default_rng(1)
+    noise = rng.normal(0, 5, 400)
+    before = of_scores("length", noise)
+    after = of_scores("length", noise + 1)
+    change, interval = difference(after, before)
+    assert change == pytest.approx(1.0)
+    assert interval == pytest.approx((1.0, 1.0))  # what both share leaves nothing uncertain
+    assert after.interval()[0] < 1 < after.interval()[1]
+    # A long row counts by its tokens: (10 + 1) / (100 + 1), not the mean of 0.1 and 1.
+    loss = Measure("loss", np.array([[10.0, 100.0], [1.0, 1.0]]))
+    assert loss.total == pytest.approx(11 / 101)
+
+
+def test_a_bound_is_held_by_the_interval_and_not_by_the_mean():
+    right = {"exact": of_scores("exact", [1.0] * 9 + [0.0], binary=True)}
+    passed, failed = judge(bounds("exact>=0.5, exact>=80%"), right)
+    assert (passed.passed, failed.passed) == (True, False)
+    assert failed.said == (
+        "exact>=0.8: 0.9, 95 % interval 0.5958 to 0.9821, 10 rows; the bound is inside the "
+        "interval: more rows would narrow it"
+    )
+    (few,) = judge(bounds("exact>=0.99"), {"exact": of_scores("exact", [1.0] * 10, binary=True)})
+    assert "at least 381 rows, all of them right" in few.said
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+def test_words_are_compared_as_squad_and_gsm8k_do():
+    assert totals("exact", ("Yes", "Yes"), ("the  cat.", "Cat"), ("no", "yes")) == {
+        "exact": pytest.approx(1 / 3), "exact_normalised": pytest.approx(2 / 3),
+    }  # fmt: skip
+    assert totals("number", ("so 1,234.", "#### 1234"), ("2 or 3", "2"), ("none", "1")) == {
+        "number": pytest.approx(1 / 3)
+    }
+    # Shared words 1 of 2 and 1 of 3, without the article: 2 x 1 / (2 + 3).
+    assert totals("f1", ("a red house", "the red little door")) == {"f1": pytest.approx(0.4)}
+
+
+def test_macro_f1_is_the_mean_over_labels_with_its_confusion_table():
+    pairs = [("up", "up"), ("up", "down"), ("sideways", "down"), ("down", "down")]
+    (measure,) = find("labels").measure(rows(*pairs), Settings())
+    # up: 2 / (2 + 1 + 0); down: 2 / (2 + 0 + 2).
+    assert measure.total == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert measure.detail["confusion"] == {
+        "labels": ["down", "up"],
+        "columns": ["down", "up", "(other)"],
+        "confusion": [[1, 1, 1], [0, 1, 0]],
+    }
+    assert measure.of_rows.tolist() == [1, 0, 0, 1]
+
+
+def test_rouge_bleu_and_chrf_are_those_of_their_libraries():
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    pairs = [
+        ("the cat sat on a mat today", "the cat sat on the mat"),
+        ("dogs bark very loudly at night", "all dogs bark loudly at night"),
+    ]
+    said, wanted = ([pair[side] for pair in pairs] for side in (0, 1))
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    mean = sum(scorer.score(w, s)["rougeL"].fmeasure for s, w in pairs) / 2
+    assert totals("rouge", *pairs)["rougeL"] == pytest.approx(mean)
+    for name, library in (("bleu", BLEU()), ("chrf", CHRF())):
+        (measure,) = find(name).measure(rows(*pairs), Settings())
+        assert measure.total == pytest.approx(library.corpus_score(said, [wanted]).score)
+        assert measure.detail["signature"].endswith("version:2.6.0")
+        low, high = measure.interval()
+        assert low <= measure.total <= high
+
+
+def test_json_is_parsed_checked_and_scored_by_field():
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    wanted = '{"a": 1, "b": {"c": [true, "x"]}}'
+    pairs = [
+        (wanted, wanted),
+        ('```json\n{"a": 2, "b": {"c": [1, "x"]}}\n```', wanted),
+        ('{"a": "1"}', wanted),
+        ("sorry", wanted),
+    ]
+    valid, fields = find("json").measure(rows(*pairs, schema=schema), Settings())
+    assert valid.of_rows.tolist() == [1, 1, 0, 0]
+    assert fields.of_rows.tolist() == pytest.approx([1, 1 / 3, 0, 0])
+    assert fields.detail["fields"] == {"a": 0.25, "b.c[0]": 0.25, "b.c[1]": 0.5}
+
+
+def test_tool_calls_need_the_function_and_equal_arguments():
+    call = {"function": {"name": "add", "arguments": {"x": 1, "y": 2}}}
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+    user = {"role": "user", "content": "1 + 2"}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked = Asked(Conversation((user, reply), tools))
+    silent = Asked(Conversation((user, {"role": "assistant", "content": "3"}), tools))
+    written = '{"name": "add", "arguments": {"y": 2, "x": 1}}'
+    taken = {"name": "add", "arguments": '{"x":1,"y":2}'}
+    given = [
+        (asked, Answer(f"<tool_call>\n{written}</tool_call>", False, 1)),
+        (asked, Answer('[{"name": "add", "parameters": {"x": 1, "y": 3}}]', False, 1)),
+        (asked, Answer("3", False, 1)),
+        (asked, Answer("", False, 1, ({"function": taken},))),
+        (silent, Answer("It is 3.", False, 1)),
+    ]  # fmt: skip
+    calls, names = find("tools").measure([(a, (b,)) for a, b in given], Settings())
+    assert calls.of_rows.tolist() == [1, 0, 0, 1, 1]
+    assert names.of_rows.tolist() == [1, 1, 0, 1, 1]
+
+
+def test_sql_has_the_same_result_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sql, "SECONDS", 0.5)
+    path = tmp_path / "town.db"
+    connection = sqlite3.connect(path)
+    connection.executescript("create table t(a, b); insert into t values (1, 'x'), (2, 'y')")
+    connection.close()
+    before = path.read_bytes()
+    wanted = "select a from t order by a desc"
+    pairs = [
+        (wanted, wanted),
+        ("select a from t", "select a from t"),
+        ("SELECT a FROM t ORDER BY a", wanted),
+        ("select a from t order by b", "select a from t"),
+        ("delete from t", wanted),
+        ("select missing from t", wanted),
+        ("with recursive c(n) as (select 1 union all select n + 1 from c) select count(*) from c",
+         wanted),
+    ]  # fmt: skip
+    (measure,) = find("sql").measure(rows(*pairs, database=str(path)), Settings())
+    assert measure.of_rows.tolist() == [1, 1, 0, 1, 0, 0, 0]
+    assert "no such column: missing" in measure.detail["errors"]
+    assert "takes longer than 0.5 s" in measure.detail["errors"]
+    assert path.read_bytes() == before
+    problem = find("sql").refuse(rows(("", "select 1"))[0][0], Settings())
+    assert problem == "it names no SQLite file (column database); give --database FILE"
+
+
+def test_metrics_are_chosen_by_the_rows():
+    def chosen(*wanted: str, **columns: Any) -> list[str]:
+        asked = [Asked(Completion("p", each), row=columns) for each in wanted]
+        return list(choose((), asked, Settings(run_code="tests" in columns)))
+
+    assert chosen("yes", "no", "yes", "no") == ["exact", "labels"]
+    assert chosen("it is so: 7", "and so it is 8") == ["exact", "number", "f1"]
+    assert chosen('{"a": 1}', "[2]") == ["exact", "json"]
+    assert "rouge" in chosen(" ".join(["word"] * 40))
+    assert "code" in chosen("x = 1", tests="assert x == 1")
+    with pytest.raises(FinetuneError) as caught:
+        choose(("json", "exakt"), [Asked(Completion("p", "no"), place="f row 1")], Settings())
+    assert len(caught.value.problems) == 2
+    assert all(find(name).measures for name in METRICS)
+
+
+# --- code --------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_unbiased_estimate():
+    # 1 - C(3, 2) / C(5, 2)
+    assert pass_at(2, 5, 2) == pytest.approx(0.7)
+    assert (pass_at(1, 4, 1), pass_at(4, 4, 1), pass_at(3, 4, 0)) == (0.25, 1.0, 0.0)
+
+
+def test_code_of_answers_is_run_with_its_tests():
+    asked = Asked(Completion("Write f.", "x"), row={"test_list": ["assert f(1) == 2"]})
+    head = {"test": "def check(g):\n    assert g(1) == 2", "entry_point": "f"}
+    completed = Asked(Completion("def f(x):\n", "    return x + 1"), row=head)
+    fenced = Answer("Here:\n```python\ndef f(x):\n    return x + 1\n```\nDone.", False, 1)
+    wrong = Answer("def f(x):\n    return x", False, 1)
+    given = [
+        (asked, (fenced,)),
+        (asked, (wrong,)),
+        (completed, (Answer("    return x + 1", False, 1),)),
+    ]
+    (measure,) = find("code").measure(given, Settings(run_code=True))
+    assert measure.of_rows.tolist() == [1, 0, 1]
+    assert measure.detail["outcomes"] == {"passed": 2, "AssertionError": 1}
+    drawn = [(asked, (wrong, fenced, wrong, wrong))]
+    first, all_three = find("code").measure(drawn, Settings(run_code=True))
+    assert (first.total, all_three.name, all_three.total) == (pytest.approx(1 / 3), "pass@3", 1.0)
+    assert "allow it with --run-code" in str(find("code").refuse(asked, Settings()))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import math, json, random, re, collections", "passed"),
+        ("assert 1 == 2, 'no'", "AssertionError: no"),
+        ("while True: pass", "1 s"),
+        ("import time; time.sleep(60)", "runs longer than 2 s"),
+        ("import os\nwhile True: os.fork()", "starts a process"),
+        ("import subprocess; subprocess.run(['ls'])", "starts a process"),
+        ("x = bytearray(2**31)", "fills its memory"),
+        ("import urllib.request as u; u.urlopen('http://127.0.0.1:9')", "opens the network"),
+        ("open('f', 'w').write('x' * 2**21)", "File too large"),
+        ("import os; os._exit(0)", "ends before its tests"),
+        ("raise SystemExit", "ends before its tests"),
+        ("import os; assert set(os.environ) <= {'LC_CTYPE'} and not os.listdir()", "passed"),
+        ("input()", "EOFError"),
+        ("def f(", "SyntaxError"),
+    ],
+)
+def test_code_that_goes_wrong_is_stopped_and_named(code: str, said: str) -> None:
+    outcome = sandbox.run(code, QUICK)
+    assert said in outcome.said or (said == "1 s" and "2 s" in outcome.said)
+    assert outcome.passed == (said == "passed")

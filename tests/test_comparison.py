@@ -1,0 +1,86 @@
+"""`finetune compare` shows what differs between runs, and what they reached."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import RECIPE, evaluated, whole_run, write_run
+
+from finetune.cli import main as cli
+from finetune.runs.metrics import Evaluated
+from finetune.runs.run import Run, write_json
+
+
+def measures(exact: float) -> dict[str, Any]:
+    return {
+        "rows": {"digest": "same"},
+        "measures": {
+            "exact": {"after": exact, "unit": "share"},
+            "loss": {"after": 0.5, "unit": "nats"},
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Two runs that differ in their rate and rank, their last evaluation and their answers."""
+    monkeypatch.chdir(tmp_path)
+    records = [whole_run(), whole_run()]
+    last = max(n for n, each in enumerate(records[1]) if isinstance(each, Evaluated))
+    records[1][last] = evaluated(records[1][last].step, 0.25, best=True)
+    found = list[Run]()
+    for name, record, exact in (("one", records[0], 0.5), ("two", records[1], 0.75)):
+        run = write_run(tmp_path / name, record)
+        changes = {"optim": RECIPE["optim"] | {"lr": 1e-3}, "adapter": None}
+        write_json(run.recipe, RECIPE | (changes if name == "two" else {}))
+        write_json(run.evaluations / "held-out" / "results.json", measures(exact))
+        found.append(run)
+    return found
+
+
+def test_runs_are_beside_each_other(
+    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in lines]
+    assert table[0] == ["Recipes:", "all", "that", "differs", "one", "two"]
+    assert table[1:4] == [
+        ["adapter.r", "16", "-"],
+        ["adapter.targets", "all-linear", "-"],
+        ["optim.lr", "0.0002", "0.001"],
+    ]
+    assert next(r for r in table if r[:2] == ["best", "eval"])[-1] == "0.2500"
+    assert ["exact", "50.0%", "75.0%"] in table
+    assert lines[-1] == "page       comparison.html"
+    page = (tmp_path / "comparison.html").read_text()
+    for look in ("smooth colour-0", "smooth colour-1", "dots colour-0", "dots colour-1"):
+        assert f'<polyline class="{look}"' in page
+    assert "other rows" not in page
+
+
+def test_answers_to_other_rows_are_marked(
+    runs: list[Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs[1].evaluations / "held-out" / "results.json"
+    write_json(path, json.loads(path.read_text()) | {"rows": {"digest": "another"}})
+    assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
+    assert "Evaluation held-out, on other rows" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_named(
+    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = str(runs[0].root)
+    for words, told in (
+        ([one], "compare: got 1 runs, expected 2 to 8"),
+        ([one, one], "compare: one run is named twice"),
+        ([one, str(tmp_path / "none")], "not a run directory"),
+    ):
+        assert cli.main(["compare", *words]) == 2
+        assert told in capsys.readouterr().err
+    runs[1].metrics.write_text('{"kind": "eval", "step": "x"}\n')
+    assert cli.main(["compare", one, str(runs[1].root)]) == 2
+    assert str(runs[1].metrics) in capsys.readouterr().err
+    assert not (tmp_path / "comparison.html").exists()

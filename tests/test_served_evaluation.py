@@ -1,0 +1,143 @@
+"""`finetune eval` of models behind URLs, with a judge: over real HTTP."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from finetune.cli import main as cli
+from finetune.evaluation.judge import Judge, win_rate
+from finetune.inference.endpoint import open_endpoint
+
+ROWS = [("a", "right"), ("b", "right"), ("c", "other"), ("d", "right")]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Models by name: `knows` says "right", `cut` is cut, `judge` prefers "right", others fail."""
+
+    seen: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "knows"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append({"path": self.path, "key": self.headers["Authorization"], **body})
+        match body["model"]:
+            case "knows":
+                self.complete("right", "stop")
+            case "cut":
+                self.complete("rig", "length")
+            case "judge":
+                self.complete(self.verdict(body["messages"][-1]["content"]), "stop")
+            case "nonsense":
+                self.complete("I like both of them!", "stop")
+            case "odd":
+                self.reply({"error": None})
+            case _:
+                self.send_error(404, "no such model")
+
+    def verdict(self, text: str) -> str:
+        """Whoever says "right" and not "rig"; the first of two equals, as biased judges do."""
+        first = text.split("[Answer A]\n")[1].split("\n")[0]
+        second = text.split("[Answer B]\n")[1].split("\n")[0]
+        return f"Verdict: {'B' if second == 'right' != first else 'A'}"
+
+    def complete(self, text: str, finish: str) -> None:
+        message = {"role": "assistant", "content": text}
+        choice = {"message": message, "finish_reason": finish}
+        self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
+
+    def reply(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    Handler.seen.clear()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rows.jsonl"
+    messages = [
+        [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ROWS
+    ]
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    return path
+
+
+def test_served_models_are_asked_and_judged(url, data, capsys):
+    Path("key").write_text("secret\n")
+    words = ["--data", data, "--output", "out", "--json", "--key-file", "key"]
+    assert cli.main(["eval", url, *map(str, words), "--require", "exact>=0.3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["subject"]["kind"] == "url"
+    assert found["measures"]["exact"]["after"] == 0.75
+    assert "loss" not in found["measures"]
+    assert found["notes"] == [f"{url}: a server gives no loss of a reference answer"]
+    first = Handler.seen[0]
+    assert (first["path"], first["key"], first["temperature"], first["max_tokens"]) == (
+        "/v1/chat/completions", "Bearer secret", 0.0, 256,
+    )  # fmt: skip
+    assert first["messages"] == [{"role": "user", "content": "a"}]
+    assert "secret" not in "".join(path.read_text() for path in Path("out").iterdir())
+
+    words = ["--data", data, "--model-name", "cut", "--against", f"{url}/v1", "--json"]
+    judge = ["--judge", url, "--judge-model", "judge"]
+    assert cli.main(["eval", url, *map(str, words), *judge, "--name", "judged"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Both were asked as `cut`: equal answers, and a judge that prefers the first place, are ties.
+    won = found["measures"]["win_rate"]
+    assert won["after"] == 0.5
+    assert won["after_detail"]["ties"] == won["after_detail"]["order_decided"] == 4
+    assert found["subject"]["cut"] == 4
+    assert found["measures"]["stopped"]["after"] == 0.0
+    assert Path("eval/judged/index.html").is_file()
+
+
+def test_a_judge_is_asked_in_both_orders(url):
+    compared = [("q", "right", "rig"), ("q", "rig", "right"), ("q", "right", "right")]
+    found = win_rate(Judge(open_endpoint(url, "judge")), compared)
+    assert found.of_rows.tolist() == [1.0, 0.0, 0.5]
+    assert (found.detail["wins"], found.detail["losses"], found.detail["ties"]) == (1, 1, 1)
+    assert len(Handler.seen) == 2 * len(compared)
+    assert "{question}" in found.detail["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model-name", "missing"], "status 404 no such model"),
+        (["--model-name", "odd"], "the reply is not a completion (KeyError: 'choices')"),
+        (["--judge-model", "nonsense"], "4 of 4 rows have no readable verdict"),
+        (["--judge-model", "missing"], "status 404 no such model"),
+        (["--metrics", "json"], "rows.jsonl row 1: its answer is not JSON"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_named_and_nothing_is_written(
+    url, data, capsys, tmp_path, words, told
+):
+    judge = ["--against", url, "--judge", url] if "--judge-model" in words else []
+    assert cli.main(["eval", url, "--data", str(data), *judge, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

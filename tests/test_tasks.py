@@ -1,0 +1,65 @@
+"""Tasks of lm-evaluation-harness on a loaded model; without the harness, what installs it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import lora_run
+
+from finetune.cli import main as cli
+from finetune.errors import FinetuneError
+from finetune.evaluation.subject import switched_off
+from finetune.evaluation.tasks import find_tasks, task_measures
+from finetune.inference.generate import generate, load
+
+HERE = importlib.util.find_spec("lm_eval") is not None
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: []}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.skipif(HERE, reason="the harness is installed")
+def test_without_the_harness_its_extra_is_named(capsys):
+    assert cli.main(["eval", "anything", "--tasks", "arc_easy"]) == 2
+    wanted = "--tasks: needs lm-evaluation-harness: pip install 'accelerate-finetune[lm-eval]'"
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
+def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
+    loaded = load(lora_run(tmp_path).run)
+    asked = ["one", "two", "three"]
+    said = generate(loaded, [[{"role": "user", "content": word}] for word in asked], 8)
+    rows = [{"question": q, "answer": a} for q, a in zip(asked, [*said[:2], "no"], strict=True)]
+    data, task = tmp_path / "rows.jsonl", tmp_path / "words.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task.write_text(TASK.format(data=data))
+    chats = tmp_path / "chats.yaml"
+    chats.write_text(
+        TASK.format(data=data)
+        .replace("task: words", "task: chats")
+        .replace("generate_until", "loglikelihood")
+        .replace("metric: exact_match", "metric: acc")
+        .replace("generation_kwargs: {until: []}\n", "")
+    )
+    tasks = find_tasks([str(task), str(chats)], None, 8, 2)
+    (measure,), notes = task_measures(loaded, tasks)
+    assert (measure.name, measure.of_rows.tolist()) == ("words/exact_match", [1, 1, 0])
+    (note,) = notes
+    assert note.startswith("chats: its numbers are left out")
+    with switched_off(loaded) as base:
+        (before,), _ = task_measures(base, tasks)
+    assert before.total < measure.total
+    with pytest.raises(FinetuneError, match="there is no task 'wrods'; did you mean 'words'"):
+        find_tasks([str(task), "wrods"], None, 8, 2)
+    with pytest.raises(FinetuneError, match="not a task of the harness"):
+        find_tasks([str(data.with_suffix(".yaml"))], None, 8, 2)
