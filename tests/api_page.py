@@ -11,6 +11,7 @@ from finetune.changes import Changes
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 GROUPS = {
     "Recipes": "SFT Pretrain Recipe Model LoRA Data Batch Optim Kernels Evaluation Saving",
+    "Preferences": "DPO ORPO SimPO CPO KTO",
     "Before a training": "load_recipe plan Plan Prediction doctor prove",
     "Training": "launch train Options Run open_run",
     "Afterwards": "load load_base open_model Loaded generate exact_match references Score",

@@ -26,7 +26,7 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import DPO, METHODS, SFT
+from finetune.methods import CPO, DPO, KTO, METHODS, ORPO, SFT, SimPO
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.version import DISTRIBUTION
@@ -271,12 +271,16 @@ def test_the_reference_has_what_supervised_fine_tuning_adds():
     assert row in (ROOT / "docs/recipes.md").read_text()
 
 
-def test_the_reference_has_what_preference_optimisation_adds():
+@pytest.mark.parametrize("method", [DPO, ORPO, SimPO, CPO, KTO])
+def test_the_reference_has_what_a_method_of_preferences_adds(method: type[Recipe]):
     """Its own table, less the optimizer's section, which has one."""
-    table = reference(DPO).split("\n", 2)[2]
+    table = reference(method).split("\n", 2)[2]
     common = {line for line in reference(Recipe).splitlines() if line.startswith("| `")}
     own = [line for line in table.splitlines() if line not in common]
-    assert "\n".join(own) in (ROOT / "docs/recipes.md").read_text()
+    document = (ROOT / "docs/methods.md").read_text()
+    assert "\n".join(own) in document
+    (row,) = [line for line in document.splitlines() if line.startswith(f"| `{method.method}` |")]
+    assert row.endswith(f"| {method().optim.lr:g} |")
 
 
 def test_the_documents_name_every_backend_format_and_method():
@@ -286,7 +290,7 @@ def test_the_documents_name_every_backend_format_and_method():
     assert sorted(BACKENDS) == backend.names()
     formats = (ROOT / "docs/data.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", formats, re.MULTILINE) == list(FORMATS)
-    methods = (ROOT / "docs/recipes.md").read_text()
+    methods = (ROOT / "docs/methods.md").read_text()
     assert all(f"`{method}`" in methods for method in METHODS)
 
 

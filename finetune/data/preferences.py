@@ -28,7 +28,10 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def read_preference(row: Raw) -> Preference:
-    """Three texts, three lists of messages, or two lists that begin with the same prompt."""
+    """Three texts, three lists of messages, or two lists that begin with the same prompt.
+
+    A message alone is a list of one.
+    """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     texts = [isinstance(each, str) for each in (chosen, rejected)]
     if any(texts) and not all(texts):
@@ -38,7 +41,10 @@ def read_preference(row: Raw) -> Preference:
         )
     if all(texts):
         return _of_texts(row)
-    answers = {name: messages_of(row[name], name) for name in ("chosen", "rejected")}
+    answers = {
+        name: messages_of([row[name]] if isinstance(row[name], Mapping) else row[name], name)
+        for name in ("chosen", "rejected")
+    }
     if isinstance(prompt, list):
         given = messages_of(prompt, "prompt")
         _refuse_trained_prompt(given)

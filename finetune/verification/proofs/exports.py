@@ -90,14 +90,8 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_loss(record: dict[str, Any]) -> float:
-    """The mean cross-entropy over trained tokens of an evaluation; of pairs, over both answers."""
-    metrics = record.get("metrics") or {}
-    if "logps/chosen" not in metrics:
-        return record["loss"]
-    logps, lengths = (
-        metrics[f"{name}/chosen"] + metrics[f"{name}/rejected"] for name in ("logps", "lengths")
-    )
-    return -logps / lengths
+    """The mean cross-entropy over the trained tokens of an evaluation, whatever its loss is."""
+    return (record.get("metrics") or {}).get("token_loss", record["loss"])
 
 
 def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> Check:

@@ -251,7 +251,7 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
         absent = f"{named} is not on this machine" if recipe.data else "no data is named"
         notes.append(f"{absent}: rows are generated")
         alone = "text" if recipe.method == "pretrain" else "messages"
-        written = "preference" if recipe.takes == "pairs" else alone
+        written = alone if recipe.takes == "text" else "preference"
         write_data(folder / "rows.jsonl", written)
         rows = str((folder / "rows.jsonl").resolve())
         train, held_out = (Data(rows, written),), ()
