@@ -19,6 +19,7 @@ from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,
     read_preference,
+    read_ranked,
     read_sharegpt_preference,
 )
 from finetune.data.samples import (
@@ -316,4 +317,10 @@ FORMATS |= {
         gives="pairs",
     ),
     "hh": Format((PAIR,), read_hh, ("margin",), gives="pairs"),
+    "ranked": Format(
+        (("prompt", "responses", "ranks"), ("prompt", "responses", "scores")),
+        read_ranked,
+        CONVERSATION,
+        gives="pairs",
+    ),
 }

@@ -99,6 +99,26 @@ def read_hh(row: Raw) -> Preference | None:
     return _joined(row, Turns(shared), answers)
 
 
+def read_ranked(row: Raw) -> Preference | None:
+    """The best and the worst of several answers, by `ranks` (0 is the best) or by `scores`.
+
+    A row whose answers are all ranked alike is passed over.
+    """
+    answers = list_of(row["responses"], "responses")
+    name = "scores" if row.get("ranks") is None else "ranks"
+    values = list_of(row[name], name)
+    if len(values) != len(answers):
+        raise RowProblem(f"{name} has {len(values)} entries for {len(answers)} responses")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise RowProblem(f"{name} holds {value!r}, expected finite numbers")
+    if not values or min(values) == max(values):
+        return None
+    least, most = (answers[values.index(each)] for each in (min(values), max(values)))
+    chosen, rejected = (least, most) if name == "ranks" else (most, least)
+    return read_preference({**row, "chosen": chosen, "rejected": rejected})
+
+
 def _dialogue(text: str, where: str) -> Turns:
     before, *parts = TURN.split(text)
     if before.strip() or not parts:

@@ -32,6 +32,9 @@ Kind = Literal["adapter", "merged", "model"]
 
 Row = tuple[str, str]
 
+TERMS = {"pairs": "pair", "answers": "answer"}
+"""What a loss is a mean over, by the unit of a run; else over trained tokens."""
+
 
 def write_card(
     run: Run, folder: Path, *, kind: Kind | None = None, step: int | None = None
@@ -68,9 +71,7 @@ def write_card(
             data=[row(*cells) for cells in _data(run, history)],
             sources=[row(*cells) for cells in _sources(recipe)],
             losses=[row(*cells) for cells in _losses(history)],
-            term="pair"
-            if history.starts and history.starts[-1].unit == "pairs"
-            else "trained token",
+            term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
             evaluated=bool(history.evaluated),
             answers=exact_answers(read_samples(run)),
             software=[row(*pair) for pair in _software(read_object(run.environment))],
