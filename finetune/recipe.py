@@ -5,6 +5,7 @@ from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, 
 """
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
@@ -14,8 +15,6 @@ from finetune.changes import Changes
 from finetune.errors import Checked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     from transformers import PreTrainedModel
 
@@ -421,7 +420,7 @@ class Recipe(Changes, metaclass=Checked):
         """What the user should know of the method's settings although nothing is wrong."""
         return []
 
-    def data_advice(self, counts: "Mapping[str, Any]") -> list[str]:
+    def data_advice(self, counts: Mapping[str, Any]) -> list[str]:
         """What the user should know of the training rows, by their `audit.count_rows`."""
         return []
 
@@ -448,6 +447,6 @@ class Recipe(Changes, metaclass=Checked):
         """
         raise NotImplementedError
 
-    def derived(self, means: "Mapping[str, float]") -> dict[str, float]:
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a step that follow from the means of the others."""
         return {}

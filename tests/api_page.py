@@ -10,8 +10,10 @@ from finetune.changes import Changes
 
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 GROUPS = {
-    "Recipes": "SFT Pretrain DPO RewardModel Classifier Distill Recipe Model LoRA Teacher Data "
+    "Recipes": "SFT Pretrain RewardModel Classifier Distill Recipe Model LoRA Teacher Data "
     "Batch Optim Kernels Evaluation Saving",
+    "Preferences": "DPO ORPO SimPO CPO KTO",
+    "Online": "GRPO RLOO Reward",
     "Before a training": "load_recipe plan Plan Prediction doctor prove",
     "Training": "launch train Options Run open_run",
     "Afterwards": "load load_base open_model Loaded generate exact_match references Score",

@@ -28,7 +28,7 @@ ROWS, SIZE, STEPS, SEED = 24, 8, 4, 0
 LR, BETA = 1e-3, 0.3
 EXACT = 1e-5
 """Relative to a loss of about 1, in fp32: sums of hundreds of log-probabilities."""
-METRICS = [name for name in DPO.metrics if name != "nll_loss"]
+METRICS = [name for name in DPO.metrics if name not in ("nll_loss", "token_loss")]
 
 
 @pytest.fixture(autouse=True)
@@ -337,7 +337,7 @@ def test_evaluation_reports_means_over_all_held_out_pairs(
     found = list(run.read_metrics("eval"))
     assert [each["step"] for each in found] == [2, 4]
     assert found[0]["tokens"] == 6
-    assert found[0]["metrics"].keys() == set(METRICS)
+    assert found[0]["metrics"].keys() == {*METRICS, "token_loss"}
     assert json.loads(run.data.read_text())["eval"]["documents"] == 12
 
 
@@ -399,3 +399,33 @@ def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name
             assert mine[f"rewards/{side}"] == near
         if abs(theirs["rewards/margins"]) > EXACT:
             assert mine["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"])
+
+
+def test_a_quantised_base_is_its_own_reference(tiny: Tiny, data: Path, tmp_path: Path) -> None:
+    """QLoRA: the first step is at ln 2, and each way to cut a step gives the same steps."""
+    given = fields(
+        tiny, data, model={"name": str(tiny.model), "quantization": "nf4"}, adapter={"r": 4}
+    )
+    whole = steps_of(train(tmp_path / "whole", given))
+    assert whole[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert whole[-1]["rewards/margins"] > 0
+    full = expected_first(tiny)
+    assert 1e-6 < abs(whole[0]["logps/chosen"] / full - 1) < 0.1
+    given["batch"] |= {"micro_rows": 2, "padding_free": False}
+    assert_equal(steps_of(train(tmp_path / "cut", given)), whole)
+
+
+def test_a_margin_is_subtracted_from_the_difference_of_rewards(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """At the first step rewards are equal, and the loss is that of the margins alone."""
+    source = tmp_path / "margins.jsonl"
+    rows = [row | {"margin": number % 3} for number, row in enumerate(pairs())]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = fields(tiny, source, max_steps=1)
+    assert steps_of(train(tmp_path / "left out", given))[0]["loss"] == pytest.approx(np.log(2))
+    first = steps_of(train(tmp_path / "used", given | {"margin": True}))[0]
+    chosen = rows_of_step(0, ROWS, SIZE, SEED) % 3
+    assert first["loss"] == pytest.approx(np.log1p(np.exp(chosen)).mean(), rel=1e-6)
+    with pytest.raises(FinetuneError, match="`margin` belongs to every loss_type but ipo"):
+        DPO(loss_type="ipo", margin=True)

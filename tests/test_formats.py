@@ -222,6 +222,26 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         {"prompt": "a", "completion": "b", "label": ["x", "y"]},
         Labelled(Completion("a", "b"), ["x", "y"]),
     ),
+    "the best and the worst by scores": (
+        "ranked",
+        {"prompt": "2+2=", "responses": ["5", "4", "22"], "scores": [0.5, 1.0, -1.0]},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "22")),
+    ),
+    "the best and the worst by ranks": (
+        "ranked",
+        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 0]},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5")),
+    ),
+    "answers ranked alike": (
+        "ranked",
+        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]},
+        None,
+    ),
+    "a margin": (
+        "preference",
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 2},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"), 2.0),
+    ),
     "kto wanted": (
         "kto",
         {"messages": [user("Hi"), assistant("Hello")], "label": True},
@@ -877,6 +897,16 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
         "chosen does not begin with an empty line and 'Human:'",
     ),
+    "ranks of other answers": (
+        "ranked",
+        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},
+        "ranks has 1 entries for 2 responses",
+    ),
+    "a margin of words": (
+        "preference",
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
+        "margin is 'much', expected a finite number",
+    ),
     "a label of words": (
         "kto",
         {"messages": [user("Hi")], "label": "yes"},
@@ -914,7 +944,7 @@ def test_an_unknown_format_names_the_nearest():
     assert str(error.value) == (
         "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, "
         "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
-        "question_answer, self_instruct, sharegpt, sharegpt_preference, text)"
+        "prompts, question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)"
     )
 
 

@@ -240,6 +240,15 @@ INFO = {
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
     "books_held": {"file_name": "held.jsonl", "columns": {"prompt": "body"}},
     "pairs": {"file_name": "p.json", "ranking": True},
+    "judged": {
+        "file_name": "k.json", "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
+    "compared": {
+        "file_name": "c.json", "ranking": True, "formatting": "sharegpt",
+        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
+    },
 }  # fmt: skip
 FILES = {"qlora": QLORA, "full": FULL, "llama": LLAMA, "llama_full": LLAMA_FULL}
 
@@ -434,11 +443,21 @@ def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
         ("a: [", "f.yml: cannot be read as YAML: "),
         ("- 1", "f.yml: expected keys and values, got list"),
         ("lr: 3", "f.yml: expected one of two kinds of file: it has neither base_model (of axolo"),
-        ("base_model: m\nrl: dpo", "f.yml: rl: dpo: only supervised fine-tuning and pretraining"),
+        (
+            "base_model: m\nrl: grpo",
+            "f.yml: rl: grpo: supervised fine-tuning, pretraining and rl of",
+        ),
         ("base_model: m\nadapter: oft", "f.yml: adapter: oft: adapters here are lora and qlora"),
         ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
         ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
-        ("model_name_or_path: m\nstage: dpo", "f.yml: stage: dpo: only sft and pt are imported"),
+        (
+            "model_name_or_path: m\nstage: ppo",
+            "f.yml: stage: ppo: sft, pt, dpo and kto are imported",
+        ),
+        (
+            "model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
+            "f.yml: pref_loss: kto_pair: the losses of pairs that are imported are sigmoid",
+        ),
         ("model_name_or_path: m\nfinetuning_type: freeze", "f.yml: finetuning_type: freeze: here"),
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: its dataset_info.json"),
     ],
@@ -459,6 +478,65 @@ def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder: P
         with pytest.raises(FinetuneError, match=f"dataset: {name}: .*") as caught:
             imported(folder / "f.yml")
         assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "own", "data"),
+    [
+        (
+            "base_model: m\nrl: dpo\nrl_beta: 0.2\ndpo_label_smoothing: 0.1\ndatasets:\n"
+            "  - {path: d, type: chatml.intel}",
+            "dpo", {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid"},
+            ("d", "alpaca_preference", {"question": "instruction"}),
+        ),
+        (
+            "base_model: m\nrl: ipo\ndatasets:\n  - {path: d, type: llama3.ultra}",
+            "dpo", {"loss_type": "ipo"}, ("d", "preference", {}),
+        ),
+        (
+            "base_model: m\nrl: orpo\norpo_alpha: 0.2\ndatasets:\n"
+            "  - {path: d, type: chat_template.default, field_messages: talk}",
+            "orpo", {"beta": 0.2}, ("d", "preference", {"talk": "prompt"}),
+        ),
+        (
+            "base_model: m\nrl: simpo\nrl_beta: 2\ndatasets:\n  - {path: d, type: chatml.ultra}",
+            "simpo", {"beta": 2.0, "gamma": 0.5}, ("d", "preference", {}),
+        ),
+        (
+            "base_model: m\nmicro_batch_size: 8\nrl: kto\nkto_undesirable_weight: 1.5\ndatasets:\n"
+            "  - {path: d, type: chatml.argilla}",
+            "kto", {"undesirable_weight": 1.5},
+            ("d", "kto", {"instruction": "question", "completion": "answer"}),
+        ),
+        (
+            "model_name_or_path: m\nstage: dpo\npref_beta: 0.3\npref_ftx: 0.5\ndataset: compared",
+            "dpo", {"beta": 0.3, "sft_weight": 0.5},
+            ("data/c.json", "sharegpt_preference", {"talk": "conversations"}),
+        ),
+        (
+            "model_name_or_path: m\nstage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\n"
+            "dataset: pairs",
+            "simpo", {"beta": 0.1, "gamma": 1.5}, ("data/p.json", "alpaca_preference", {}),
+        ),
+        (
+            "model_name_or_path: m\nstage: kto\nkto_chosen_weight: 0.8\ndataset: judged",
+            "kto", {"desirable_weight": 0.8}, ("data/k.json", "kto", {"label": "kto_tag"}),
+        ),
+    ],
+)  # fmt: skip
+def test_methods_of_preferences_are_imported(
+    folder: Path, text: str, method: str, own: dict[str, Any], data: tuple[str, str, dict[str, str]]
+) -> None:
+    (folder / "f.yml").write_text(text)
+    recipe, said = imported(folder / "f.yml")
+    assert recipe.method == method
+    assert {name: getattr(recipe, name) for name in own} == own
+    (source,) = recipe.data
+    where, name, columns = data
+    assert (source.source.removeprefix(f"{folder}/"), source.format) == (where, name)
+    assert dict(source.columns) == columns
+    assert not {key for key, (kind, _) in said.items() if kind == "no counterpart"}
+    assert not any(told == "no field here means this" for _, told in said.values())
 
 
 def test_a_file_that_is_not_there_is_said(finetune: Finetune, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_training_reproduces_published_values(
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for metric, value in mine.items():
-            if not metric.startswith(("lengths/", "loss", "grad_norm")):
+            if not metric.startswith(("lengths/", "loss", "grad_norm", "token_loss")):
                 assert value == pytest.approx(theirs[metric], abs=1e-3), metric
         left_out = {each for each in theirs if each not in mine and each.startswith("rewards/")}
         assert left_out == {"rewards/rejected", "rewards/margins"} or not left_out
@@ -221,3 +221,22 @@ def test_backends_train_as_one_process_does(
     (mine,), (theirs,) = spread.read_metrics("eval"), alone.read_metrics("eval")
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert mine["metrics"]["kl"] == pytest.approx(theirs["metrics"]["kl"], abs=1e-4)
+
+
+def test_a_plan_has_the_time_of_the_reference_and_of_the_kl() -> None:
+    """With frozen weights a step is two passes forward and back; the KL is one more forward."""
+    common: dict[str, Any] = {"model": ft.Model("Qwen/Qwen3-0.6B"), "epochs": 2}
+
+    def planned(recipe: ft.Recipe) -> ft.Prediction:
+        data = recipe.with_data(ft.Data("my/rows", "preference")).with_lora(8)
+        return ft.plan(data.with_batch(rows=32, micro_rows=8), gpu="H100-80", rows=3200)
+
+    kto, dpo, orpo = (planned(kind(**common)) for kind in (ft.KTO, ft.DPO, ft.ORPO))
+    assert (kto.steps, dpo.steps, orpo.steps) == (200, 200, 200)
+    assert orpo.reference_seconds is None
+    assert dpo.reference_seconds == pytest.approx(100 * dpo.times.step / 2)
+    assert dpo.seconds == pytest.approx(250 * dpo.times.step)
+    assert dpo.workload.rows == 2 * kto.workload.rows == 16
+    assert 3 / 2 * dpo.times.flops / 2 == pytest.approx(kto.times.flops)
+    assert kto.reference_seconds == pytest.approx(300 * kto.times.step / 3)
+    assert "of them for the reference)" in dpo.page()

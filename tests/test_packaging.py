@@ -26,7 +26,20 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import DPO, GRPO, METHODS, RLOO, SFT, Classifier, Distill, RewardModel
+from finetune.methods import (
+    CPO,
+    DPO,
+    GRPO,
+    KTO,
+    METHODS,
+    ORPO,
+    RLOO,
+    SFT,
+    Classifier,
+    Distill,
+    RewardModel,
+    SimPO,
+)
 from finetune.methods.online import Online
 from finetune.planner import plan
 from finetune.recipe import Recipe
@@ -272,7 +285,7 @@ def test_the_reference_has_what_supervised_fine_tuning_adds():
     assert row in (ROOT / "docs/recipes.md").read_text()
 
 
-@pytest.mark.parametrize("method", [DPO, RewardModel, Classifier, Distill])
+@pytest.mark.parametrize("method", [RewardModel, Classifier, Distill])
 def test_the_reference_has_what_a_method_adds(method: type):
     """Its own table, less the optimizer's section and what `sft` has, which have others."""
     table = reference(method).split("\n", 2)[2]
@@ -280,6 +293,18 @@ def test_the_reference_has_what_a_method_adds(method: type):
     common = {line for line in others if line.startswith("| `")}
     own = [line for line in table.splitlines() if line not in common]
     assert "\n".join(own) in (ROOT / "docs/recipes.md").read_text()
+
+
+@pytest.mark.parametrize("method", [DPO, ORPO, SimPO, CPO, KTO])
+def test_the_reference_has_what_a_method_of_preferences_adds(method: type[Recipe]):
+    """Its own table, less the optimizer's section, which has one."""
+    table = reference(method).split("\n", 2)[2]
+    common = {line for line in reference(Recipe).splitlines() if line.startswith("| `")}
+    own = [line for line in table.splitlines() if line not in common]
+    document = (ROOT / "docs/methods.md").read_text()
+    assert "\n".join(own) in document
+    (row,) = [line for line in document.splitlines() if line.startswith(f"| `{method.method}` |")]
+    assert row.endswith(f"| {method().optim.lr:g} |")
 
 
 @pytest.mark.parametrize("method", [Online, GRPO, RLOO])
@@ -297,7 +322,7 @@ def test_the_documents_name_every_backend_format_and_method():
     assert sorted(BACKENDS) == backend.names()
     formats = (ROOT / "docs/data.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", formats, re.MULTILINE) == list(FORMATS)
-    methods = (ROOT / "docs/recipes.md").read_text()
+    methods = (ROOT / "docs/methods.md").read_text()
     assert all(f"`{method}`" in methods for method in METHODS)
 
 

@@ -1,11 +1,15 @@
 """ORPO, SimPO and CPO equal their definitions and published values, however a step is cut."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Finetune, Tiny, write_recipe
 from oracles import published
+from test_backends import launch
+from test_dpo import pairs
 
 import finetune as ft
 from finetune import catalog
@@ -39,7 +43,7 @@ def assert_published(run: Run, wanted: list[dict[str, Any]], near: float = 1e-5)
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=near)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * near)
         for name, value in mine["metrics"].items():
-            if name.startswith("lengths/"):
+            if name.startswith("lengths/") or name == "token_loss":
                 continue
             expected = theirs[name]
             if isinstance(expected, list):
@@ -88,3 +92,24 @@ def test_each_method_has_its_own_learning_rate() -> None:
     ]  # fmt: skip
     assert catalog.from_fields({"method": "orpo", "optim": {"schedule": "linear"}}).optim.lr == 8e-6
     assert ft.SimPO().with_optim(lr=1e-5).advice()[0].startswith("optim.lr: 1e-05 is high")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "backend"), [("orpo", "fsdp_full_shard"), ("simpo", "zero3")])
+def test_backends_train_as_one_process_does(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, method: str, backend: str
+) -> None:
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    given = {
+        "method": method,
+        "model": {"name": str(tiny.model)},
+        "data": [{"source": str(source), "format": "preference"}],
+        "batch": {"rows": 8, "micro_rows": 2, "max_length": 128},
+        "optim": {"lr": 1e-3, "warmup": 0},
+        "max_steps": 3,
+    }
+    alone = train(tmp_path / "alone", given)
+    launch(finetune, write_recipe(tmp_path / "r.json", given), backend, tmp_path / backend)
+    wanted = [each | each["metrics"] for each in alone.read_metrics("train")]
+    assert_published(Run(tmp_path / backend), wanted)

@@ -194,7 +194,7 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, name: str) 
             DPO(), "messages",
             "data.format: 'messages' gives texts and conversations, but method 'dpo' learns from "
             "pairs of a chosen and a rejected answer (formats: alpaca_preference, hh, preference, "
-            "sharegpt_preference)",
+            "ranked, sharegpt_preference)",
         ),
         (
             SFT(), "preference",

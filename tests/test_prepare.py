@@ -126,6 +126,7 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "duplicates": 0,
         "documents_per_row": 1,
         "longer_chosen": None,
+        "wanted": None,
         "left_out": 0,
         "unread": [],
         "without_rows": [],
@@ -608,7 +609,7 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         f"{tmp_path}/no)",
         "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, "
         "alpaca_preference, hh, kto, messages, oasst, preference, prompt_completion, "
-        "question_answer, self_instruct, sharegpt, sharegpt_preference, text)",
+        "question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
         f"data.source: '{tmp_path}/*.xlsx' matches 1 paths and no file that is read; "
         f"{tmp_path}/a.xlsx is not a {known} file",

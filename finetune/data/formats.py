@@ -20,6 +20,7 @@ from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,
     read_preference,
+    read_ranked,
     read_sharegpt_preference,
 )
 from finetune.data.prompts import read_prompt
@@ -329,6 +330,12 @@ FORMATS |= {
         reader({name: (FORMATS[name].columns[0], FORMATS[name].read) for name in SEQUENCES}),
         CONVERSATION,
         gives="labelled",
+    ),
+    "ranked": Format(
+        (("prompt", "responses", "ranks"), ("prompt", "responses", "scores")),
+        read_ranked,
+        CONVERSATION,
+        gives="pairs",
     ),
 }
 FORMATS["prompts"] = Format(

@@ -28,7 +28,10 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def read_preference(row: Raw) -> Preference:
-    """Three texts, three lists of messages, or two lists that begin with the same prompt."""
+    """Three texts, three lists of messages, or two lists that begin with the same prompt.
+
+    A message alone is a list of one.
+    """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     texts = [isinstance(each, str) for each in (chosen, rejected)]
     if any(texts) and not all(texts):
@@ -38,7 +41,10 @@ def read_preference(row: Raw) -> Preference:
         )
     if all(texts):
         return _of_texts(row)
-    answers = {name: messages_of(row[name], name) for name in ("chosen", "rejected")}
+    answers = {
+        name: messages_of([row[name]] if isinstance(row[name], Mapping) else row[name], name)
+        for name in ("chosen", "rejected")
+    }
     if isinstance(prompt, list):
         given = messages_of(prompt, "prompt")
         _refuse_trained_prompt(given)
@@ -91,6 +97,26 @@ def read_hh(row: Raw) -> Preference | None:
     if rejected[:-1] != shared or not shared or chosen[-1]["role"] != rejected[-1]["role"]:
         return None
     return _joined(row, Turns(shared), answers)
+
+
+def read_ranked(row: Raw) -> Preference | None:
+    """The best and the worst of several answers, by `ranks` (0 is the best) or by `scores`.
+
+    A row whose answers are all ranked alike is passed over.
+    """
+    answers = list_of(row["responses"], "responses")
+    name = "scores" if row.get("ranks") is None else "ranks"
+    values = list_of(row[name], name)
+    if len(values) != len(answers):
+        raise RowProblem(f"{name} has {len(values)} entries for {len(answers)} responses")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise RowProblem(f"{name} holds {value!r}, expected finite numbers")
+    if not values or min(values) == max(values):
+        return None
+    least, most = (answers[values.index(each)] for each in (min(values), max(values)))
+    chosen, rejected = (least, most) if name == "ranks" else (most, least)
+    return read_preference({**row, "chosen": chosen, "rejected": rejected})
 
 
 def _dialogue(text: str, where: str) -> Turns:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.errors import FinetuneError
-from finetune.importers import trainer
+from finetune.importers import preferences, trainer
 from finetune.importers.translation import Translation, shown, text
 
 ATTENTION = {
@@ -55,7 +55,7 @@ def translate(job: Translation, folder: Path) -> None:
     Raises:
         FinetuneError: the training is of a kind that no method here is.
     """
-    _refuse_other_methods(job)
+    _method(job)
     _model(job)
     _adapter(job)
     _data(job)
@@ -88,14 +88,19 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.the_rest(job)
 
 
-def _refuse_other_methods(job: Translation) -> None:
+def _method(job: Translation) -> None:
+    known = ", ".join(preferences.AXOLOTL)
     for key in ("rl", "reward_model", "process_reward_model"):
-        if job.get(key):
+        name = text(job.get(key)).lower()
+        if key == "rl" and name in preferences.AXOLOTL:
+            preferences.method(job, key, name, preferences.AXOLOTL[name])
+        elif job.get(key):
             raise FinetuneError(
-                f"{key}: {shown(job.source[key])}: only supervised fine-tuning and pretraining are "
-                "imported; write the recipe with `finetune init`"
+                f"{key}: {shown(job.source[key])}: supervised fine-tuning, pretraining and rl of "
+                f"{known} are imported; write the recipe with `finetune init`"
             )
-        job.say(key, "not needed", "supervised fine-tuning")
+        else:
+            job.say(key, "not needed", "supervised fine-tuning")
     if str(job.get("adapter") or "lora") not in ("lora", "qlora"):
         raise FinetuneError(
             f"adapter: {shown(job.source['adapter'])}: adapters here are lora and qlora; leave it "
@@ -285,6 +290,9 @@ def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
 
 
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
+    if job.fields.get("method") in preferences.AXOLOTL:
+        preferences.axolotl_format(job, at, values, data)
+        return
     kind = values.get("type", "completion" if at.startswith("pretraining") else None)
     if isinstance(kind, dict):
         _own_prompt(job, at, cast(dict[str, Any], kind), data)

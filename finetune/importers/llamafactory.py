@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.importers import trainer
+from finetune.importers import preferences, trainer
 from finetune.importers.translation import Translation, shown, text
 
 INFO = "dataset_info.json"
@@ -96,13 +96,24 @@ def translate(job: Translation, folder: Path) -> None:
 
 def _method(job: Translation) -> None:
     stage = text(job.get("stage", "sft"))
-    if stage not in ("sft", "pt"):
+    loss = text(job.get("pref_loss", "sigmoid"))
+    if stage not in ("sft", "pt", "dpo", "kto"):
         raise FinetuneError(
-            f"stage: {stage}: only sft and pt are imported; write the recipe with `finetune init`"
+            f"stage: {stage}: sft, pt, dpo and kto are imported; write the recipe with "
+            "`finetune init`"
         )
-    method = "pretrain" if stage == "pt" else "sft"
-    job.set("method", method)
-    job.say("stage", "translated", f"method={method}")
+    if stage == "kto":
+        preferences.method(job, "stage", stage, {"method": "kto"})
+    elif stage == "dpo" and loss in preferences.LLAMA_FACTORY:
+        preferences.method(job, "stage", loss, preferences.LLAMA_FACTORY[loss])
+        job.say("pref_loss", "translated", job.outcomes.get("stage", ("", "method=dpo"))[1])
+    elif stage == "dpo":
+        known = ", ".join(preferences.LLAMA_FACTORY)
+        raise FinetuneError(f"pref_loss: {loss}: the losses of pairs that are imported are {known}")
+    else:
+        method = "pretrain" if stage == "pt" else "sft"
+        job.set("method", method)
+        job.say("stage", "translated", f"method={method}")
     kind = text(job.get("finetuning_type", "lora"))
     if kind not in ("lora", "full"):
         raise FinetuneError(f"finetuning_type: {kind}: here lora or full weights are trained")
@@ -279,8 +290,7 @@ def _source(
         raise FinetuneError(f"{key}: {name}: not described in {home / INFO}{hint}")
     values = cast(dict[str, Any], entry)
     at = f"{key}.{name}"
-    if values.get("ranking"):
-        raise FinetuneError(f"{key}: {name}: a preference data set (ranking), which sft cannot use")
+    preferences.refuse_unpaired(f"{key}: {name}", values, job.fields["method"])
     data: dict[str, Any] = {}
     hub = values.get("hf_hub_url")
     data["source"] = text(hub) if hub else str(home / text(values.get("file_name", name)))
@@ -299,7 +309,16 @@ def _source(
         both = [rows for rows in (limit, data.get("first")) if isinstance(rows, int)]
         data["first"] = min(both, default=limit)
         job.say("max_samples", "differs", f"first={limit} of each source: the first rows")
-    read = ("hf_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "columns")
+    read = (
+        "hf_hub_url",
+        "file_name",
+        "subset",
+        "split",
+        "num_samples",
+        "formatting",
+        "columns",
+        "ranking",
+    )
     for inner in values:
         if inner not in (*read, "tags") and values[inner] not in (None, False):
             told = f"{shown(values[inner])}: no field of a source"
@@ -325,6 +344,13 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
     else:
         data["format"], names = kind, {}
         job.say(f"{at}.formatting", "no counterpart", f"{kind}: alpaca, sharegpt or openai")
+    if values.get("ranking") and data["format"] in preferences.RANKED:
+        data["format"] = preferences.RANKED[data["format"]]
+        names |= {"chosen": "chosen", "rejected": "rejected"}
+        names |= {"messages": "prompt"} if data["format"] == "preference" else {}
+        job.say(f"{at}.ranking", "translated", f"format={data['format']}")
+    elif job.fields["method"] == "kto":
+        data["format"], names = "kto", names | {"kto_tag": "kto_tag"}
     job.say(f"{at}.formatting", "translated", f"format={data['format']}")
     moved = {column: names[name] for name, column in columns.items() if name in names}
     moved = {column: name for column, name in moved.items() if column != name}
@@ -334,7 +360,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         if name in names:
             job.say(f"{at}.columns.{name}", "translated", f"{column} is {names[name]}")
         else:
-            told = f"{column}: a column that sft cannot use"
+            told = f"{column}: a column that {job.fields['method']} cannot use"
             job.say(f"{at}.columns.{name}", "no counterpart", told)
 
 

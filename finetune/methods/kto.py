@@ -39,7 +39,7 @@ class KTO(Recipe):
     encoding_fields: ClassVar[tuple[str, ...] | None] = ()
     metrics: ClassVar[tuple[str, ...]] = (
         "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
-        "lengths/chosen", "lengths/rejected",
+        "lengths/chosen", "lengths/rejected", "token_loss",
     )  # fmt: skip
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
@@ -127,6 +127,7 @@ class KTO(Recipe):
                 for name, values in zip(("rewards", "logps", "lengths"), measured, strict=True)
                 for side, chosen in sides
             }
+            metrics["token_loss"] = -logps.sum(), batch.trained_tokens
             metrics["kl"] = torch.full_like(terms, kl).sum(), len(terms)
         return Loss(terms.sum().float(), metrics, balance)
 

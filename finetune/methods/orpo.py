@@ -1,5 +1,6 @@
 """Odds-ratio preference optimisation: supervised tuning that also lowers the unwanted answers."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -9,8 +10,6 @@ from finetune.methods.pairs import METRICS, PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 DEFAULTS: dict[str, Any] = {"lr": 8e-6, "warmup": 0.1}
@@ -18,15 +17,12 @@ DEFAULTS: dict[str, Any] = {"lr": 8e-6, "warmup": 0.1}
 
 @dataclass(frozen=True, config=STRICT)
 class ORPO(PairMethod):
-    """Learn the chosen answers, and the odds of each against the rejected one (arXiv:2403.07691).
-
-    There is no reference and no supervised tuning before it.
-    """
+    """Learn the chosen answers, and their odds against the rejected ones (arXiv:2403.07691)."""
 
     method: ClassVar[str] = "orpo"
     of_means: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (*METRICS, "log_odds_ratio", "log_odds_chosen")
-    high_lr: ClassVar["Mapping[str, float]"] = {"adapter": 2e-4, "all weights": 2e-5}
+    high_lr: ClassVar[Mapping[str, float]] = {"adapter": 2e-4, "all weights": 2e-5}
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     beta: Annotated[float, Field(gt=0)] = 0.1

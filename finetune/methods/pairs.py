@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 METRICS = (
     "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected",
     "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "nll_loss",
+    "token_loss",
 )  # fmt: skip
+"""By TRL's names; and the mean cross-entropy over the tokens of both answers."""
 
 
 def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
@@ -115,7 +117,7 @@ class PairMethod(Recipe):
 
         logps, balance = sequence_logps(model, batch)  # (documents,)
         lengths = batch.document_labels.view(-1, 2)
-        nll = -logps.view(-1, 2)[:, 0] / lengths[:, 0]
+        nll, whole = -logps.view(-1, 2)[:, 0] / lengths[:, 0], logps
         if self.of_means:
             logps = logps / batch.document_labels
         compared = logps - batch.columns["reference"] if self.reads_reference else logps
@@ -134,6 +136,7 @@ class PairMethod(Recipe):
             metrics |= {"nll_loss": nll.sum()} if self.nll_weight else {}
             metrics |= self.further_metrics(chosen, rejected)
         counted = {name: (each, len(terms)) for name, each in metrics.items()}
+        counted["token_loss"] = -whole.detach().sum(), batch.trained_tokens
         return Loss(terms.sum().float(), counted, balance)
 
     def pair_losses(

@@ -1,5 +1,6 @@
 """Simple preference optimisation: mean log-probabilities are compared, without a reference."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -9,8 +10,6 @@ from finetune.methods.pairs import PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
@@ -22,7 +21,7 @@ class SimPO(PairMethod):
 
     method: ClassVar[str] = "simpo"
     of_means: ClassVar[bool] = True
-    high_lr: ClassVar["Mapping[str, float]"] = {"adapter": 5e-5, "all weights": 2e-6}
+    high_lr: ClassVar[Mapping[str, float]] = {"adapter": 5e-5, "all weights": 2e-6}
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     beta: Annotated[float, Field(gt=0)] = 2.0

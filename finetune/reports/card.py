@@ -32,8 +32,8 @@ Kind = Literal["adapter", "merged", "model"]
 
 Row = tuple[str, str]
 
-TERMS = {"pairs": "pair", "rows": "row"}
-"""What a loss is the mean over, by the unit of the method."""
+TERMS = {"pairs": "pair", "answers": "answer", "rows": "row"}
+"""What a loss is a mean over, by the unit of a run; else over trained tokens."""
 
 
 def write_card(

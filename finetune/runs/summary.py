@@ -78,7 +78,10 @@ def technique(recipe: Mapping[str, Any]) -> str:
 def title(recipe: Mapping[str, Any]) -> str:
     """`SFT of SmolLM2-135M: LoRA, r=16`."""
     method = str(recipe.get("method", "training")).rpartition(":")[2]
-    verb = method.upper() if method in ("sft", "dpo", "kto", "orpo") else method.capitalize()
+    verbs = {"simpo": "SimPO"} | {
+        each: each.upper() for each in ("sft", "dpo", "kto", "orpo", "cpo")
+    }
+    verb = verbs.get(method, method.capitalize())
     return f"{verb} of {base_model(recipe)}: {technique(recipe)}"
 
 

@@ -184,8 +184,10 @@ def whole_run(prediction: Prediction) -> str:
         more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
         return f"whole run: unknown until the rows are counted; give --rows{more}"
     cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
+    before = prediction.reference_seconds
+    reference = f" ({duration(before)} of them for the reference)" if before is not None else ""
     return (
-        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}, "
+        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}{reference}, "
         f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
     )
 

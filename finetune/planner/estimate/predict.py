@@ -14,7 +14,7 @@ from finetune.planner.estimate import advice, communication, hardware, layout, m
 from finetune.planner.estimate.adapters import named_expert_size
 from finetune.planner.estimate.numerics import AttentionKind
 from finetune.planner.estimate.sharding import nvme
-from finetune.planner.estimate.timing import Times
+from finetune.planner.estimate.timing import Times, forward_share
 from finetune.planner.estimate.workload import CHUNKED, OURS, SCORES, Adapter, Workload, lora
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
@@ -163,6 +163,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         update=recipe.optim.name,
         accumulation=plan.accumulation,
         synchronise_each=synchronises_each(recipe),
+        ahead=int(recipe.reads_kl),
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         fused_activations=Choice("activation", "fused") in plan.kernels,
@@ -238,11 +239,30 @@ class Prediction:
     times: Times
     steps: int | None
     """Optimizer steps of the run, where the number of rows is known."""
+    rows: int | None = None
+    """Of the training set, where their number is known."""
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run."""
-        return None if self.steps is None else self.steps * self.times.step
+        """Of the whole run, the pass of the reference included."""
+        if self.steps is None:
+            return None
+        return self.steps * self.times.step + (self.reference_seconds or 0.0)
+
+    @property
+    def reference_seconds(self) -> float | None:
+        """Of the pass that a reference takes over all rows before the first step.
+
+        A method that reads the KL of a step has another row of each step of the run. None without
+        a reference, or where the number of steps is not known.
+        """
+        recipe = self.plan.recipe
+        if not recipe.reads_reference or self.steps is None:
+            return None
+        rows = self.steps * recipe.batch.rows
+        read = rows / recipe.epochs if self.rows is None else self.rows
+        passes = (read + rows * recipe.reads_kl) / recipe.batch.rows
+        return passes * self.times.step * forward_share(self.workload)
 
     @property
     def gpu_hours(self) -> float | None:
@@ -297,6 +317,7 @@ class Prediction:
                 "tokens_per_second": times.tokens_per_second,
                 "steps": self.steps,
                 "seconds": self.seconds,
+                "reference_seconds": self.reference_seconds,
                 "gpu_hours": self.gpu_hours,
                 "cost": self.cost,
             },
@@ -346,6 +367,7 @@ def predict(
         option.moved,
         option.times,
         steps_of(plan, rows, row_tokens),
+        None if plan.recipe.batch.packing else rows,
     )
 
 

@@ -45,6 +45,18 @@ def flops_per_token(
     return (passes + extra) * weights + (3 + extra) * scores
 
 
+def forward_share(workload: Workload) -> float:
+    """A forward pass as a share of what a step computes, passes without gradient included."""
+    forward = 1 / _passes(workload)
+    return forward / (1 + workload.ahead * forward)
+
+
+def _passes(workload: Workload) -> int:
+    """Forward passes that a step with its gradients is as much work as."""
+    recomputes = workload.checkpointing in ("full", "attention")
+    return (2 if workload.adapter is not None else 3) + recomputes
+
+
 def step_flops(
     shape: Architecture, tokens: int, trained_tokens: int, length: float, adapter: int = 0
 ) -> float:
@@ -164,7 +176,7 @@ def times(
     tokens = float(workload.tokens * workload.accumulation) if slots is None else slots
     if workload.teacher_shape is not None:
         per_token += 2.0 * workload.teacher_shape.multiplied  # one forward pass
-    work = per_token * tokens
+    work = per_token * tokens * (1 + workload.ahead / _passes(workload))
     compute = work / attained(machine, workload)
     rest = operations(workload, tokens)
     launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)

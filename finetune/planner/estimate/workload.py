@@ -146,6 +146,8 @@ class Workload:
     """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
     synchronise_each: bool = False
     """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
+    ahead: int = 0
+    """Forward passes without gradient before each step, each over as many tokens as the step."""
     wide_gradients: bool = False
     """DeepSpeed adds gradients up in fp32, as the engine here tells it to."""
     fused_norms: bool = False

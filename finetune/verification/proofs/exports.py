@@ -91,20 +91,15 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_loss(record: dict[str, Any]) -> float:
-    """The mean cross-entropy over trained tokens of an evaluation; of pairs, over both answers.
+    """The mean cross-entropy over the trained tokens of an evaluation, whatever its loss is.
 
     Of a model that scores the mean score.
     """
     metrics = record.get("metrics") or {}
-    for name in ("mean_score", "mean_reward", "nll"):
+    for name in ("mean_score", "mean_reward", "nll", "token_loss"):
         if name in metrics:
             return metrics[name]
-    if "logps/chosen" not in metrics:
-        return record["loss"]
-    logps, lengths = (
-        metrics[f"{name}/chosen"] + metrics[f"{name}/rejected"] for name in ("logps", "lengths")
-    )
-    return -logps / lengths
+    return record["loss"]
 
 
 def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> Check:

@@ -268,7 +268,9 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
         absent = f"{named} is not on this machine" if recipe.data else "no data is named"
         notes.append(f"{absent}: rows are generated")
         alone: Format = "text" if recipe.method == "pretrain" else "messages"
-        kinds: dict[str, Format] = {"pairs": "preference", "labelled": "labelled"}
+        kinds: dict[str, Format] = {
+            "pairs": "preference", "judged": "preference", "labelled": "labelled",
+        }  # fmt: skip
         written = kinds.get(recipe.takes, alone)
         write_data(folder / "rows.jsonl", written, lambda number: _label(recipe, number))
         rows = str((folder / "rows.jsonl").resolve())

@@ -1,0 +1,134 @@
+"""Preference methods of other toolkits: their names, weights and data formats."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.importers.translation import Translation, shown, text
+
+AXOLOTL = {
+    "dpo": {"method": "dpo"},
+    "ipo": {"method": "dpo", "loss_type": "ipo"},
+    "orpo": {"method": "orpo"},
+    "simpo": {"method": "simpo"},
+    "kto": {"method": "kto"},
+}
+"""Fields of a recipe by axolotl's `rl`."""
+LLAMA_FACTORY = {
+    "sigmoid": {"method": "dpo"},
+    "hinge": {"method": "dpo", "loss_type": "hinge"},
+    "ipo": {"method": "dpo", "loss_type": "ipo"},
+    "orpo": {"method": "orpo"},
+    "simpo": {"method": "simpo"},
+}
+"""Fields of a recipe by LLaMA-Factory's `pref_loss`."""
+
+FIELDS = {
+    "rl_beta": ("beta", ("dpo", "simpo", "kto")),
+    "orpo_alpha": ("beta", ("orpo",)),
+    "pref_beta": ("beta", ("dpo", "orpo", "simpo", "kto")),
+    "pref_ftx": ("sft_weight", ("dpo",)),
+    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
+    "simpo_gamma": ("gamma", ("simpo",)),
+    "kto_desirable_weight": ("desirable_weight", ("kto",)),
+    "kto_undesirable_weight": ("undesirable_weight", ("kto",)),
+    "kto_chosen_weight": ("desirable_weight", ("kto",)),
+    "kto_rejected_weight": ("undesirable_weight", ("kto",)),
+}
+"""Keys of both toolkits, with our field and the methods that have it."""
+
+PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
+    "ultra": ("preference", {}),
+    "argilla_chat": ("preference", {}),
+    "intel": ("alpaca_preference", {"question": "instruction"}),
+    "argilla": (
+        "alpaca_preference",
+        {"chosen_response": "chosen", "rejected_response": "rejected"},
+    ),
+    "default": ("preference", {"messages": "prompt"}),
+}
+"""By the end of axolotl's type of a source, such as `chatml.intel`: format and columns."""
+JUDGED_TYPES: dict[str, tuple[str, dict[str, str]]] = {
+    "ultra": ("kto", {"prompt": "question", "completion": "answer"}),
+    "intel": ("kto", {"question": "question", "completion": "answer"}),
+    "argilla": ("kto", {"instruction": "question", "completion": "answer"}),
+    "argilla_chat": ("kto", {"completion": "messages"}),
+}
+"""The same of a source of `rl: kto`."""
+RANKED = {
+    "alpaca": "alpaca_preference",
+    "sharegpt": "sharegpt_preference",
+    "messages": "preference",
+}
+"""The format of pairs, by that of their prompts."""
+
+
+def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> None:
+    """Set the method of a recipe, and say so of the key that names it."""
+    for field, value in fields.items():
+        job.set(field, value)
+    told = ", ".join(f"{field}={value}" for field, value in fields.items())
+    job.say(key, "translated", told)
+    for theirs, (field, methods) in FIELDS.items():
+        if fields["method"] in methods:
+            job.move(theirs, field)
+        else:
+            job.say(theirs, "not needed", f"{name} does not read it")
+    if fields["method"] == "simpo":
+        for field, theirs, value in (
+            ("beta", ("rl_beta", "pref_beta"), 0.1),
+            ("gamma", ("simpo_gamma",), 0.5),
+        ):
+            if not any(each in job.source for each in theirs):
+                job.set(field, value)
+                job.assumed.append(f"{field}={value}: the other toolkit's default")
+    job.refuse_flag("cpo_alpha", "simpo here has no cross-entropy; method cpo has `sft_weight`")
+    job.refuse_flag("dpo_norm_loss", "loss_type=sigmoid_norm is normalised by length")
+    job.refuse_flag("dpo_use_weighting", "pairs weigh alike")
+    job.refuse_flag("dpo_use_logits_to_keep", "logits are computed where they are needed")
+    job.refuse_flag("ref_model", "reference=start is the model as training starts")
+    job.refuse_flag("ref_model_adapters", "reference=start is the model as training starts")
+    told = "log-probabilities of the reference are computed once, before the first step"
+    for theirs in ("precompute_ref_log_probs", "ref_model_quantization_bit"):
+        job.say(theirs, "not needed", told)
+
+
+def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
+    """The format and columns of a source by its `type`."""
+    kind = values.get("type", "chat_template.default")
+    word = text(kind).rpartition(".")[2]
+    is_judged = job.fields.get("method") == "kto"
+    known = JUDGED_TYPES if is_judged else PAIR_TYPES
+    if isinstance(kind, dict) or word not in known:
+        told = "format 'kto' or 'preference' with `columns` reads it; see docs/data.md"
+        job.say(f"{at}.type", "no counterpart", f"{shown(kind)}: {told}")
+        data["format"] = "kto" if is_judged else "preference"
+        return
+    data["format"], columns = known[word]
+    names = {"field_messages": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
+    if word == "default":
+        columns = {} if "field_messages" in values else columns
+        columns |= {text(values[key]): name for key, name in names.items() if key in values}
+        for key in names:
+            if key in values:
+                job.say(f"{at}.{key}", "translated", f"column {names[key]}")
+    columns = {theirs: ours for theirs, ours in columns.items() if theirs != ours}
+    if columns:
+        data["columns"] = columns
+    told = f"format={data['format']}: the model's own chat template writes it"
+    job.say(f"{at}.type", "differs" if "." in text(kind) else "translated", told)
+
+
+def refuse_unpaired(at: str, values: Mapping[str, Any], chosen: str) -> None:
+    """Refuse a data set of LLaMA-Factory that its method does not learn from.
+
+    Raises:
+        FinetuneError: pairs for supervised tuning, or no pairs for a method that compares them.
+    """
+    ranking = bool(values.get("ranking"))
+    if chosen in ("sft", "pretrain") and ranking:
+        raise FinetuneError(f"{at}: a preference data set (ranking), which {chosen} cannot use")
+    if chosen not in ("sft", "pretrain", "kto") and not ranking:
+        raise FinetuneError(
+            f"{at}: not a preference data set (ranking), which {chosen} learns from"
+        )
