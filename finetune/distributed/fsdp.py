@@ -49,10 +49,11 @@ class Fsdp(Native):
     def _fsdp_plugin(self, cpu: bool) -> FullyShardedDataParallelPlugin:
         backend = self.plan.backend
         policy = None
-        if backend.precision == "bf16":
-            # Accelerate's default reduces gradients in bf16 and returns bf16 logits.
+        if backend.precision != "fp32":
+            narrow = torch.float16 if backend.precision == "fp16" else torch.bfloat16
+            # Accelerate's default reduces gradients in 16 bits and returns 16-bit logits.
             policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+                param_dtype=narrow, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
         return FullyShardedDataParallelPlugin(
             fsdp_version=2,

@@ -268,7 +268,8 @@ def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> Ch
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return kinds[plan.backend.precision]
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:

@@ -53,8 +53,12 @@ class Plan:
 
     @property
     def quant_storage(self) -> str:
-        """Data type that packs NF4 weights: an engine may shard floating point tensors only."""
-        return "bfloat16" if self.traits.floats_only else "uint8"
+        """Data type that packs NF4 weights: an engine may shard floating point tensors only.
+
+        It is the one that is computed in, to which FSDP would cast any other, and lose the bits.
+        """
+        floats = "float16" if self.backend.precision == "fp16" else "bfloat16"
+        return floats if self.traits.floats_only else "uint8"
 
     @property
     def kernels(self) -> tuple[Choice, ...]:

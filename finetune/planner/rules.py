@@ -34,6 +34,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _method,
         _batch,
         _padding,
+        _precision,
         _quantization,
         prequantised,
         _adapter,
@@ -138,6 +139,14 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
         yield (
             f"batch.overlong: split, but {recipe.method} compares the documents of a row, and "
             "pieces of them are not comparable; use drop or truncate"
+        )
+
+
+def _precision(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if backend.precision == "fp16" and TRAITS[backend.engine].masters:
+        yield (
+            f"precision: fp16 scales the loss, which {backend.name} would do in a way of its own; "
+            "use single, ddp or fsdp_full_shard, or bf16"
         )
 
 
