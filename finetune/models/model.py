@@ -147,7 +147,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         adapters.draw_adapter(trained, recipe.adapter, seed)
     if plan.traits.masters:
         adapters.narrow(trained, compute_dtype(plan))
-    else:
+    elif not plan.widens_shards:
         hold_in_fp32(trained)
     install_kernels(model, plan)
     return trained
@@ -335,7 +335,7 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
-                dtype=weight_dtype(plan),
+                dtype="auto" if plan.widens_shards and not dequantising else weight_dtype(plan),
                 attn_implementation=implementation(plan.recipe, causal(config)),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
