@@ -165,6 +165,23 @@ def test_shared_key_heads_are_repeated_where_only_flash_attention_would_share_th
     assert seen == [(8, False) if whole else (2, True)] * 3
 
 
+@pytest.mark.parametrize("capability", [(9, 0), AMPERE])
+def test_flash_attention_3_is_used_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, tuple[int, int]],
+    capability: tuple[int, int],
+) -> None:  # fmt: skip
+    asked: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
+    gpu["capability"] = capability
+    place = torch.device("cuda")
+    assert packed_attention.use_flash_3(place, dropped=False) is None
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert packed_attention.use_flash_3(place, dropped=True) is None
+    told = packed_attention.use_flash_3(place, dropped=False)
+    assert (told is None, asked) == ((False, ["FA3"]) if capability == (9, 0) else (True, []))
+
+
 # What a machine has.
 
 GB10 = "NVIDIA GB10, [N/A]"

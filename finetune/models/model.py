@@ -42,6 +42,7 @@ from finetune.models.packed_attention import (
     attention_notes,
     check_layout,
     implementation,
+    use_flash_3,
 )
 from finetune.models.quantization import (
     compute_in,
@@ -231,6 +232,9 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{option}: {which}, because {told} not known here")
+    place = torch.device("cpu" if on_cpu() else "cuda")
+    newest = use_flash_3(place, bool(getattr(model.config, "attention_dropout", 0)))
+    notes += [] if newest is None else [newest]
     if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)
