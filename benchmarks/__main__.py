@@ -4,15 +4,17 @@ import argparse
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import data, kernels, memory, saving, scaling, startup, training
+from benchmarks import data, kernels, memory, saving, scaling, shapes, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
-"""What is measured when nothing is named; on GPUs the kernels besides."""
-PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving", "scaling")
+"""What is measured when nothing is named."""
+ON_GPUS = ("kernels", "shapes", *EVERYDAY)
+"""The same on GPUs: first what decides most."""
+PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving", "scaling", "shapes")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -43,14 +45,20 @@ def main(words: Sequence[str]) -> int:
     suffix = "_gpu" if arguments.gpu else ""
     circumstances = Circumstances.now(command, arguments.note)
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
-        for part in arguments.parts or (*EVERYDAY, *["kernels"] * arguments.gpu):
-            result = measure(part, arguments, Path(scratch))
-            page = write(arguments.to, part + suffix, result, circumstances)
+        for part in arguments.parts or (ON_GPUS if arguments.gpu else EVERYDAY):
+
+            def publish(result: Result, name: str = part + suffix) -> Path:
+                return write(arguments.to, name, result, circumstances)
+
+            page = publish(measure(part, arguments, Path(scratch), publish))
             print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
     return 0
 
 
-def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
+def measure(
+    part: str, arguments: argparse.Namespace, scratch: Path, publish: Callable[[Result], Path]
+) -> Result:
+    """What one part finds; a long one publishes what it knows meanwhile."""
     chosen: Sequence[str] | None = arguments.backends
     match part:
         case "startup":
@@ -65,6 +73,8 @@ def measure(part: str, arguments: argparse.Namespace, scratch: Path) -> Result:
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
+        case "shapes":
+            return shapes.measure(scratch / part, arguments.steps, publish)
         case "scaling":
             backends = chosen or scaling.BACKENDS
             return scaling.measure(scratch / part, backends, arguments.steps)

@@ -58,16 +58,16 @@ LARGE = Shape(hidden_size=1_024, layers=24, rows=32, micro_rows=8, length=1_024)
 
 def write_job(folder: Path, shape: Shape, steps: int) -> Path:
     """Write data, tokenizer and recipe, which trains all weights; returns the recipe's file."""
-    texts = _texts(ROWS, DOCUMENTS_PER_ROW)
+    made = texts(ROWS, DOCUMENTS_PER_ROW)
     recipe = Pretrain(
         Model(config=shape.config(), tokenizer=str(folder / "tokenizer")),
-        data=(_written(texts, folder),),
+        data=(written(made, folder),),
         batch=Batch(shape.rows, shape.micro_rows, shape.length, overlong="truncate"),
         data_checks="report",  # every row is cut, so that each step has equally many tokens
         optim=Optim(lr=1e-3),
         max_steps=steps,
     )
-    return _saved(recipe, folder)
+    return saved(recipe, folder)
 
 
 def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
@@ -76,7 +76,7 @@ def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
     config = AutoConfig.for_model(**shape.config())
     base = folder / "base"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    data = _written(_texts(2 * ROWS, 3), folder)  # documents as long as rows of GSM8K
+    data = written(texts(2 * ROWS, 3), folder)  # documents as long as rows of GSM8K
     recipe = Pretrain(
         Model(str(base), tokenizer=str(folder / "tokenizer")),
         data=(data,),
@@ -84,16 +84,16 @@ def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
         data_checks="report",
         max_steps=steps,
     )
-    return _saved(recipe.with_lora(r=16), folder)
+    return saved(recipe.with_lora(r=16), folder)
 
 
-def _texts(count: int, documents: int) -> list[str]:
+def texts(count: int, documents: int) -> list[str]:
     """Texts of so many documents each."""
     made = corpus(seed=0, rows=count * documents)
     return ["\n".join(itertools.islice(made, documents)) for _ in range(count)]
 
 
-def _written(texts: list[str], folder: Path) -> Data:
+def written(texts: list[str], folder: Path) -> Data:
     """Write the data and a tokenizer that is learned from it."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "data.jsonl"
@@ -102,7 +102,7 @@ def _written(texts: list[str], folder: Path) -> Data:
     return Data(str(data), "text")
 
 
-def _saved(recipe: Recipe, folder: Path) -> Path:
+def saved(recipe: Recipe, folder: Path) -> Path:
     path = folder / "recipe.json"
     write_json(path, catalog.to_fields(recipe))
     return path

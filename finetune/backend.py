@@ -18,9 +18,11 @@ from finetune.process.yaml_text import read_yaml
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
 Shard = Literal["none", "optimizer", "grads", "params"]
 Offload = Literal["none", "optimizer", "all"]
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
 
-PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "no": "fp32"}
+PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
+MIXED: dict[Precision, str] = {ours: theirs for theirs, ours in PRECISIONS.items()}
+"""What Accelerate calls each."""
 ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
 ENGINES: dict[str, Engine] = {
     "NO": "single",
@@ -180,7 +182,7 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
         problems.append(f"distributed_type: got {kind!r}, expected one of {', '.join(ENGINES)}")
     got = config.get("mixed_precision")
     if not isinstance(got, str) or got not in PRECISIONS:
-        problems.append(f"mixed_precision: got {got!r}, expected 'bf16' or 'no' (quoted)")
+        problems.append(f"mixed_precision: got {got!r}, expected 'bf16', 'fp16' or 'no' (quoted)")
     processes = config.get("num_processes", 1)
     if type(processes) is not int or processes < 1:
         problems.append(f"num_processes: got {processes!r}, expected a whole number of at least 1")
@@ -294,7 +296,7 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
     precision = PRECISIONS.get(given("ACCELERATE_MIXED_PRECISION", "no"))
     if precision is None:
         got = environment["ACCELERATE_MIXED_PRECISION"]
-        raise FinetuneError(f"--mixed_precision {got}: expected bf16 or no")
+        raise FinetuneError(f"--mixed_precision {got}: expected bf16, fp16 or no")
     processes = int(environment.get("WORLD_SIZE", "1"))
     shared = {"name": name, "precision": precision, "processes": processes}
     if given("ACCELERATE_USE_DEEPSPEED") == "true":

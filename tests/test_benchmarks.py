@@ -10,13 +10,14 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 
-from benchmarks import scaling
+from benchmarks import scaling, shapes
 from benchmarks.job import SMALL
 from benchmarks.kernels import Case, distance, tabulate, timed
 from benchmarks.peers import command, report, workload
 from benchmarks.peers.ours import packs, singles
 from benchmarks.peers.race import race
 from benchmarks.peers.turns import digest, documents
+from benchmarks.record import Result
 from benchmarks.startup import COMMANDS
 from benchmarks.training import BACKENDS, add_ratios
 from finetune.data.order import rows_of_step
@@ -58,6 +59,27 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
         page = (tmp_path / f"{name}.md").read_text()
         assert "- Only a test." in page
         assert "| `" in page
+
+
+@pytest.mark.slow
+def test_a_shape_is_measured_beside_its_plan_and_kept_when_the_next_fails(tmp_path: Path) -> None:
+    tiny = shapes.llama(64, 128, 2, 8, 2_000)
+    wrong = {**tiny, "vocab_size": 8}  # less than its tokenizer has
+    cases = (
+        shapes.Case("tiny, LoRA", tiny, True, tokens=256, expected="none"),
+        shapes.Case("wrong", wrong, True, tokens=256),
+    )
+    published: list[Result] = []
+    found = shapes.measure(tmp_path, 2, published.append, cases)
+    assert list(found.values["cases"]) == ["tiny, LoRA"]
+    tiny_found = found.values["cases"]["tiny, LoRA"]
+    assert tiny_found["tokens_per_second"] > 0
+    assert tiny_found["planned_step_seconds"] > 0
+    assert len(published) == 2
+    assert published[0].table == found.table
+    assert [remark.partition(":")[0] for remark in found.remarks] == ["wrong"]
+    late = shapes.measure(tmp_path, 2, published.append, cases, minutes=-1)
+    assert late.remarks == [f"{case.name}: not begun, after -1 minutes" for case in cases]
 
 
 @pytest.mark.slow

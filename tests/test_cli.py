@@ -687,8 +687,8 @@ def test_a_failure_while_training_has_status_1(
         (["plan", "quickstart", "--processes", "0"],
          "finetune plan: error: argument --processes: got '0', expected a whole number of at "
          "least 1"),
-        (["plan", "quickstart", "--precision", "fp16"],
-         "finetune plan: error: argument --precision: invalid choice: 'fp16'"),
+        (["plan", "quickstart", "--precision", "fp8"],
+         "finetune plan: error: argument --precision: invalid choice: 'fp8'"),
         (["plan", "quickstart", "--procesess", "2"],
          "finetune plan: error: unrecognized arguments: --procesess 2; did you mean "
          "'--processes'?"),

@@ -5,12 +5,14 @@ of an embedding is added up by atomic operations).
 """
 
 import gc
+import importlib
 import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from conftest import Finetune, Tiny, run_command, write_recipe
@@ -335,3 +337,93 @@ def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(
     assert finetune(*words, tmp_path / "cpu", env=hidden).status == 0
     runs = [losses(Run(tmp_path / place)) for place in ("gpu", "cpu")]
     assert largest(*runs) < (ORDER if precision == "fp32" else BF16)
+
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2"])
+@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+def test_two_gpus_have_the_losses_of_one_and_resume(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, kind: dict[str, Any]
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
+    words = ["--backend", backend, "--processes", "2", "--output", tmp_path / "run"]
+    done = finetune("launch", recipe, *words)
+    assert done.status == 0, done.output
+    run, alone = Run(tmp_path / "run"), train(tiny, tmp_path / "fp32", **kind)
+    straight = losses(run)
+    assert largest(straight, losses(alone)) < BF16
+    shutil.rmtree(run.checkpoint(6))
+    done = finetune("launch", recipe, *words, "--resume")
+    assert done.status == 0, done.output
+    assert largest(losses(run), straight) < BF16
+
+
+@pytest.mark.parametrize("backend", ["fsdp_full_shard_offload", "zero2_offload"])
+def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
+    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
+    done = finetune("launch", recipe, *words)
+    assert done.status == 0, done.output
+    run = Run(tmp_path / "run")
+    straight = losses(run)
+    assert largest(straight, losses(train(tiny, tmp_path / "fp32"))) < BF16
+    shutil.rmtree(run.checkpoint(6))
+    done = finetune("launch", recipe, *words, "--resume")
+    assert done.status == 0, done.output
+    assert largest(losses(run), straight) < BF16
+
+
+def test_compiled_operations_have_the_losses_of_eager_ones(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = ft.SFT(**fields_of(train(tiny, tmp_path / "fp32")))
+    eager, compiled = (
+        losses(
+            ft.train(recipe.with_kernels(pointwise=how), precision="bf16", output=tmp_path / how)
+        )
+        for how in ("eager", "compiled")
+    )
+    assert largest(eager, compiled) < BF16
+
+
+def test_fp16_has_the_losses_of_fp32(tiny: Tiny, tmp_path: Path) -> None:
+    precise = train(tiny, tmp_path / "fp32")
+    recipe = ft.SFT(**fields_of(precise))
+    narrow = ft.train(recipe, precision="fp16", output=tmp_path / "fp16")
+    assert largest(losses(precise), losses(narrow)) < BF16
+
+
+def test_the_parts_of_a_profile_are_its_step(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
+    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    found = json.loads((Run(tmp_path / "run").profile / "where-rank-00000.json").read_text())
+    step = Run(tmp_path / "run").read_metrics("train")
+    seconds = next(record["seconds"] for record in step if record["step"] == 3)
+    assert sum(found.values()) <= 1.1 * seconds  # the profiler's own time is part of the step's
+
+
+@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+def test_a_forward_and_a_backward_pass_wait_for_no_value(kind: dict[str, Any]) -> None:
+    from finetune.data.collate import collate
+    from finetune.methods.losses import token_loss_sum
+    from finetune.planner import plan
+
+    sys.path.insert(0, str(Path(__file__).parent / "cuda_trace"))
+    traced = importlib.import_module("traced")
+    recipe = traced.recipe_of("qwen3", bool(kind), "packs", head_dim=16)
+    _, trained = traced.built(plan(recipe, "single", 1, "bf16"))
+    rows = traced.packs(traced.documents())
+    batch = collate(rows, np.arange(len(rows)), 0, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        token_loss_sum(trained, batch).backward()  # kernels are loaded
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            token_loss_sum(trained, batch).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import inspect
+import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
+from conftest import Finetune, Tiny, write_recipe
+from test_backends import losses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import finetune as ft
 from finetune import catalog
@@ -29,6 +33,7 @@ from finetune.planner import plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.predict import predict
 from finetune.process.quiet import growing_segments
+from finetune.runs.run import Run
 from finetune.training import memory_meter
 
 AMPERE, TURING = (8, 0), (7, 5)
@@ -158,6 +163,23 @@ def test_shared_key_heads_are_repeated_where_only_flash_attention_would_share_th
     gpu["capability"] = capability
     attended((dtype,) * 3, window=window)
     assert seen == [(8, False) if whole else (2, True)] * 3
+
+
+@pytest.mark.parametrize("capability", [(9, 0), AMPERE])
+def test_flash_attention_3_is_used_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, tuple[int, int]],
+    capability: tuple[int, int],
+) -> None:  # fmt: skip
+    asked: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
+    gpu["capability"] = capability
+    place = torch.device("cuda")
+    assert packed_attention.use_flash_3(place, dropped=False) is None
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert packed_attention.use_flash_3(place, dropped=True) is None
+    told = packed_attention.use_flash_3(place, dropped=False)
+    assert (told is None, asked) == ((False, ["FA3"]) if capability == (9, 0) else (True, []))
 
 
 # What a machine has.
@@ -323,6 +345,41 @@ def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_who
     assert whole.timeline.peak.name == "loading"
     assert whole.timeline.peak.total > 39e9
     assert whole.status == "no"
+
+
+def test_host_memory_for_loading_is_planned() -> None:
+    """Eight billion weights in fp32 on each of eight processes of a node; FSDP widens shards."""
+    recipe = catalog.resolve("llama3_1_8b_full")
+    machine = hardware.machine("H100-80", 8, host_memory=200e9)
+    whole = predict(plan(recipe, "ddp", 8), machine)
+    assert whole.host == 8 * 4 * whole.source.shape.parameters > 256e9
+    cut = predict(plan(recipe, "fsdp_full_shard", 8), machine)
+    assert cut.host == 0
+    assert cut.status == "safe"
+
+
+@pytest.mark.slow
+def test_shards_that_are_widened_have_the_bits_of_weights_that_were(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """A model in bf16, and the same values in a file of fp32."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        folder = tmp_path / str(dtype)
+        shutil.copytree(tiny.model, folder)
+        model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.bfloat16)
+        model.to(dtype).save_pretrained(folder)
+        recipe = write_recipe(
+            tmp_path / f"{dtype}.json", tiny.fields(model={"name": str(folder)}, max_steps=3)
+        )
+        words = ["--backend", "fsdp_full_shard", "--processes", 2, "--precision", "fp32"]
+        run = Run(tmp_path / f"run-{dtype}")
+        done = finetune("launch", recipe, *words, "--output", run.root)
+        assert done.status == 0, done.output
+        (rank, _) = json.loads(run.realised.read_text())["ranks"]
+        assert rank["optimizer"] == rank["parameters"]
+        found.append(losses(run))
+    assert found[0] == found[1]
 
 
 def test_fsdp_loads_a_quantised_model_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -483,11 +483,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "wrong values": (
         FSDP,
-        {"mixed_precision": "fp16", "fsdp_config.fsdp_version": 1,
+        {"mixed_precision": "fp8", "fsdp_config.fsdp_version": 1,
          "fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP",
          "fsdp_config.fsdp_reshard_after_forward": "FULL_SHARD"},
         [
-            "mixed_precision: got 'fp16', expected 'bf16' or 'no' (quoted)",
+            "mixed_precision: got 'fp8', expected 'bf16', 'fp16' or 'no' (quoted)",
             "fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)",
             "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
             "(SHARD_GRAD_OP)",

@@ -38,7 +38,9 @@ def backend_words(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="hsdp: processes that hold one copy together; by default those of a node",
     )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
+    )
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:

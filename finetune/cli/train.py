@@ -10,7 +10,9 @@ SUMMARY = "train in this process (or under `accelerate launch`)"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     parser.add_argument("--backend", help="backend of a run that Accelerate did not launch")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the backend's")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
+    )
     options.run_words(parser)
 
 

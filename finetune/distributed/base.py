@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune import backend as backends
+from finetune.distributed.loss_scale import LossScale, announce_fp16, autocasting
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -95,6 +97,9 @@ class Engine(Ranks):
             mixed_precision="bf16" if plan.backend.precision == "bf16" else "no",
             **self.plugin(nvme_path, timeout),
         )
+        self.scale = LossScale(plan.backend.precision == "fp16")
+        if self.scale.used:
+            announce_fp16(self.accelerator)
         self._refuse_difference()
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -201,7 +206,8 @@ class Engine(Ranks):
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """`prepare` without the comparison."""
-        self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        with autocasting(self.accelerator, self.scale.used):
+            self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
 
     def wrap_alone(self, model: nn.Module) -> None:
         """Wrap a model whose optimizers are made afterwards, on no device (a rehearsal)."""
@@ -247,9 +253,14 @@ class Engine(Ranks):
         finite is dropped, on every rank alike, because its norm is that of the whole job.
         """
         self.before_step(lr)
+        if self.scale.used:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self.scale.undo([local(grad) for grad in grads])
         norm = float(self.clip())
         taken = math.isfinite(norm)
         self.update(taken)
+        if taken:
+            self.scale.taken()
         return norm, taken
 
     def before_step(self, lr: float) -> None:
@@ -374,4 +385,4 @@ def _meet_apart_from_earlier_attempts(attempt: int) -> None:
 
 
 def _precision(accelerator: Accelerator) -> str:
-    return {"bf16": "bf16", "no": "fp32"}.get(accelerator.mixed_precision, "unknown")
+    return backends.PRECISIONS.get(accelerator.mixed_precision, "unknown")

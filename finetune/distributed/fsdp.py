@@ -49,10 +49,11 @@ class Fsdp(Native):
     def _fsdp_plugin(self, cpu: bool) -> FullyShardedDataParallelPlugin:
         backend = self.plan.backend
         policy = None
-        if backend.precision == "bf16":
-            # Accelerate's default reduces gradients in bf16 and returns bf16 logits.
+        if backend.precision != "fp32":
+            narrow = torch.float16 if backend.precision == "fp16" else torch.bfloat16
+            # Accelerate's default reduces gradients in 16 bits and returns 16-bit logits.
             policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+                param_dtype=narrow, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
         return FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -108,7 +109,12 @@ class Fsdp(Native):
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._name_units(model)
-        super().wrap(model, optimizers)
+        if self.plan.widens_shards:
+            with _nothing_trained(model):  # Accelerate 1.15 makes fp32 of all that is
+                super().wrap(model, optimizers)
+            self.model.float()
+        else:
+            super().wrap(model, optimizers)
         _move_scales(self.model, self.device)
         _keep_compute_type_between_units(self.model)
 
@@ -215,6 +221,16 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name, module
+
+
+@contextlib.contextmanager
+def _nothing_trained(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that is cut in place has no parameter that is trained."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(False)
+    yield
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
 
 
 def _move_scales(model: nn.Module, device: torch.device) -> None:

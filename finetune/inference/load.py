@@ -246,7 +246,7 @@ def trained_dtype(run: Run) -> torch.dtype | None:
         return None
     with of_record(run.realised):
         precision = json.loads(run.realised.read_text())["mixed_precision"]
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def initial_adapter(run: Run) -> Path | None:

@@ -27,6 +27,10 @@ from finetune.planner.kernels import (
     TILE_ENTRIES,
 )
 
+RAISED = 1024.0
+"""What gradients of logits are multiplied by for a product in fp16: of at most 1, they stay below
+its largest number, and shares of 1e-10 above its smallest."""
+
 
 def give_loss(
     model: PreTrainedModel,
@@ -204,7 +208,7 @@ class ChunkedLoss(torch.autograd.Function):
         """The gradients times `grad`, in place: they are used once."""
         grads, ctx.grads = ctx.grads, None
         return (
-            *(each if each is None else each.mul_(grad) for each in grads),
+            *(each if each is None else each.mul_(grad) for each in grads),  # autograd casts them
             *(None,) * 5,
         )
 
@@ -274,7 +278,9 @@ class Gradients:
         """`rows` of logits become gradients at once."""
         self.given, self.matrix, self.added, self.rows = given, matrix, bias, rows
         self.any = any(wanted)
-        self.hidden = torch.empty_like(given) if wanted[0] else None
+        self.narrow = given.dtype == torch.float16
+        wide = torch.float32 if self.narrow else given.dtype
+        self.hidden = torch.empty_like(given, dtype=wide) if wanted[0] else None
         self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
 
@@ -292,6 +298,8 @@ class Gradients:
         `weights` multiply the gradient of each row.
         """
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+        if self.narrow:  # shares of a large vocabulary are below fp16's smallest number
+            logits = logits.float()
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
             given = logits[tile], targets[tile], self.added
@@ -306,18 +314,26 @@ class Gradients:
         """Count in what the gradient of a chunk's logits, (chunk, vocabulary), brings."""
         if self.bias is not None:
             self.bias += by_logits.sum(0, dtype=torch.float32)
-        if self.hidden is not None:
-            torch.mm(by_logits, self.matrix, out=self.hidden[part])
+        self._count_hidden(part, by_logits)
         if self.weight is not None:
-            self.weight += by_logits.T @ self.given[part]
+            self.weight += by_logits.T @ self.given[part].to(by_logits.dtype)
+
+    def _count_hidden(self, part: slice, by_logits: torch.Tensor) -> None:
+        if self.hidden is None:
+            return
+        if self.narrow:
+            raised = (by_logits * RAISED).half() @ self.matrix
+            self.hidden[part] = raised.float().div_(RAISED)
+        else:
+            torch.mm(by_logits, self.matrix, out=self.hidden[part])
 
     def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
         """The same with rows times `weights`, which multiply what is narrower than the logits."""
         rows = weights[:, None]
         if self.bias is not None:
             self.bias += by_logits.T @ weights.to(by_logits.dtype)
+        self._count_hidden(part, by_logits)
         if self.hidden is not None:
-            torch.mm(by_logits, self.matrix, out=self.hidden[part])
             self.hidden[part] *= rows
         if self.weight is not None:
             self.weight += by_logits.T @ (self.given[part] * rows).to(by_logits.dtype)
@@ -325,9 +341,11 @@ class Gradients:
     def of(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Each in the type of what it is the gradient of."""
+        """Each in the type of what it is the gradient of; in fp16 that of the hidden states waits
+        in fp32 for the factor of the loss."""
+        kept = torch.float32 if self.narrow else hidden.dtype
         return (
-            None if self.hidden is None else self.hidden.to(hidden.dtype),
+            None if self.hidden is None else self.hidden.to(kept),
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )

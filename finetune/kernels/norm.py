@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels.chains import chain
+from finetune.kernels.chains import Chain, chain
 
 NORMS: dict[str, str] = {
     "LlamaRMSNorm": "variance_epsilon",
@@ -59,19 +59,34 @@ class RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
     ) -> torch.Tensor:
-        result, inverse = normed(x.flatten(0, -2), weight, eps, gemma)
+        ctx.gemma, ctx.by_torch = gemma, _by_torch(x, weight, gemma)
+        rows = x.flatten(0, -2)
+        if ctx.by_torch:
+            result, inverse = torch.ops.aten._fused_rms_norm(rows, weight.shape, weight, eps)
+        else:
+            result, inverse = normed(rows, weight, eps, gemma)
         ctx.save_for_backward(x, inverse, weight)
-        ctx.gemma = gemma
         return result.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inverse, weight = ctx.saved_tensors
-        rows = (each.flatten(0, -2) for each in (x, grad))
-        by_x, by_weight = norm_gradients(
-            *rows, inverse, weight, ctx.gemma, *ctx.needs_input_grad[:2]
-        )
+        rows, by_rows = (each.flatten(0, -2) for each in (x, grad))
+        wanted = ctx.needs_input_grad[:2]
+        if ctx.by_torch:
+            given = by_rows.to(x.dtype), rows, weight.shape, inverse, weight
+            by_x, by_weight = torch.ops.aten._fused_rms_norm_backward(*given, wanted)
+        else:
+            by_x, by_weight = norm_gradients(rows, by_rows, inverse, weight, ctx.gemma, *wanted)
         return None if by_x is None else by_x.view(x.shape), by_weight, None, None
+
+
+def _by_torch(x: torch.Tensor, weight: torch.Tensor, gemma: bool) -> bool:
+    """Whether a kernel of PyTorch computes it, one for each pass: on GPUs, where nothing compiles.
+
+    It multiplies by weights of the same type before it rounds: of bf16, once instead of twice.
+    """
+    return x.is_cuda and not gemma and not Chain.compiling and x.dtype == weight.dtype
 
 
 @chain

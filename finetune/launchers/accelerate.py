@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.job import Job, machines
@@ -62,7 +63,7 @@ def run(job: Job) -> None:
     if job.max_restarts:
         flags = ["--max_restarts", str(job.max_restarts), *flags]
     if job.precision is not None:
-        flags = ["--mixed_precision", "no" if job.precision == "fp32" else "bf16", *flags]
+        flags = ["--mixed_precision", backends.MIXED[job.precision], *flags]
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         recipe, status = Path(scratch) / "recipe.json", Path(scratch) / "status.json"
         write_json(recipe, catalog.to_fields(job.plan.recipe))

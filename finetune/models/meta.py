@@ -302,5 +302,5 @@ def _no_validation() -> Generator[None]:
 def _autocast(
     parameters: Iterable[nn.Parameter], device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    narrow = any(p.dtype == torch.bfloat16 for p in parameters)
-    return torch.autocast(device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
+    found = {p.dtype for p in parameters} & {torch.bfloat16, torch.float16}
+    return torch.autocast(device.type, found.pop()) if found else contextlib.nullcontext()

@@ -32,6 +32,7 @@ from finetune.models.packed_attention import (
     attention_notes,
     check_layout,
     implementation,
+    use_flash_3,
 )
 from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.quantization import keep_unpacked
@@ -139,7 +140,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         adapters.draw_adapter(trained, recipe.adapter, seed)
     if plan.traits.masters:
         adapters.narrow(trained, compute_dtype(plan))
-    else:
+    elif not plan.widens_shards:
         hold_in_fp32(trained)
     install_kernels(model, plan)
     if recipe.teaches:
@@ -235,6 +236,9 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
             notes.append(f"kernels.{option}: {which}, because {told} not known here")
+    place = torch.device("cpu" if on_cpu() else "cuda")
+    newest = use_flash_3(place, bool(getattr(model.config, "attention_dropout", 0)))
+    notes += [] if newest is None else [newest]
     if implementation(plan.recipe, model.config) == DOCUMENTS:
         config = model.config.get_text_config()
         notes += attention_notes(config, plan.backend.precision, plan.recipe.batch.max_length)

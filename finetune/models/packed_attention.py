@@ -11,6 +11,7 @@ batch says of its documents (`cu_seq_lens_q`, as for flash attention), and no ma
 """
 
 import functools
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -300,6 +301,20 @@ def against_varlen(device: torch.device, head_size: int) -> str | None:
     if 192 < head_size <= 224 and capability in SMALL_SHARED_MEMORY:
         return f"this GPU has too little shared memory for heads of {head_size}"
     return None
+
+
+def use_flash_3(device: torch.device, dropped: bool) -> str | None:
+    """Let attention on Hopper run by FlashAttention 3 where it is installed; a note of it.
+
+    PyTorch 2.13 has version 2 built in, and knows how to call the other, which drops no weights.
+    """
+    installed = importlib.util.find_spec("flash_attn_interface") is not None
+    if device.type != "cuda" or not installed or dropped or torch.version.hip is not None:
+        return None
+    if _capability(device)[0] != 9:
+        return None
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return "model.attention: by FlashAttention 3, which is installed here"
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -31,7 +31,8 @@ from finetune.recipe import Recipe
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    return torch.bfloat16 if plan.backend.precision == "bf16" else torch.float32
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return kinds[plan.backend.precision]
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
@@ -118,7 +119,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
-                dtype=dtype,
+                dtype="auto" if plan.widens_shards and not dequantising else dtype,
                 attn_implementation=implementation(recipe, causal(config)),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code

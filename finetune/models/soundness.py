@@ -23,7 +23,7 @@ from finetune.models.meta import logits_of
 
 PREFIX, CHANGED, VARIANTS = 5, 3, 4
 """Tokens that rows share, tokens after them that differ, and how many rows are compared."""
-LEAST = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+LEAST = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Difference of logits, relative to their spread, that is a leak and not rounding."""
 CROSS_ATTENTION = {"encoder_attn", "crossattention", "cross_attn", "EncDecAttention"}
 """Names that transformers gives to attention to the outputs of an encoder."""

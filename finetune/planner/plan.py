@@ -46,6 +46,17 @@ class Plan:
         return self.traits.chooses_reduction and synchronises_each(self.recipe)
 
     @property
+    def widens_shards(self) -> bool:
+        """Whether trained weights become fp32 after they are cut, and not while they are loaded.
+
+        Then no process makes a copy of all of them: those of a file in 16 bits stay mapped. New
+        rows of a table are means, which 16 bits would round.
+        """
+        model = self.recipe.model
+        loaded = model.name is not None and not model.add_tokens
+        return self.traits.shards_all and self.recipe.adapter is None and loaded
+
+    @property
     def lr(self) -> float:
         """Peak learning rate after the scaling that the recipe asks for."""
         scale = {"none": 1.0, "linear": float(self.processes), "sqrt": math.sqrt(self.processes)}
@@ -53,8 +64,12 @@ class Plan:
 
     @property
     def quant_storage(self) -> str:
-        """Data type that packs NF4 weights: an engine may shard floating point tensors only."""
-        return "bfloat16" if self.traits.floats_only else "uint8"
+        """Data type that packs NF4 weights: an engine may shard floating point tensors only.
+
+        It is the one that is computed in, to which FSDP would cast any other, and lose the bits.
+        """
+        floats = "float16" if self.backend.precision == "fp16" else "bfloat16"
+        return floats if self.traits.floats_only else "uint8"
 
     @property
     def kernels(self) -> tuple[Choice, ...]:

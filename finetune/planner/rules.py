@@ -36,6 +36,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _second_model,
         _batch,
         _padding,
+        _precision,
         _quantization,
         prequantised,
         _adapter,
@@ -182,6 +183,14 @@ def _prompts(recipe: Recipe) -> Iterator[str]:
             "side by batch.padding_free; leave packing out"
         )
     yield from recipe.problems()
+
+
+def _precision(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if backend.precision == "fp16" and TRAITS[backend.engine].masters:
+        yield (
+            f"precision: fp16 scales the loss, which {backend.name} would do in a way of its own; "
+            "use single, ddp or fsdp_full_shard, or bf16"
+        )
 
 
 def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -208,32 +208,18 @@ def train_step(
     taken_rows = feed.take(step)
     batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
     waited = time.perf_counter() - begun
-    scale = engine.data_world * plan.accumulation / max(1, terms)
-    losses: list[torch.Tensor] = []
-    balances: list[torch.Tensor] = []
-    metrics = _Metrics(recipe, engine.device)
-    metrics.add_sums(taken_rows.passed_over)
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
         batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
-    engine.model.train()
-    measured = contextlib.ExitStack()
-    for index, (number, batch) in enumerate(batches):
-        last = index == len(batches) - 1
-        if last and measuring is not None:
-            measured.enter_context(measuring)
-        # Dropout depends on the seed, the step and the place in the global batch alone.
-        torch.manual_seed(_dropout_seed(recipe.seed, step, number))
-        with engine.unsynchronised(last):
-            found = recipe.loss(engine.model, batch)
-            loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
-            engine.backward(poison(loss) * scale, last)
-        metrics.add(found)
-        losses.append(loss.detach())
-        balances.append(balance.detach())
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
-    norm, taken = engine.step(lr)
-    measured.close()
+    tokens_per_term = real_tokens / max(1, terms)
+    scale = engine.data_world * plan.accumulation / max(1, terms)
+    tried = _attempt(engine, batches, step, lr, scale, tokens_per_term, measuring)
+    while not tried.taken and engine.scale.lower():  # an overflow of fp16
+        tried = _attempt(engine, batches, step, lr, scale, tokens_per_term, None)
+    losses, balances, metrics = tried.losses, tried.balances, tried.metrics
+    metrics.add_sums(taken_rows.passed_over)
+    norm, taken = tried.norm, tried.taken
     # One copy from the device; fp64, which not every device has, on the host.
     read = torch.cat([torch.stack([*losses, *balances]), metrics.sums, metrics.largest])
     read = read.cpu().double()
@@ -270,6 +256,50 @@ def train_step(
             **metrics.over_ranks(totals[3:], most[len(largest) :]),
         },
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """What came of a forward and backward pass over the rows of a step, and of its update."""
+
+    losses: list[torch.Tensor]
+    balances: list[torch.Tensor]
+    metrics: _Metrics
+    norm: float
+    taken: bool
+
+
+def _attempt(
+    engine: Engine,
+    batches: list[tuple[int, MicroBatch]],
+    step: int,
+    lr: float,
+    scale: float,
+    tokens_per_term: float,
+    measuring: contextlib.AbstractContextManager[None] | None,
+) -> _Attempt:
+    """Compute the gradient of a step, and update where it is finite; else all is as it was."""
+    recipe = engine.plan.recipe
+    losses: list[torch.Tensor] = []
+    balances: list[torch.Tensor] = []
+    metrics = _Metrics(recipe, engine.device)
+    engine.model.train()
+    with contextlib.ExitStack() as measured:
+        for index, (number, batch) in enumerate(batches):
+            last = index == len(batches) - 1
+            if last and measuring is not None:
+                measured.enter_context(measuring)
+            # Dropout depends on the seed, the step and the place in the global batch alone.
+            torch.manual_seed(_dropout_seed(recipe.seed, step, number))
+            with engine.unsynchronised(last):
+                found = recipe.loss(engine.model, batch)
+                loss, balance = parts(found.sum, found.balance, tokens_per_term)
+                engine.backward(poison(loss) * (scale * engine.scale.value), last)
+            metrics.add(found)
+            losses.append(loss.detach())
+            balances.append(balance.detach())
+        norm, taken = engine.step(lr)
+    return _Attempt(losses, balances, metrics, norm, taken)
 
 
 def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -157,7 +157,7 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     recipe = engine.plan.recipe
     trained = sum(whole_shape(p).numel() for _, p in engine.trained())
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
-    usable = 4 if recipe.adapter is not None or engine.plan.backend.precision == "fp32" else 2
+    usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes a token.
     return int(trained * (4 + state[recipe.optim.name] + usable)) + 100 * tokens + 2**16
 

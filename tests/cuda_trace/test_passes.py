@@ -41,3 +41,10 @@ def test_experts_multiply_in_the_type_of_autocast() -> None:
     """The stand-in of the grouped product refuses fp32, which a GPU would compute slowly."""
     found = forward("qwen3_moe", way="packs")
     assert found.seen.count("_grouped_mm") == 2 * found.layers
+
+
+@pytest.mark.parametrize(("adapter", "norms"), [(False, 5), (True, 5)], ids=["full", "lora"])
+def test_norms_are_one_kernel_each_where_nothing_is_compiled(adapter: bool, norms: int) -> None:
+    """Two in each of two layers, and the last."""
+    found = forward("llama", adapter, "packs")
+    assert found.seen.count("_fused_rms_norm") == norms

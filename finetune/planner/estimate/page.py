@@ -85,7 +85,8 @@ def verdict(prediction: Prediction) -> str:
             f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "
             "same steps"
         )
-    for note in machine_notes(prediction.machine, prediction.workload.compute == 2):
+    workload = prediction.workload
+    for note in machine_notes(prediction.machine, workload.compute == 2 and not workload.fp16):
         lines.append(f"  note     {note}")
     if prediction.machine.nodes > 1:
         lines.append(f"  network  {network_words(prediction.machine)}")
@@ -104,8 +105,8 @@ def emulated(machine: Machine) -> str:
     return (
         f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
         f"{gpu.flops * gpu.single / 1e12:.3g} TFLOPS instead of {gpu.flops / 1e12:.3g}, and the "
-        "time here is counted so; --precision fp32 is as fast and takes more memory. This toolkit "
-        "has no fp16, the 16-bit type of its tensor cores, which needs loss scaling"
+        "time here is counted so; training refuses it there: use --precision fp16, the 16-bit type "
+        "of its tensor cores"
     )
 
 

@@ -150,6 +150,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         rows=recipe.most_micro_rows * recipe.documents_per_row,
         length=recipe.batch.max_length,
         scheme=advice.scheme_of(place, backend.precision),
+        fp16=backend.precision == "fp16",
         layout=place,
         adapter=_adapter(recipe, shape),
         quantization=recipe.model.quantization,

@@ -106,7 +106,9 @@ class Times:
 def attained(machine: Machine, workload: Workload) -> float:
     """FLOPs a second that a GPU is assumed to reach in the workload's precision."""
     gpu = machine.gpu
-    return gpu.flops * gpu.mfu * (gpu.single if workload.compute == 4 else gpu.half)
+    if workload.compute == 4:
+        return gpu.flops * gpu.mfu * gpu.single
+    return gpu.flops * gpu.mfu * (1.0 if workload.fp16 else gpu.half)
 
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:

@@ -132,6 +132,8 @@ class Workload:
     temporary copies of one tensor at a time."""
     root_unit: bool = False
     """FSDP: embedding, last norm and head are one unit that stays gathered, instead of two."""
+    fp16: bool = False
+    """Whether 16 bits are those that GPUs of before Ampere multiply in."""
     cpu: bool = False
     """Trained without an accelerator: dropout keeps wider masks."""
     compiled: bool = False

@@ -79,13 +79,14 @@ def loading(workload: Workload) -> dict[str, float]:
 def loading_on_host(workload: Workload) -> float:
     """Bytes of host memory per process while it loads, besides pages of files that are mapped.
 
-    Weights in the type of their file are mapped, and ZeRO-3 partitions them one by one. A copy is
-    made of trained weights in fp32, and of quantised ones that FSDP will cut.
+    Weights in the type of their file are mapped, and ZeRO-3 partitions them one by one; FSDP makes
+    fp32 of its shards. A copy is made of weights that are trained whole in fp32, and of quantised
+    ones that FSDP will cut.
     """
     traits = workload.layout.traits
     if workload.quantization != "none":
         return workload.frozen_bytes if traits.shards_all else 0.0
-    whole = workload.adapter is None and not traits.masters
+    whole = workload.adapter is None and not traits.masters and not traits.shards_all
     return 4.0 * workload.shape.parameters if whole else 0.0
 
 

@@ -1,0 +1,114 @@
+"""fp16 with a scaled loss: near fp32, alike on every engine, and an overflow leaves no row out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune, Tiny, write_recipe
+from test_backends import largest, losses
+from test_training import own_cache
+
+import finetune as ft
+from finetune import catalog
+from finetune.distributed import loss_scale
+from finetune.distributed.loss_scale import FIRST, LossScale
+from finetune.errors import FinetuneError
+from finetune.planner import plan
+from finetune.runs.run import Run
+
+pytestmark = pytest.mark.usefixtures(own_cache.__name__)
+
+FP16 = 5e-3
+"""Losses of about 6 over six steps: fp16 keeps 11 bits, 0.05 %, of each activation."""
+ORDER = 2e-3
+"""Losses on two processes: sums of fp16 products in another order."""
+LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
+
+
+def train(tiny: Tiny, place: Path, precision: Any, **sections: Any) -> Run:
+    recipe = catalog.from_fields(tiny.fields(**sections))
+    return ft.train(recipe, precision=precision, output=place)
+
+
+@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+def test_its_losses_are_near_those_of_fp32(
+    tiny: Tiny, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    narrow = train(tiny, tmp_path / "fp16", "fp16", **kind)
+    assert losses(narrow) != losses(wide := train(tiny, tmp_path / "fp32", "fp32", **kind))
+    assert largest(losses(narrow), losses(wide)) < FP16
+
+
+def test_an_overflow_takes_the_same_step_again(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that overflows at first ends with the bits of one that never does.
+
+    Scales are powers of two, and these gradients are far from fp16's smallest number.
+    """
+    straight = train(tiny, tmp_path / "straight", "fp16", max_steps=3)
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**40)
+    lowered = list[float]()
+    lower = LossScale.lower
+
+    def counted(scale: LossScale) -> bool:
+        lowered.append(scale.value)
+        return lower(scale)
+
+    monkeypatch.setattr(LossScale, "lower", counted)
+    overflowed = train(tiny, tmp_path / "overflowed", "fp16", max_steps=3)
+    assert lowered[0] == 2.0**40
+    assert losses(overflowed) == losses(straight)
+    assert not list(overflowed.read_metrics("skipped"))
+
+
+def test_the_scale_falls_at_once_and_rises_in_time() -> None:
+    scale = LossScale(used=True)
+    assert scale.lower()
+    assert scale.value == FIRST / 4
+    for _ in range(loss_scale.PATIENCE):
+        scale.taken()
+    assert scale.value == FIRST / 2
+    while scale.lower():
+        pass
+    assert scale.value == 1.0
+    assert not LossScale(used=False).lower()
+
+
+def test_deepspeed_is_refused(tiny: Tiny) -> None:
+    recipe = catalog.from_fields(tiny.fields())
+    with pytest.raises(FinetuneError, match="fp16 scales the loss, which zero2 would do in a way"):
+        plan(recipe, "zero2", 2, "fp16")
+    assert plan(recipe, "fsdp_full_shard", 2, "fp16").quant_storage == "float16"
+
+
+def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
+    """Shares of 1e-8 of each of 100,000 tokens, whose gradient fp16 itself would hold as 0."""
+    from finetune.kernels.head import ChunkedLoss
+
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 16, dtype=torch.float16, requires_grad=True)
+    weight = (torch.randn(100_000, 16) * 0.02).half()
+    weight[7] += 3 * hidden[0].detach().sign()
+    targets = torch.full((4,), 7)
+    ChunkedLoss.apply(hidden, weight, None, targets, 1.0, None, 2, 2).backward()
+    wide = hidden.detach().double().requires_grad_()
+    logits = wide @ weight.double().T
+    torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+    assert hidden.grad is not None
+    assert wide.grad is not None
+    assert (hidden.grad - wide.grad).abs().max() < 2e-3 * wide.grad.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
+def test_several_processes_have_the_losses_of_one(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**LORA))
+    words = ["--backend", backend, "--processes", 2, "--precision", "fp16"]
+    done = finetune("launch", recipe, *words, "--output", tmp_path / "two")
+    assert done.status == 0, done.output
+    alone = train(tiny, tmp_path / "one", "fp16", **LORA)
+    assert largest(losses(Run(tmp_path / "two")), losses(alone)) < ORDER
