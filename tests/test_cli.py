@@ -17,6 +17,7 @@ from finetune import backend, catalog
 from finetune.cli.main import main
 from finetune.data.formats import FORMATS
 from finetune.launchers.accelerate import EPHEMERAL, build_command, free_port, machines
+from finetune.methods import METHODS
 from finetune.planner import plan
 from finetune.runs.run import Run, write_json
 
@@ -116,8 +117,8 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     "an unknown method": (
         ["show", "quickstart", "method=stf"],
         [
-            "override: method: got 'stf', expected one of sft, pretrain, dpo, or module:attribute "
-            "of your own; did you mean 'sft'?"
+            f"override: method: got 'stf', expected one of {', '.join(METHODS)}, or "
+            "module:attribute of your own; did you mean 'sft'?"
         ],
     ),
     "a word that is no override": (
