@@ -106,6 +106,8 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         or model.adapter is not None
         or dequantising
     )
+    # What is widened shard by shard need not be read in fp32; a teacher stays narrow.
+    widened = plan.widens_shards and not dequantising and recipe is plan.recipe
     loaded: Any = None
     notes: list[str] = []
     new_head = False
@@ -119,7 +121,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
-                dtype="auto" if plan.widens_shards and not dequantising else dtype,
+                dtype="auto" if widened else dtype,
                 attn_implementation=implementation(recipe, causal(config)),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
