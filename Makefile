@@ -32,6 +32,8 @@ plan: $(READY) ## Say what `make train` with the same variables would do and nee
 prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two processes.
 	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --pairs --jobs 3 \
 		--output proofs/every_backend $(ARGS)
+	$(BIN)/finetune prove quickstart --backends tp,pp --kinds full --steps 6 --jobs 2 \
+		--output proofs/divided $(ARGS)
 
 test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one.
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
+from finetune.distributed import layers
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
@@ -59,7 +59,7 @@ from finetune.models.soundness import (
     not_finite,
 )
 from finetune.models.starting_adapter import tokenizer_of
-from finetune.planner import Plan, limits
+from finetune.planner import Plan, division, limits
 from finetune.planner.kernels import PARTS, choices
 from finetune.planner.shapes import prequantised
 from finetune.recipe import LoRA, Recipe
@@ -139,7 +139,10 @@ def build(engine: Engine, seed: int) -> nn.Module:
 
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
         adapted = as_trained(model, recipe, tokenizer, grown, given)
-        trained, left_out = without_unreached(adapted, recipe, attach)
+        trained, left_out = adapted, None
+        # A stage has no path from tokens to logits, and a part of a row none without the others.
+        if plan.mesh.pipeline * plan.mesh.sequence == 1:
+            trained, left_out = without_unreached(adapted, recipe, attach)
     engine.notes += [left_out] if left_out is not None else []
     if given is not None:
         continued.load_adapter(trained, recipe)
@@ -199,7 +202,10 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     balance = balance_of(model, plan.recipe.model)
-    give_loss(model, chunked=chosen["head"] == "chunked", balance=balance)
+    head = chosen["head"]
+    if layers.is_elsewhere(model.get_output_embeddings()):
+        head = "labelled"
+    give_loss(model, head == "chunked", balance, labelled=head == "labelled")
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     for option, (fuse, _, _) in FUSED.items():
@@ -298,11 +304,13 @@ def _from_scratch(engine: Engine) -> PreTrainedModel:
         with engine.whole_weights():
             model = AutoModelForCausalLM.from_config(
                 config,
-                attn_implementation=implementation(engine.plan.recipe, causal(config)),
+                attn_implementation=engine.attention(
+                    causal(config), implementation(engine.plan.recipe, causal(config))
+                ),
                 dtype=torch.float32,
             )
             save_as_published(model)
-            return model
+        return engine.divide(model)  # type: ignore[return-value]
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {first_line(error)}{advice(error)}") from None
 
@@ -328,14 +336,18 @@ def _pretrained(engine: Engine) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        with engine.whole_weights() if whole else contextlib.nullcontext():
+        unsharded = engine.whole_weights() if whole else contextlib.nullcontext()
+        with engine.loading() as words, unsharded:
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.name,
+                **words,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype=weight_dtype(plan),
-                attn_implementation=implementation(plan.recipe, causal(config)),
+                attn_implementation=engine.attention(
+                    causal(config), implementation(plan.recipe, causal(config))
+                ),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
@@ -387,7 +399,9 @@ def _stored_fields(plan: Plan) -> dict[str, Any]:
         return {}  # loading the model says what is wrong
     name = model.name or ""
     found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
-    found += limits.problems(plan.recipe, fields)  # a plan knows no config that is on the hub only
+    # A plan knows no config that is on the hub only.
+    found += limits.problems(plan.recipe, fields)
+    found += division.of_model(plan.backend.axes, fields)
     if found:
         raise FinetuneError(*found)
     return fields
@@ -405,34 +419,3 @@ def advice(error: Exception) -> str:
             "safetensors, or set model.pickle=true where you trust who made them"
         )
     return ""
-
-
-def counts(model: nn.Module) -> tuple[int, int]:
-    """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
-    trained = total = 0
-    for parameter in model.parameters():
-        elements = _elements(parameter)
-        total += elements
-        trained += elements if parameter.requires_grad else 0
-    return trained, total
-
-
-def stored(model: nn.Module) -> dict[str, int]:
-    """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
-
-    `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
-    """
-    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
-    limit = 10 * model.config.get_text_config().hidden_size
-    return {
-        "parameters": sum(size for size, _ in sizes),
-        "trained": sum(size for size, trained in sizes if trained),
-        "small": sum(size for size, _ in sizes if size <= limit),
-    }
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
-    if state is not None:
-        return state.shape.numel()
-    return whole_numel(parameter)

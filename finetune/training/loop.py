@@ -26,8 +26,9 @@ from finetune.training.optim import learning_rate
 class StepRows:
     """What one rank computes in a step, on its device, and what all ranks have in it together."""
 
-    batches: list[tuple[int, MicroBatch]]
-    """Each with its number in the global batch."""
+    batches: list[MicroBatch]
+    numbers: list[int]
+    """Of the micro-batches, in the global batch."""
     chosen: np.ndarray  # (rows,) int64: row numbers of the global batch
     mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
     terms: int
@@ -128,13 +129,15 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
     mine = _micro_batches(engine, rows, chosen)
+    batches = [collate(rows, taken, pad_id, engine.device) for _, taken in mine]
     given, reference = list[MicroBatch](), 0.0
     if recipe.reads_kl:
         assert rows.step_reference is not None
         given = mismatched_batches(engine, rows, chosen, epoch_of(step, recipe, rows), pad_id)
         reference = float(rows.step_reference[step])
     return StepRows(
-        batches=[(number, collate(rows, taken, pad_id, engine.device)) for number, taken in mine],
+        batches=engine.settle(batches, pad_id),
+        numbers=[number for number, _ in mine],
         chosen=chosen,
         mine=[taken for _, taken in mine],
         terms=recipe.terms(rows, chosen),
@@ -177,42 +180,40 @@ def train_step(
     taken_rows = feed.take(step)
     batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
     waited = time.perf_counter() - begun
-    scale = engine.data_world * plan.accumulation / max(1, terms)
-    losses: list[torch.Tensor] = []
-    balances: list[torch.Tensor] = []
+    scale = engine.averaged * plan.accumulation / max(1, terms)
+    sums = torch.zeros(2, len(batches), device=engine.device)  # losses, and balances in them
     metrics = _Metrics(recipe, engine.device)
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
-        batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
+        batches = [dataclasses.replace(batch, kl=kl) for batch in batches]
     engine.model.train()
     measured = contextlib.ExitStack()
-    for index, (number, batch) in enumerate(batches):
-        last = index == len(batches) - 1
-        if last and measuring is not None:
-            measured.enter_context(measuring)
-        # Dropout depends on the seed, the step and the place in the global batch alone.
-        torch.manual_seed(_dropout_seed(recipe.seed, step, number))
-        with engine.unsynchronised(last):
-            found = recipe.loss(engine.model, batch)
-            loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
-            engine.backward(poison(loss) * scale, last)
+    # Dropout depends on the seed, the step and the place in the global batch alone.
+    seeds = [_dropout_seed(recipe.seed, step, number) for number in taken_rows.numbers]
+
+    def loss_of(index: int, model: torch.nn.Module) -> torch.Tensor:
+        found = recipe.loss(model, batches[index])
+        loss, balance = parts(found.sum, found.balance, real_tokens / max(1, terms))
         metrics.add(found.metrics)
-        losses.append(loss.detach())
-        balances.append(balance.detach())
+        sums[:, index] = torch.stack([loss.detach(), balance.detach()])
+        return poison(loss) * scale
+
+    entered = measuring or contextlib.nullcontext()
+    engine.accumulate(batches, seeds, loss_of, lambda: measured.enter_context(entered))
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     norm, taken = engine.step(lr)
     measured.close()
     # One copy from the device; fp64, which not every device has, on the host.
-    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums]).cpu().double()
-    sums, balanced = read[: 2 * len(losses)].chunk(2)  # (accumulation,)
-    slots = sum(batch.ids.numel() for _, batch in batches)
-    measured_sums = [*read[2 * len(losses) :].tolist(), *map(float, metrics.counts)]
-    brought = [sums.sum().item(), balanced.sum().item(), slots, *measured_sums]
-    totals, largest = engine.meet(brought, noticed())
+    read = torch.cat([sums.flatten(), metrics.sums]).cpu().double()
+    losses, balances = read[: sums.numel()].chunk(2)  # (accumulation,)
+    slots = sum(batch.ids.numel() for batch in batches)
+    measured_sums = [*read[sums.numel() :].tolist(), *map(float, metrics.counts)]
+    brought = [losses.sum().item(), balances.sum().item(), slots, *measured_sums]
+    totals, largest = engine.meet(_counted(engine, brought), noticed())
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
-    blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
+    blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
-    final = batches[-1][1]
+    final = batches[-1]
     return StepResult(
         loss=mean,
         balance=balance if balance else math.nan,
@@ -231,6 +232,11 @@ def train_step(
         suspects=blamed,
         metrics=metrics.means(totals[3:]),
     )
+
+
+def _counted(engine: Engine, brought: list[float]) -> list[float]:
+    """What this rank adds to sums over rows: of those with the same rows one counts."""
+    return brought if engine.counts else [0.0] * len(brought)
 
 
 def _micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -264,16 +270,22 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     engine.model.eval()
     # As many on every rank: forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
-        batch = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
+        given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
+        (batch,) = engine.settle([given], pad_id)
         terms += recipe.count(batch)
-        found = recipe.loss(engine.model, batch)
-        sums.append(found.sum)
-        metrics.add(found.metrics)
+
+        def look(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
+            found = recipe.loss(model, batch)
+            sums.append(found.sum)
+            metrics.add(found.metrics)
+            return found.sum
+
+        engine.look(batch, look)
     engine.reshard()
     # Added in fp64, which not every device has, on the host.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
     brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
-    summed, counted, *measured = engine.sum(brought)
+    summed, counted, *measured = engine.sum(_counted(engine, brought))
     return EvalResult(
         loss=summed / max(1.0, counted),
         tokens=int(counted),

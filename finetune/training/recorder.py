@@ -255,6 +255,8 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     Args:
         flops: FLOP/s that one process reaches with matrix products alone.
     """
+    if engine.plan.traits.divides:
+        return None
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)

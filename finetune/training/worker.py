@@ -31,7 +31,15 @@ from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.kernels import cpu
-from finetune.models import adapters, experts, load_checks, model, starting_adapter, vocabulary
+from finetune.models import (
+    adapters,
+    experts,
+    load_checks,
+    model,
+    sizes,
+    starting_adapter,
+    vocabulary,
+)
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.process import rendezvous
@@ -262,8 +270,8 @@ class Training:
         self.data = self.data.side_by_side(self.padding.free)
         vocabulary_notes = self._fit_vocabulary(network)
         self.tokenizer = handover.settle(network, self.chat, self.data.train)
-        self.parameters = model.counts(network)
-        self.stored = model.stored(network)
+        self.parameters = sizes.counts(engine, network)
+        self.stored = sizes.stored(engine, network)
         self.notes = [
             *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
             *self._origin(), *vocabulary_notes,
