@@ -327,14 +327,14 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> Non
         ids = torch.arange(sum(lengths))[None]
         ends = torch.tensor([0, *lengths]).cumsum(0).int()
         positions = torch.cat([torch.arange(each) for each in lengths])[None]
-        bounds = Boundaries(positions, ends, max(lengths))
+        bounds = Boundaries(positions, ends, max(lengths), tuple(ends.tolist()))
         return MicroBatch(ids, ids.clone(), None, len(lengths), sum(lengths), sum(lengths), bounds)
 
     short, long = padded([documents(2, 1), documents(4, 3)], pad_id=9)
     assert short.ids.tolist() == [[0, 1, 2, 9, 9, 9, 9]]
     assert short.labels.tolist() == [[0, 1, 2, -100, -100, -100, -100]]
     assert short.boundaries is not None
-    assert short.boundaries.ends.tolist() == [0, 2, 3, 7]
+    assert short.boundaries.ends.tolist() == [*short.boundaries.numbers] == [0, 2, 3, 7]
     assert short.boundaries.positions.tolist() == [[0, 1, 0, 0, 1, 2, 3]]
     assert short.boundaries.longest == 4
     assert (short.trained_tokens, short.real_tokens) == (3, 3)

@@ -30,6 +30,7 @@ def _filled(batch: MicroBatch, rows: int, longest: int, pad_id: int) -> MicroBat
             positions=torch.cat([bounds.positions, extra[None]], 1),
             ends=torch.cat([bounds.ends, bounds.ends.new_tensor([longest])]),
             longest=max(bounds.longest, more),
+            numbers=(*bounds.numbers, longest),
         )
     return dataclasses.replace(
         batch,

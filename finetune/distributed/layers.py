@@ -82,6 +82,10 @@ def cut(model: Any, mesh: DeviceMesh, device: torch.device, axes: Axes) -> nn.Mo
     with cutting(mesh, device, axes) as words:
         config, _, meshes = model.prepare_distribute_model(words["distributed_config"])
         model = model.maybe_distribute_model(model, config, meshes)
+    if model.get_output_embeddings() is not None and not is_elsewhere(
+        model.get_output_embeddings()
+    ):
+        model.tie_weights()
     return model.to(device)
 
 
@@ -90,10 +94,12 @@ def _tensor(
 ) -> PreTrainedModel:
     """Cut layers by transformers, but for hooks that sum gradients."""
     elsewhere = [n for n, m in model.named_modules() if isinstance(m, PipelineIdentityLayer)]
-    here = {
+    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    here = {  # of a tied table that is tied already, the head's name is no other parameter
         name: style
         for name, style in plan.items()
-        if not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
+        if name in known
+        and not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
     }
     kept = {name: style for name, style in here.items() if style != PARTIAL}
     found: Any = apply(model, along, kept)

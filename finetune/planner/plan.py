@@ -179,7 +179,8 @@ class Plan:
             shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
         groups = f"{self.processes} processes"
         if self.backend.axes.any:
-            groups = f"{self.mesh.data} groups of {self.backend.axes.processes} processes"
+            several = "s" * (self.mesh.data > 1)
+            groups = f"{self.mesh.data} group{several} of {self.backend.axes.processes} processes"
         return f"{batch.rows} {unit} = {shares} x {groups}, {filled} {length} tokens a {what}"
 
 

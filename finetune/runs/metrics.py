@@ -67,6 +67,8 @@ class Start(Record):
     """What the terms of the loss are: `tokens`, or `pairs`."""
     resumed_from: int | None = None
     """Step of the checkpoint that training goes on from."""
+    groups: int | None = None
+    """Groups of processes that train on the same rows; None where each reads its own."""
 
     @property
     def shares(self) -> str:

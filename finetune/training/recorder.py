@@ -104,6 +104,7 @@ class Recorder:
             Start(
                 step=progress.step,
                 processes=engine.world,
+                groups=engine.data_world if engine.data_world < engine.world else None,
                 backend=self.plan.backend.name,
                 precision=self.plan.backend.precision,
                 micro_rows=recipe.batch.micro_rows,

@@ -264,7 +264,7 @@ class Training:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
         engine = self.engine
         compiled = settle_compiled(engine, self.data, self.steps)
-        network = model.build(engine, self.recipe.seed)
+        network = engine.together(lambda: model.build(engine, self.recipe.seed))
         self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
