@@ -24,8 +24,8 @@ FLOORS = [
     {"process"},
     {"backend"},
     {"planner"},
-    {"data", "distributed", "kernels", "rewards"},
-    {"methods"},
+    {"data", "kernels", "rewards"},
+    {"distributed", "methods"},
     {"catalog"},
     {"checkpoints"},
     {"models"},
@@ -53,7 +53,7 @@ LIGHT = [
     *(f"finetune.cli.{name}" for name in VERBS.values()),
 ]  # fmt: skip
 READS_ENVIRONMENT = {
-    "backend.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",
+    "backend/__init__.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",
     "process/quiet.py", "process/rendezvous.py", "verification/memory/launch.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py"}

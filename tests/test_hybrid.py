@@ -106,7 +106,9 @@ def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> Non
 def test_other_axes_that_reach_a_worker_are_refused() -> None:
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"}
     sizes = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    with pytest.raises(FinetuneError, match="tp_size 2: this toolkit runs no such axis"):
+    with pytest.raises(
+        FinetuneError, match="tensor 2 beside Accelerate's FSDP: this toolkit runs no such"
+    ):
         backends.from_environment(given | sizes | {"WORLD_SIZE": "4"})
 
 

@@ -54,7 +54,8 @@ SECTIONS = (
 BACKENDS = [
     "single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_full_shard_offload",
     "fsdp_shard_grad_op_offload", "hsdp", "hsdp_shard_grad_op", "zero1", "zero2", "zero2_offload",
-    "zero3", "zero3_offload", "zero3_nvme",
+    "zero3", "zero3_offload", "zero3_nvme", "tp", "tp_fsdp", "pp", "pp_fsdp", "pp_tp",
+    "pp_tp_fsdp", "sp", "sp_fsdp",
 ]  # fmt: skip
 
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -17,10 +17,13 @@ from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.methods import SFT
 from finetune.planner import plan
+from finetune.planner.mesh import DATA
 from finetune.planner.shapes.read_config import READERS
 from finetune.recipe import Data, LoRA, Model, Recipe
 
-BACKENDS = {name: backend.load(name) for name in backend.names()}
+ALL = {name: backend.load(name) for name in backend.names()}
+BACKENDS = {name: each for name, each in ALL.items() if not each.axes.any}
+"""Those that keep a model's layers and rows in one process; `test_division` has the others."""
 ROWS = Data("rows.jsonl", "messages")
 BASE = SFT(Model("models/small")).with_data(ROWS).with_batch(rows=16, micro_rows=1)
 SHARDED = {name for name, each in BACKENDS.items() if each.shard != "none"}
@@ -405,16 +408,17 @@ def test_every_reason_is_told_at_once() -> None:
 # Backends.
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ALL)
 def test_accelerate_itself_reads_a_backend(name: str) -> None:
     """With its own loader, which refuses unknown keys at the top; nested ones are ours to check."""
-    config = load_config_from_file(str(BACKENDS[name].path))
+    config = load_config_from_file(str(ALL[name].path))
     assert isinstance(config, ClusterConfig)
     engine = {"NO": "single", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-    assert engine.get(kind, "ddp") == BACKENDS[name].engine
+    usual = "mesh" if ALL[name].axes.any else "ddp"
+    assert engine.get(kind, usual) == ALL[name].engine
     assert config.mixed_precision == "bf16"
-    assert config.num_processes == BACKENDS[name].processes
+    assert config.num_processes == ALL[name].processes
 
 
 REALISED = {
@@ -588,7 +592,8 @@ def test_a_model_that_is_nowhere_is_refused_without_a_network(
 def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
     found = plan(BASE, "hsdp", 8)
     assert (found.mesh.replicate, found.mesh.shard, found.accumulation) == (4, 2, 2)
-    assert [found.mesh.place(rank) for rank in (0, 1, 5)] == [
+    places = [found.mesh.place(rank) for rank in (0, 1, 5)]
+    assert [{axis: place[axis] for axis in DATA} for place in places] == [
         {"replicate": 0, "shard": 0},
         {"replicate": 0, "shard": 1},
         {"replicate": 2, "shard": 1},
@@ -607,7 +612,7 @@ def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
         ("  parallelism_config_dp_shard_size: 3", "2 x 3 processes, but num_processes is 4"),
         ("  parallelism_config_dp_shard_size: two", "got 'two', expected a whole number"),
         ("  parallelism_config_dp_shard_sise: 2", "unknown key; did you mean 'parallelism_config"),
-        ("  parallelism_config_tp_size: 2", "parallelism_config_tp_size: unknown key"),
+        ("  parallelism_config_tp_size: 2", "expected MULTI_GPU beside axes that divide"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
@@ -623,5 +628,5 @@ def test_a_mesh_belongs_to_fsdp(tmp_path: Path) -> None:
     text = backend.find("zero3").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text + "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n")
-    with pytest.raises(FinetuneError, match="belongs to distributed_type: FSDP, and only to it"):
+    with pytest.raises(FinetuneError, match="belongs to distributed_type: FSDP, or to axes"):
         backend.load(str(path))

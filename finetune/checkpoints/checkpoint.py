@@ -37,8 +37,9 @@ from finetune.checkpoints.pretrained import (
     write_adapter,
     write_model,
 )
-from finetune.distributed.base import Engine, Fragment
-from finetune.distributed.boxes import boxes_of
+from finetune.distributed.base import Engine
+from finetune.distributed.fragments import Fragment
+from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.parameters import assign, to_host, whole_shape
 from finetune.distributed.reader import KEPT, Reader
 from finetune.errors import FinetuneError, TrainingFailure
@@ -91,15 +92,14 @@ def take(engine: Engine) -> State:
     """A copy of this rank's state in host memory, on every rank together."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
-    shapes = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
+    here = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
+    shapes = {
+        name: shape for of_rank in engine.every_stage(here) for name, shape in of_rank.items()
+    }
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
-            host, reached = to_host(values), 0
-            for box in boxes_of(shapes[fragment.name], fragment.start, values.numel()):
-                place = ",".join(map(str, box.offsets))
-                part = host[reached : reached + box.numel].reshape(box.sizes)
-                tensors[f"{fragment.name}|{key}|{place}"] = part
-                reached += box.numel
+            for box, part in fragment.boxes(shapes[fragment.name], to_host(values)):
+                tensors[f"{fragment.name}|{key}|{','.join(map(str, box.offsets))}"] = part
         for key, values in fragment.whole.items():
             tensors[f"{fragment.name}|{key}|whole"] = to_host(values)
         scalars[fragment.name] = fragment.scalars
@@ -250,6 +250,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
     here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
+    if any(map(is_elsewhere, module.modules())):  # other stages compare their own
+        shapes = {name: shape for name, shape in shapes.items() if name in here}
     differing = sorted(
         name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
     )
@@ -278,7 +280,7 @@ def load_state(engine: Engine, folder: Path) -> None:
             keys = {key: torch.empty(0) for key in reader.keys(name) if key != "weight"}
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 
-        engine.restore(reader.range, extras)
+        engine.restore(reader, extras)
 
 
 def compare(engine: Engine, folder: Path) -> list[str]:
@@ -287,10 +289,10 @@ def compare(engine: Engine, folder: Path) -> list[str]:
     with Reader(folder) as reader:
         for fragment in engine.fragments():
             same = (
-                torch.equal(reader.range(fragment.name, key, fragment.start, values.numel()),
-                            to_host(values))
+                torch.equal(reader.box(fragment.name, key, box), part)
                 for key, values in fragment.values.items()
-            )  # fmt: skip
+                for box, part in fragment.boxes(reader.shapes[fragment.name], to_host(values))
+            )
             if not all(same):
                 differing.append(fragment.name)
     return differing

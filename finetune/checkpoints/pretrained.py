@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.handover import base_reference, network_of, saved_config
 from finetune.distributed.base import Engine
+from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.parameters import to_host, whole_values
 from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
@@ -55,14 +56,15 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """
     whole = engine.plan.recipe.adapter is None
     for name, buffer in persistent_buffers(engine.module):
-        if engine.speaks and (whole or ".modules_to_save." in name):
+        if engine.writes_whole and (whole or ".modules_to_save." in name):
             yield name, to_host(buffer)
     if not whole:
         return
+    elsewhere = engine.elsewhere(engine.module)
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad and not is_of_teacher(name):
             values = whole_values(parameter)
-            if engine.speaks:
+            if engine.writes_whole and id(parameter) not in elsewhere:
                 yield name, values
 
 
@@ -96,6 +98,8 @@ def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
 
     A parameter of two names, as of tied tables that are trained whole, has two keys.
     """
+    if any(map(is_elsewhere, module.modules())):  # PEFT would miss the layers of other stages
+        return {name.replace(".default.", "."): name for name in names}
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
     parameters = dict(module.named_parameters())
     numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
@@ -175,7 +179,10 @@ def _stored(
 
 def _is_parameter(network: PreTrainedModel, name: str) -> bool:
     owner, _, last = name.rpartition(".")
-    return last in network.get_submodule(owner)._parameters
+    try:
+        return last in network.get_submodule(owner)._parameters
+    except AttributeError:  # of another stage, where buffers are those of this one's layers
+        return True
 
 
 def in_fp32(name: str, patterns: Any) -> bool:

@@ -47,5 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         max_restarts=arguments.max_restarts,
         launcher=arguments.launcher,
         shard_size=arguments.shard_size,
+        axes=options.axes_of(arguments),
     )
     return 0

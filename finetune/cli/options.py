@@ -38,9 +38,25 @@ def backend_words(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="hsdp: processes that hold one copy together; by default those of a node",
     )
+    axes_words(parser)
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
     )
+
+
+def axes_words(parser: argparse.ArgumentParser) -> None:
+    from finetune.backend.axes import FLAGS, SCHEDULES
+
+    for field, what in FLAGS.items():
+        parser.add_argument(f"--{field}", type=count, metavar="N", help=what)
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of a pipeline's micro-batches")
+
+
+def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
+    """The sizes of axes and the schedule that are given, by the fields of `Axes`."""
+    from finetune.backend.axes import FLAGS
+
+    return {field: getattr(arguments, field) for field in (*FLAGS, "schedule")}
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,6 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, help="per GPU and hour")
     parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
     parser.add_argument("--row-tokens", type=int, help="tokens of a row on average, for packing")
-    parser.add_argument("--tensor", type=int, metavar="N", help="tensor parallel: arithmetic only")
-    parser.add_argument("--pipeline", type=int, metavar="N", help="stages of a pipeline: the same")
     parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
     parser.add_argument(
         "--verify", action="store_true", help="trace a step of the real model with fake tensors"
@@ -45,9 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     if not (arguments.gpu or arguments.gpus):
         machine = backend.load(arguments.backend or recipe.backend)
-        count = machine.processes if arguments.processes is None else arguments.processes
+        sizes = options.axes_of(arguments)
+        machine, count = backend.divided(machine, arguments.processes, sizes)
         machine = backend.sized(machine, count, shard_size=arguments.shard_size)
-        check(recipe, machine, arguments.processes, arguments.precision, files=False)
+        check(recipe, machine, count, arguments.precision, files=False)
     asked = verify if arguments.verify else None
     status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)
     if not arguments.json:

@@ -7,6 +7,8 @@ from typing import Any
 
 import psutil
 
+from finetune import backend as backends
+from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, memory, page, totals
 from finetune.planner.estimate.callbacks import Measure, Verification, Verify
@@ -30,9 +32,13 @@ def plain(
 ) -> int:
     """The plan on this machine's CPU, as far as the shapes are known."""
     processes = arguments.processes or arguments.gpus
-    settled = plan(recipe, arguments.backend, processes, arguments.precision)
+    machine = backends.load(arguments.backend or recipe.backend)
+    machine, count = backends.divided(machine, processes, axes_of(arguments))
+    settled = plan(recipe, machine, count, arguments.precision)
     here, problem = None, ""
     try:
+        if settled.traits.divides:
+            raise FinetuneError("of a divided model only for GPUs: name one with --gpu and --gpus")
         here = dataclasses.replace(
             workload_of(settled, model_source(recipe).shape),
             cpu=True,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import psutil
 
 from finetune import backend as backends
+from finetune.cli.options import axes_of
 from finetune.cli.plan_here import plain, status
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, changes, hardware, page
@@ -82,8 +83,11 @@ def run(
             link=arguments.link, network=arguments.network, host_ram=arguments.host_ram,
             price=arguments.price,
         )  # fmt: skip
-    if arguments.tensor is not None or arguments.pipeline is not None:
-        return _grid(arguments, recipe, machine)
+    divided = arguments.backend and backends.load(arguments.backend).axes.any
+    if machine is not None and divided:
+        return _divided(arguments, recipe, machine)
+    if not divided and (arguments.tensor is not None or arguments.pipeline is not None):
+        return _grid(arguments, recipe, machine, arguments.tensor or 1, arguments.pipeline or 1)
     tracer = verify or trace
     if tracer is not None and _is_unknown(recipe):
         return _traced(arguments, recipe, machine, tracer)
@@ -114,12 +118,35 @@ def _is_unknown(recipe: Recipe) -> bool:
         return False  # told where the shapes are needed
 
 
-def _grid(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None) -> int:
+def _divided(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
+    """A backend that divides the model."""
+    chosen, _ = backends.divided(
+        backends.load(arguments.backend), machine.count, axes_of(arguments)
+    )
+    settled = plan(recipe, chosen, machine.count, arguments.precision)
+    if not arguments.json:
+        print(settled.explain())
+    axes = chosen.axes
+    if recipe.adapter is not None or axes.sequence > 1:
+        told = "memory is predicted of all weights under tensor and pipeline parallel alone"
+        print(json.dumps(settled.summary(), indent=2) if arguments.json else f"note         {told}")
+        return 0
+    return _grid(arguments, recipe, machine, axes.tensor, axes.pipeline, by_stage=True)
+
+
+def _grid(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    machine: hardware.Machine | None,
+    ways: int,
+    stages: int,
+    by_stage: bool = False,
+) -> int:
     """Tensor, pipeline and data parallel."""
     if machine is None:
         raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
-    ways, stages = arguments.tensor or 1, arguments.pipeline or 1
-    found = plan_grid(recipe, machine, ways, stages, arguments.precision or "bf16")
+    precision = arguments.precision or "bf16"
+    found = plan_grid(recipe, machine, ways, stages, precision, by_stage)
     print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
     return 0
 
@@ -264,7 +291,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(
             f"\nat this size consider {grid.grid.name} as well, with "
             f"{page.size(grid.memory.total)} per GPU (--tensor {grid.grid.tensor} --pipeline "
-            f"{grid.grid.pipeline}): this toolkit does not run it"
+            f"{grid.grid.pipeline}): --backend pp_tp_fsdp, tp_fsdp or pp_fsdp"
         )
     chosen, words = _chosen(recipe, ranked[0])
     settled = plan(chosen, on(machine, ranked[0].name), machine.count, precision)

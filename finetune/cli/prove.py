@@ -19,7 +19,10 @@ SUMMARY = "show that backends change nothing of a recipe"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--backends", help="names with commas, or all; by default the recipe's")
+    parser.add_argument(
+        "--backends",
+        help="names with commas; all leaves out what divides a model; by default the recipe's",
+    )
     parser.add_argument("--processes", type=options.count, default=2, help="of each sharded run")
     parser.add_argument("--steps", type=options.count, default=10, help="optimizer steps compared")
     parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")

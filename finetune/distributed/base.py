@@ -10,29 +10,31 @@ import abc
 import contextlib
 import dataclasses
 import datetime
-import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from finetune import backend as backends
+from finetune.data.collate import MicroBatch
+from finetune.distributed import workarounds
+from finetune.distributed.compare import Compare, comparing, wrapped_by
+from finetune.distributed.fragments import Fragment
 from finetune.distributed.loss_scale import LossScale, announce_fp16, autocasting
+from finetune.distributed.parameters import local, moment_elements
 from finetune.distributed.ranks import Ranks, group_on_host
+from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process import rendezvous
 
-Compare = Callable[[str, object, object], None]
-"""Notes a difference: what it is in, what the plan has, what was built."""
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +49,6 @@ class Held:
     gradients: int
     optimizer: int
     """Elements of the first moment in memory (none while it lies on a disk)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fragment:
-    """Elements [start, start + numel) of a flattened parameter, with their optimizer state.
-
-    `values["weight"]` is the fp32 weight; the others are optimizer state by the optimizer's own
-    names. Each is flat. `whole` holds state of another size and `scalars` plain numbers.
-    """
-
-    name: str
-    start: int
-    values: dict[str, torch.Tensor]
-    whole: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    scalars: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-Read = Callable[[str, str, int, int], torch.Tensor]
-"""(name, key, start, numel) -> the flat elements from a checkpoint."""
 
 
 class Engine(Ranks):
@@ -86,7 +69,7 @@ class Engine(Ranks):
         """
         self.plan = plan
         if attempt := rendezvous.restarts():
-            _meet_apart_from_earlier_attempts(attempt)
+            workarounds.meet_apart_from_earlier_attempts(attempt)
         self.settle_libraries()
         rendezvous.announce_wait()
         self.accelerator = Accelerator(
@@ -121,7 +104,7 @@ class Engine(Ranks):
         That takes half a second, and an installation of DeepSpeed that is broken ends a run of
         FSDP.
         """
-        without_deepspeed(True)
+        workarounds.without_deepspeed(True)
 
     def compare_built(self, compare: Compare) -> None:
         """Compare what Accelerate built with the plan, besides what every engine has."""
@@ -136,7 +119,7 @@ class Engine(Ranks):
         """The fragments that this rank writes; together the ranks write each element once."""
 
     @abc.abstractmethod
-    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+    def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         """Fill this rank's fp32 weights and optimizer state from a checkpoint.
 
         `extras(name)` gives the state of a parameter that is not cut, and its scalars.
@@ -163,6 +146,21 @@ class Engine(Ranks):
         return self.plan.mesh.data
 
     @property
+    def averaged(self) -> int:
+        """Over how many processes a gradient is averaged, which a loss is multiplied by before."""
+        return self.data_world
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over rows take this process's share: one of those with the same rows."""
+        return True
+
+    @property
+    def writes_whole(self) -> bool:
+        """Whether this process writes what is not cut; one of those with the same layers."""
+        return self.speaks
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank talks to the person and writes the record."""
         return self.accelerator.is_main_process
@@ -183,6 +181,19 @@ class Engine(Ranks):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[dict[str, Any]]:
+        """Inside, `from_pretrained` with the yielded words loads what this process holds."""
+        yield {}
+
+    def attention(self, config: Any, core: str) -> str:
+        """Name of the attention of a model of a config, around that of one process."""
+        return core
+
+    def divide(self, model: nn.Module) -> nn.Module:
+        """What this process holds of a model that was built complete."""
+        return model
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -242,6 +253,49 @@ class Engine(Ranks):
         if self.held_gradients is None and self.plan.synchronises_each:
             self.held_gradients = self.gradient_elements()
 
+    def accumulate(
+        self,
+        batches: list[MicroBatch],
+        seeds: list[int],
+        loss_of: Callable[[int, nn.Module], torch.Tensor],
+        before_last: Callable[[], object],
+    ) -> None:
+        """All forward and backward passes of a step.
+
+        Args:
+            batches: the micro-batches of this process.
+            seeds: of dropout in each of them.
+            loss_of: the scaled loss of a micro-batch, by its index, from the model.
+            before_last: called before the passes of the last of them.
+        """
+        for index, seed in enumerate(seeds):
+            last = index == len(batches) - 1
+            if last:
+                before_last()
+            torch.manual_seed(seed)
+            with self.unsynchronised(last):
+                self.backward(loss_of(index, self.model), last)
+
+    def look(self, batch: MicroBatch, loss_of: Callable[[int, nn.Module], torch.Tensor]) -> None:
+        """A forward pass of a micro-batch that `settle` gave, without gradients."""
+        loss_of(0, self.model)
+
+    def elsewhere(self, model: nn.Module) -> set[int]:
+        """Identities of parameters that another process with other layers counts too."""
+        return set()
+
+    def over_stages(self, counts: list[int]) -> list[int]:
+        """Sums over processes with other layers, of counts without what is `elsewhere`."""
+        return counts
+
+    def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What processes with other layers have too, in the order of the layers."""
+        return [mine]
+
+    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+        """The micro-batches of a step as this process computes them; no other is asked."""
+        return batches
+
     def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, a micro-batch that is not the last keeps its gradients to this rank."""
         return contextlib.nullcontext()
@@ -285,6 +339,10 @@ class Engine(Ranks):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; where ranks hold other parts, all raise what any refused."""
+        return work()
+
     # What this rank holds ------------------------------------------------------------------------
 
     def held(self) -> Held:
@@ -325,63 +383,6 @@ class Engine(Ranks):
             self.compare_built(compare)
         if differences:
             raise FinetuneError(*differences)
-
-
-def comparing(differences: list[str]) -> Compare:
-    """What notes each difference between what the plan has and what was built."""
-
-    def compare(what: str, asked: object, built: object) -> None:
-        if asked != built:
-            differences.append(f"{what}: the plan has {asked}, Accelerate built {built}")
-
-    return compare
-
-
-def wrapped_by(model: nn.Module) -> str:
-    """The engine that a model was wrapped by."""
-    if isinstance(model, DistributedDataParallel):
-        return "ddp"
-    if isinstance(model, FSDPModule):
-        return "fsdp"
-    return "deepspeed" if type(model).__name__ == "DeepSpeedEngine" else "single"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def moment_elements(states: Iterable[dict[str, Any]]) -> int:
-    """Elements of the first moments: the state of one kind with the most elements."""
-    totals: dict[str, int] = {}
-    for values in states:
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                totals[key] = totals.get(key, 0) + local(value).numel()
-    return max(totals.values(), default=0)
-
-
-def without_deepspeed(absent: bool) -> None:
-    """Let Accelerate believe that DeepSpeed is not installed, or see for itself."""
-    utilities = importlib.import_module("accelerate.utils.other")
-    installed = importlib.import_module("accelerate.utils.imports").is_deepspeed_available
-    utilities.is_deepspeed_available = (lambda: False) if absent else installed
-
-
-def _meet_apart_from_earlier_attempts(attempt: int) -> None:
-    """Give the processes of a restart keys of their own in the store of torch's agent.
-
-    torch 2.13 counts on a new store for each restart, but the static rendezvous that Accelerate
-    1.15 asks for keeps the first: a process may then read where one of the attempt before was
-    listening, and both wait for ever.
-    """
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides it
-    create = rendezvous._create_c10d_store
-
-    def apart(*words: Any, **named: Any) -> torch.distributed.Store:
-        return torch.distributed.PrefixStore(f"attempt-{attempt}", create(*words, **named))
-
-    rendezvous._create_c10d_store = apart
 
 
 def _precision(accelerator: Accelerator) -> str:

@@ -7,7 +7,9 @@ from finetune.distributed import device
 from finetune.distributed.base import Engine
 from finetune.distributed.deepspeed import DeepSpeed
 from finetune.distributed.fsdp import Fsdp
+from finetune.distributed.mesh import MeshEngine
 from finetune.distributed.native import Ddp, Native
+from finetune.distributed.pipeline import PipelineEngine
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process import rendezvous
@@ -17,6 +19,7 @@ ENGINES: dict[str, type[Engine]] = {
     "ddp": Ddp,
     "fsdp": Fsdp,
     "deepspeed": DeepSpeed,
+    "mesh": MeshEngine,
 }
 
 
@@ -32,7 +35,8 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Engine:
     problems = device.problems(found, plan.backend.precision, local_rank, here)
     if problems:
         raise FinetuneError(*problems)
-    engine = ENGINES[plan.backend.engine](plan, nvme_path, timeout)
+    kind = PipelineEngine if plan.mesh.pipeline > 1 else ENGINES[plan.backend.engine]
+    engine = kind(plan, nvme_path, timeout)
     engine.notes += device.left_alone(found)
     if engine.device.type == "cuda" and engine.world > 1:
         unlike = device.different(engine.gather(device.described(engine.device)))

@@ -11,10 +11,14 @@ import torch
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune import backend as backends
+from finetune.backend.sections import ZERO_SHARDS
 from finetune.distributed import deepspeed_nvme as nvme
-from finetune.distributed.base import Compare, Engine, Fragment, Read, without_deepspeed
+from finetune.distributed.base import Engine
+from finetune.distributed.compare import Compare
 from finetune.distributed.device import on_cpu
+from finetune.distributed.fragments import Fragment
+from finetune.distributed.reader import Reader
+from finetune.distributed.workarounds import without_deepspeed
 from finetune.planner import Plan
 from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
 from finetune.process import rendezvous
@@ -40,12 +44,12 @@ class DeepSpeed(Engine):
         without_deepspeed(False)
 
     def compare_built(self, compare: Compare) -> None:
-        stage = backends.ZERO_SHARDS[self.accelerator.state.deepspeed_plugin.zero_stage]
+        stage = ZERO_SHARDS[self.accelerator.state.deepspeed_plugin.zero_stage]
         compare("shard", self.plan.backend.shard, stage)
 
     def compare_wrapped(self, compare: Compare) -> None:
         backend, model = self.plan.backend, self._engine
-        compare("shard", backend.shard, backends.ZERO_SHARDS[model.zero_optimization_stage()])
+        compare("shard", backend.shard, ZERO_SHARDS[model.zero_optimization_stage()])
         asked = {
             "optimizer": (backend.offload != "none", model.zero_offload_optimizer()),
             "parameters": (backend.offload == "all", model.zero_offload_param()),
@@ -150,11 +154,11 @@ class DeepSpeed(Engine):
         cut = self.plan.backend.shard == "params"
         return self._slices() if cut else self._pieces()
 
-    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+    def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         if self.plan.backend.shard == "params":
-            self._restore_slices(read, extras)
+            self._restore_slices(reader, extras)
         else:
-            self._restore_pieces(read, extras)
+            self._restore_pieces(reader, extras)
 
     # ZeRO-1 and ZeRO-2: pieces of one flat fp32 partition per parameter group ---------------------
 
@@ -183,7 +187,7 @@ class DeepSpeed(Engine):
             scalars = {"step": float(state["step"])} if "step" in state else {}
             yield Fragment(name, mapping.lp_fragment_address.start, values, scalars=scalars)
 
-    def _restore_pieces(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+    def _restore_pieces(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         base = self._base
         for name, parameter in self.trained():
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -191,7 +195,7 @@ class DeepSpeed(Engine):
                 continue
             partition, place = self._partition(parameter), mapping.get_hp_fragment_address()
             start = mapping.lp_fragment_address.start
-            mapping.get_hp_fragment().data.copy_(read(name, "weight", start, place.numel))
+            mapping.get_hp_fragment().data.copy_(reader.range(name, "weight", start, place.numel))
             extra = extras(name)
             if not extra.scalars:
                 continue
@@ -199,7 +203,7 @@ class DeepSpeed(Engine):
                 base.state[partition] = _fresh_state(partition, extra.scalars["step"])
             for key in MOMENTS:
                 target = base.state[partition][key].narrow(0, place.start, place.numel)
-                target.copy_(read(name, key, start, place.numel))
+                target.copy_(reader.range(name, key, start, place.numel))
 
     # ZeRO-3: a slice of each parameter, padded on the last rank -----------------------------------
 
@@ -230,7 +234,7 @@ class DeepSpeed(Engine):
                     values[key] = state.detach()[:size].clone()
             yield Fragment(name, start, values, scalars={} if step is None else {"step": step})
 
-    def _restore_slices(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+    def _restore_slices(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         places = list(self._places())
@@ -242,7 +246,7 @@ class DeepSpeed(Engine):
 
             def partition(key: str, place=(name, start, size, padding)) -> torch.Tensor:
                 name, start, size, padding = place
-                values = read(name, key, start, size) if size else torch.zeros(0)
+                values = reader.range(name, key, start, size) if size else torch.zeros(0)
                 return nn.functional.pad(values, (0, padding)).to(self.device)
 
             safe_set_local_fp32_param(parameter, partition("weight"))
@@ -269,7 +273,7 @@ def _fresh_state(partition: torch.Tensor, step: float) -> dict[str, torch.Tensor
 def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
     backend, recipe = plan.backend, plan.recipe
     _load_deepspeed(cpu)
-    stage = next(stage for stage, shard in backends.ZERO_SHARDS.items() if shard == backend.shard)
+    stage = next(stage for stage, shard in ZERO_SHARDS.items() if shard == backend.shard)
     optimizer_device = backend.device if backend.offload != "none" else "none"
     plugin = DeepSpeedPlugin(
         zero_stage=stage,

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.distributed.base import Compare
+from finetune.distributed.compare import Compare
 from finetune.distributed.device import on_cpu
 from finetune.distributed.gloo_shared_memory import share_memory
 from finetune.distributed.native import Native

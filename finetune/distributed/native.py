@@ -11,8 +11,11 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune.distributed.base import Engine, Fragment, Read, local
+from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
+from finetune.distributed.fragments import Fragment
+from finetune.distributed.parameters import local
+from finetune.distributed.reader import Reader
 
 
 class Native(Engine):
@@ -53,7 +56,7 @@ class Native(Engine):
                     whole[key] = value
             yield Fragment(name, self.first_element(parameter) + begin, values, whole, scalars)
 
-    def restore(self, read: Read, extras: Callable[[str], Fragment]) -> None:
+    def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         owners = {
             id(p): o.optimizer  # type: ignore[attr-defined]
             for o in self.optimizers
@@ -63,12 +66,12 @@ class Native(Engine):
         for name, parameter in self.trained():
             extra = extras(name)
             flat, start = _flat(parameter.data), self.first_element(parameter)
-            flat.copy_(read(name, "weight", start, flat.numel()))
+            flat.copy_(reader.range(name, "weight", start, flat.numel()))
             if not (extra.values or extra.whole or extra.scalars):
                 continue  # saved before the optimizer's first step
             state: dict[str, Any] = dict(extra.whole)
             for key in extra.values:
-                values = read(name, key, start, flat.numel())
+                values = reader.range(name, key, start, flat.numel())
                 state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
                 _flat(state[key]).copy_(values)
             for key, number in extra.scalars.items():

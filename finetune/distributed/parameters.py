@@ -1,8 +1,11 @@
 """A whole parameter, however the engine has cut it."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def partitioned(parameter: nn.Parameter) -> bool:
@@ -32,6 +35,13 @@ def whole_values(parameter: nn.Parameter) -> torch.Tensor:
 
 def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Put whole values into a parameter; every rank must call this."""
+    data = parameter.data
+    if isinstance(data, DTensor):
+        part = distribute_tensor(
+            value.to(data.device, data.dtype), data.device_mesh, data.placements, src_data_rank=None
+        )
+        data.to_local().copy_(part.to_local())
+        return
     if not partitioned(parameter):
         parameter.copy_(value)
         return
@@ -44,3 +54,18 @@ def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", copy=True).contiguous()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def moment_elements(states: Iterable[dict[str, Any]]) -> int:
+    """Elements of the first moments: the state of one kind with the most elements."""
+    totals: dict[str, int] = {}
+    for values in states:
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                totals[key] = totals.get(key, 0) + local(value).numel()
+    return max(totals.values(), default=0)

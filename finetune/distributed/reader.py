@@ -104,13 +104,21 @@ class Reader:
             values, seen = self._box(name, key, box)
             if not bool(seen.all()):
                 reached += int(seen.reshape(-1).int().argmin())
-                raise FinetuneError(
-                    f"the checkpoint holds no elements {reached} to {start + numel} of {name} "
-                    f"({key}): it is of another model or adapter, or a rank's file is missing"
-                )
+                raise _lacking(f"elements {reached} to {start + numel}", name, key)
             parts.append(values.reshape(-1))
             reached += box.numel
         return torch.cat(parts) if parts else torch.zeros(0)
+
+    def box(self, name: str, key: str, box: Box) -> torch.Tensor:
+        """A block of a parameter's value, in its own shape.
+
+        Raises:
+            FinetuneError: as `range` does.
+        """
+        values, seen = self._box(name, key, box)
+        if not bool(seen.all()):
+            raise _lacking(f"complete block {box.sizes} at {box.offsets}", name, key)
+        return values if box.numel else torch.zeros(box.sizes)
 
     def whole(self, name: str, key: str) -> torch.Tensor:
         """All elements of a parameter's value, flat."""
@@ -133,6 +141,13 @@ class Reader:
                 )
             values[place], seen[place] = read, True
         return values, seen
+
+
+def _lacking(what: str, name: str, key: str) -> FinetuneError:
+    return FinetuneError(
+        f"the checkpoint holds no {what} of {name} ({key}): it is of another model or adapter, or "
+        "a rank's file is missing"
+    )
 
 
 def _pieces(

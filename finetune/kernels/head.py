@@ -37,6 +37,7 @@ def give_loss(
     chunked: bool,
     balance: Balance | None = None,
     temperature: float = 1.0,
+    labelled: bool = False,
 ) -> None:
     """Let a model compute its loss where its forward pass is told the labelled rows.
 
@@ -48,6 +49,7 @@ def give_loss(
         chunked: false computes the loss from all logits.
         balance: the load-balancing loss that training adds; None for none.
         temperature: divides the logits of the loss, behind scale and cap.
+        labelled: computes the loss from the logits of labelled tokens alone.
 
     Raises:
         FinetuneError: `chunked`, and the head is no plain linear layer.
@@ -62,6 +64,7 @@ def give_loss(
     # With the module of the class too: transformers looks there for code of the model's own.
     own: dict[str, Any] = {"loss_in_chunks": chunked, "balance": balance}
     own |= {"temperature": temperature, "__module__": kind.__module__}
+    own["logits_of_labelled"] = logit_function(model.config) if labelled else None
     model.__class__ = type(kind.__name__, (WithLoss, kind), own)
 
 
@@ -99,6 +102,8 @@ class WithLoss:
     """Mixed into a causal language model: a forward pass that ends in the sum of the loss."""
 
     loss_in_chunks: bool
+    logits_of_labelled: tuple[float, float | None] | None
+    """Scale and soft cap where the head's own call makes logits, of labelled tokens alone."""
     balance: Balance | None
     temperature: float
 
@@ -126,24 +131,43 @@ class WithLoss:
         balanced = self.balance is not None and self.training
         if balanced:
             inputs["output_router_logits"] = True
-        if self.loss_in_chunks:
+        if self.loss_in_chunks or self.logits_of_labelled:
             given = {name: value for name, value in inputs.items() if value is not None}
             output = self.base_model(*args, **given)
             hidden = output.last_hidden_state.flatten(0, 1)  # (rows * length, hidden)
-            loss = self.get_output_embeddings()(hidden[places], targets, logps)
+            loss = self.loss_of_hidden(hidden[places], targets, logps)
         else:
             output = super().forward(*args, **inputs)
-            labelled = output.logits.flatten(0, 1)[places].float()  # (labelled, vocabulary)
-            labelled = labelled / self.temperature
-            how = "none" if logps else "sum"
-            loss = F.cross_entropy(labelled, targets, reduction=how)
-            loss = -loss if logps else loss
+            labelled = output.logits.flatten(0, 1)[places]  # (labelled, vocabulary)
+            loss = _from_logits(labelled.float() / self.temperature, targets, logps)
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         documents = documents_of(ids, mask, inputs.get("cu_seq_lens_q"), real_tokens)
         balance = self.balance.sum(output.router_logits, *documents)
         return torch.cat([loss.view(-1), balance.view(1)])
+
+    def loss_of_hidden(
+        self,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        targets: torch.Tensor,  # (labelled,)
+        logps: bool,
+    ) -> torch.Tensor:
+        """The summed cross-entropy of hidden states, or with `logps` that of each target."""
+        head = self.get_output_embeddings()
+        if self.loss_in_chunks:
+            return head(hidden, targets, logps)
+        logits = head(hidden).float()
+        scale, cap = self.logits_of_labelled or (1.0, None)
+        logits = logits * scale if scale != 1.0 else logits
+        logits = (logits / cap).tanh() * cap if cap is not None else logits
+        return _from_logits(logits / self.temperature, targets, logps)
+
+
+def _from_logits(logits: torch.Tensor, targets: torch.Tensor, logps: bool) -> torch.Tensor:
+    """The summed cross-entropy of (labelled, vocabulary) logits, or each log-probability."""
+    loss = F.cross_entropy(logits.float(), targets, reduction="none" if logps else "sum")
+    return -loss if logps else loss
 
 
 class LabelledHead(nn.Linear):

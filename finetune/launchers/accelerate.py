@@ -72,7 +72,8 @@ def run(job: Job) -> None:
         command = build_command(job.plan, words, flags)
         here = max(1, job.plan.processes // machines(flags))
         threads = max(1, (os.cpu_count() or 1) // here)
-        _run(command, job.run, status, threads, starts_again=bool(job.max_restarts))
+        axes = job.plan.backend.axes.variables()
+        _run(command, axes, job.run, status, threads, starts_again=bool(job.max_restarts))
 
 
 def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:
@@ -102,9 +103,13 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
     command = interpreter.python("-m", "finetune.process.loopback")
     command += ["--config_file", str(settled.backend.path)]
     command += ["--num_processes", str(settled.processes)]
-    if settled.backend.shard_size is not None:
-        command += ["--parallelism_config_dp_replicate_size", str(settled.mesh.replicate)]
-        command += ["--parallelism_config_dp_shard_size", str(settled.mesh.shard)]
+    mesh, axes = settled.mesh, settled.backend.axes
+    if settled.backend.shard_size is not None or axes.any:
+        command += ["--parallelism_config_dp_replicate_size", str(mesh.replicate)]
+        command += ["--parallelism_config_dp_shard_size", str(mesh.shard)]
+    if axes.any:
+        command += ["--parallelism_config_tp_size", str(axes.tensor)]
+        command += ["--parallelism_config_sp_size", str(axes.sequence)]
     if machines(flags) > 1:
         command += settled.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):
@@ -147,8 +152,17 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _run(command: list[str], run: Run, status: Path, threads: int, starts_again: bool) -> None:
+def _run(
+    command: list[str],
+    axes: dict[str, str],
+    run: Run,
+    status: Path,
+    threads: int,
+    starts_again: bool,
+) -> None:
     """Run to the end, passing its output on; a worker's own error is raised as such.
+
+    `axes` are variables of what Accelerate does not hand on to a worker.
 
     A signal to this process goes on to the job, which has a session of its own: torch's agent
     hands it to each worker and waits for them, by default for 30 s, too short for a large
@@ -162,7 +176,7 @@ def _run(command: list[str], run: Run, status: Path, threads: int, starts_again:
     # What a scheduler or another launch left would be taken for this launch's own.
     left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {name: value for name, value in os.environ.items() if name not in left}
-    environment |= inherited | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
+    environment |= inherited | axes | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
     report, held = list[str](), list[str]()
     with _started(command, interpreter.environment(environment)) as (process, heard):
         assert process.stderr is not None

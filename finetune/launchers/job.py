@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from finetune import backend as backends
@@ -48,6 +48,7 @@ def launch(
     *,
     launcher: str = "accelerate",
     shard_size: int | None = None,
+    axes: Mapping[str, int | str | None] | None = None,
 ) -> Run:
     """Train in processes of their own, through `accelerate launch`, and wait for the end.
 
@@ -58,6 +59,8 @@ def launch(
             checkpoint.
         shard_size: under hybrid sharding the processes that hold one copy of the model together;
             by default those of one machine.
+        axes: processes along the axes that divide the model, by the fields of
+            `finetune.backend.axes.Axes`; by default those of the backend's file.
         launcher: a name of `finetune.launchers.LAUNCHERS`, or `module:function` of a `Launcher`.
 
     Raises:
@@ -67,9 +70,9 @@ def launch(
     """
     start: Launcher = extensions.find("--launcher", launcher, LAUNCHERS)
     machine = backends.load(backend or recipe.backend)
-    count = machine.processes if processes is None else processes
+    machine, count = backends.divided(machine, processes, axes or {})
     machine = backends.sized(machine, count, machines(flags), shard_size)
-    plan = check(recipe, machine, processes, precision)
+    plan = check(recipe, machine, count, precision)
     run = Run(Path(output or Path("runs") / "latest"))
     if resume and finished(run, plan) and card(run).is_file():
         print(f"{run.root}: complete, nothing to resume", flush=True)

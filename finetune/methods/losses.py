@@ -119,7 +119,7 @@ def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     from the place t - 1, so the first label of a row is never used. Where documents lie side by
     side, the first label of each is none, so that no document is predicted from another.
     """
-    length = batch.labels.shape[1]
+    length = batch.ids.shape[1]  # of a part of a row, whose last label is the next part's first
     trained = batch.labels[:, 1:] != UNTRAINED  # (micro_rows, longest - 1)
     # The number is known, so that no accelerator has to be asked for it.
     row, column = torch.nonzero_static(trained, size=batch.trained_tokens).unbind(1)

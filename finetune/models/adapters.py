@@ -9,9 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.distributed.parameters import partitioned
+from finetune.distributed.parameters import assign, partitioned
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.models import targets, vocabulary
 from finetune.models.load_checks import first_line
@@ -77,11 +78,24 @@ def _with_adapter(
         with warnings.catch_warnings():
             # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            return get_peft_model(model, chosen)
+            return with_whole_widths(get_peft_model(model, chosen))
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {first_line(error)}{_linear_modules(model)}"
         ) from None
+
+
+def with_whole_widths(model: PeftModel) -> PeftModel:
+    """Let adapters of divided layers know their complete widths.
+
+    PEFT 0.21 leaves the width of this process's part in an A that is cut by columns.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
+                if isinstance(linear.weight, DTensor):
+                    linear.out_features, linear.in_features = linear.weight.shape
+    return model
 
 
 def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
@@ -136,7 +150,7 @@ def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
             else:
                 nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
             with torch.no_grad():
-                parameter.copy_(drawn)
+                assign(parameter, drawn)
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:

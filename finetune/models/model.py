@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.checkpoints.pretrained import is_of_teacher
+from finetune.distributed import layers
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.distributed.parameters import whole_numel
 from finetune.errors import FinetuneError
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
@@ -132,7 +131,10 @@ def build(engine: Engine, seed: int) -> nn.Module:
 
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
         adapted = as_trained(model, recipe, tokenizer, grown, given)
-        trained, left_out = without_unreached(adapted, recipe, attach)
+        trained, left_out = adapted, None
+        # A stage has no path from tokens to logits, and a part of a row none without the others.
+        if plan.mesh.pipeline * plan.mesh.sequence == 1:
+            trained, left_out = without_unreached(adapted, recipe, attach)
     engine.notes += [left_out] if left_out is not None else []
     if given is not None:
         continued.load_adapter(trained, recipe)
@@ -193,11 +195,15 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Let a base, whose adapter is in it, compute as the plan says."""
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
+    head = chosen["head"]
     if plan.recipe.scores is not None:
         give_scores(model)
     else:
         balance = balance_of(model, plan.recipe.model)
-        give_loss(model, chosen["head"] == "chunked", balance, plan.recipe.loss_temperature)
+        if layers.is_elsewhere(model.get_output_embeddings()):
+            head = "labelled"
+        temperature = plan.recipe.loss_temperature
+        give_loss(model, head == "chunked", balance, temperature, labelled=head == "labelled")
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     install_fused(model, plan)
@@ -273,37 +279,3 @@ def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]
 def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
     kept = any(part in str(operation) for part in ATTENTION_OPERATIONS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def counts(model: nn.Module) -> tuple[int, int]:
-    """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
-    trained = total = 0
-    for name, parameter in model.named_parameters():
-        if is_of_teacher(name):
-            continue
-        elements = _elements(parameter)
-        total += elements
-        trained += elements if parameter.requires_grad else 0
-    return trained, total
-
-
-def stored(model: nn.Module) -> dict[str, int]:
-    """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
-
-    `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
-    """
-    named = model.named_parameters()
-    sizes = [(whole_numel(p), p.requires_grad) for n, p in named if not is_of_teacher(n)]
-    limit = 10 * model.config.get_text_config().hidden_size
-    return {
-        "parameters": sum(size for size, _ in sizes),
-        "trained": sum(size for size, trained in sizes if trained),
-        "small": sum(size for size, _ in sizes if size <= limit),
-    }
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
-    if state is not None:
-        return state.shape.numel()
-    return whole_numel(parameter)

@@ -25,7 +25,7 @@ from finetune.models.quantization import (
     placed_while_loading,
 )
 from finetune.models.soundness import DECODER_ONLY
-from finetune.planner import Plan, limits
+from finetune.planner import Plan, division, limits
 from finetune.planner.shapes import prequantised
 from finetune.recipe import Recipe
 
@@ -69,14 +69,16 @@ def from_scratch(engine: Engine) -> PreTrainedModel:
         with engine.whole_weights():
             model = scoring.auto_class(recipe.scores).from_config(
                 config,
-                attn_implementation=implementation(recipe, causal(config)),
+                attn_implementation=engine.attention(
+                    causal(config), implementation(recipe, causal(config))
+                ),
                 dtype=torch.float32,
             )
             if recipe.scores is not None:
                 scoring.refuse_other_head(model)
                 scoring.draw_head(model, recipe.scores, recipe.seed)
             save_as_published(model)
-            return model
+        return engine.divide(model)  # type: ignore[return-value]
     except (ValueError, TypeError, ImportError) as error:
         raise FinetuneError(f"model.config: {first_line(error)}{advice(error)}") from None
 
@@ -106,8 +108,8 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         or model.adapter is not None
         or dequantising
     )
-    # What is widened shard by shard need not be read in fp32; a teacher stays narrow.
-    widened = plan.widens_shards and not dequantising and recipe is plan.recipe
+    # What is widened shard by shard need not be read in fp32.
+    widened = plan.widens_shards and not dequantising
     loaded: Any = None
     notes: list[str] = []
     new_head = False
@@ -115,14 +117,18 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        with engine.whole_weights() if whole else contextlib.nullcontext():
+        unsharded = engine.whole_weights() if whole else contextlib.nullcontext()
+        with engine.loading() as words, unsharded:
             loaded = scoring.auto_class(scores).from_pretrained(
                 model.name,
+                **words,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype="auto" if widened else dtype,
-                attn_implementation=implementation(recipe, causal(config)),
+                attn_implementation=engine.attention(
+                    causal(config), implementation(recipe, causal(config))
+                ),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
@@ -180,7 +186,9 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         return {}  # loading the model says what is wrong
     name = model.name or ""
     found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
-    found += limits.problems(recipe, fields)  # a plan knows no config that is on the hub only
+    # A plan knows no config that is on the hub only.
+    found += limits.problems(recipe, fields)
+    found += division.of_model(plan.backend.axes, fields)
     if found:
         raise FinetuneError(*found)
     return fields

@@ -52,6 +52,8 @@ class Traits:
     """A step of one of its ranks can be traced without the others."""
     untraced: str = ""
     """Why it cannot."""
+    divides: bool = False
+    """Divides the model over processes that train on the same rows."""
 
 
 TRAITS: dict[Engine, Traits] = {
@@ -84,5 +86,12 @@ TRAITS: dict[Engine, Traits] = {
         host_elements={"optimizer": 16.0, "all": 18.0},
         host_buffers=1.5,  # its own estimator's factor
         untraced="DeepSpeed's engine cannot be traced without its processes",
+    ),
+    "mesh": Traits(
+        least=2,
+        floats_only=True,
+        chooses_reduction=True,
+        divides=True,
+        untraced="a process of a divided model cannot be traced without the others",
     ),
 }

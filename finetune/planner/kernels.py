@@ -116,7 +116,7 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
     adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
     kernels = recipe.kernels
     return (
-        _head(recipe, kind),
+        _head(recipe, backend, kind),
         *adapted,
         _part("norm", kernels.norm, kind),
         _part("activation", kernels.activation, kind),
@@ -163,9 +163,11 @@ def against_one_call(
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def _head(recipe: Recipe, kind: str | None) -> Choice:
+def _head(recipe: Recipe, backend: Backend, kind: str | None) -> Choice:
     if recipe.scores is not None:
         return Choice("head", "scores")
+    if recipe.kernels.head == "whole" and backend.axes.pipeline > 1:
+        return Choice("head", "labelled", "stages hand on hidden states, not logits")
     if recipe.kernels.head == "whole":
         return Choice("head", "whole")
     if recipe.adapter is not None and _on_head(recipe.adapter.targets):
@@ -174,6 +176,10 @@ def _head(recipe: Recipe, kind: str | None) -> Choice:
         return Choice("head", "whole", "rows of it are trained (adapter.trainable_token_indices)")
     if kind is not None and kind not in LOGITS:
         return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
+    if backend.axes.tensor > 1:
+        return Choice("head", "labelled", f"{backend.name} divides the head over processes")
+    if backend.axes.schedule == "ZBVZeroBubble" and backend.axes.pipeline > 1:
+        return Choice("head", "labelled", "ZBVZeroBubble passes backwards through it twice")
     return Choice("head", "chunked")
 
 
@@ -200,6 +206,7 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
     reasons = {
         "adapter.dropout thins each input by itself": adapter.dropout > 0,
         "adapter.use_dora needs the norm of whole weights": adapter.use_dora,
+        f"{backend.name} divides the products of a layer": backend.axes.tensor > 1,
         "model.quantization=int8 has products of its own": recipe.model.quantization == "int8",
         f"{backend.name} gathers each layer for itself": TRAITS[backend.engine].for_own_module
         and backend.shard == "params",

@@ -7,10 +7,11 @@ from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.planner.engines import TRAITS, Traits
+from finetune.planner.estimate.parallelism import bubble
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.limits import fields_of
-from finetune.planner.mesh import Mesh
+from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
 from finetune.recipe import Recipe
@@ -50,16 +51,17 @@ class Plan:
         """Whether trained weights become fp32 after they are cut, and not while they are loaded.
 
         Then no process makes a copy of all of them: those of a file in 16 bits stay mapped. New
-        rows of a table are means, which 16 bits would round.
+        rows of a table are means, which 16 bits would round; a teacher beside it stays narrow.
         """
         model = self.recipe.model
-        loaded = model.name is not None and not model.add_tokens
+        loaded = model.name is not None and not model.add_tokens and not self.recipe.teaches
         return self.traits.shards_all and self.recipe.adapter is None and loaded
 
     @property
     def lr(self) -> float:
         """Peak learning rate after the scaling that the recipe asks for."""
-        scale = {"none": 1.0, "linear": float(self.processes), "sqrt": math.sqrt(self.processes)}
+        data = self.mesh.data
+        scale = {"none": 1.0, "linear": float(data), "sqrt": math.sqrt(data)}
         return self.recipe.optim.lr * scale[self.recipe.optim.lr_scaling]
 
     @property
@@ -111,7 +113,7 @@ class Plan:
             "device": backend.device,
             "precision": backend.precision,
             "processes": self.processes,
-            "mesh": dataclasses.asdict(self.mesh),
+            "mesh": self.mesh.summary(),
             "rows_per_step": self.recipe.batch.rows,
             "micro_rows": self.recipe.batch.micro_rows,
             "micro_tokens": self.recipe.batch.micro_tokens,
@@ -119,6 +121,7 @@ class Plan:
             "padding": self.padding.line(),
             "accumulation": self.accumulation,
             "lr": self.lr,
+            **({"bubble": self.bubble} if self.mesh.pipeline > 1 else {}),
             "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
@@ -147,14 +150,32 @@ class Plan:
         rules = {each.option: each.rule for each in self.kernels}
         if recipe.model.attention == "sdpa" and self.padding.free:
             rules["attention"] = attention_rule(recipe, backend)
+        lines += [f"pipeline     {self._pipeline()}"] if self.mesh.pipeline > 1 else []
         lines += [f"             {option}: {rule}" for option, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
     def _copies(self) -> str:
         """Under hybrid sharding, how many copies there are."""
+        if self.backend.axes.any:
+            return f", {self.mesh.words()}"
         if self.backend.shard_size is None:
             return ""
         return f" in {self.mesh.replicate} copies over {self.mesh.shard} processes each"
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a stage of the pipeline waits; 0 without one."""
+        return bubble(self.mesh.pipeline, self.accumulation, self.backend.axes.chunks)
+
+    def _pipeline(self) -> str:
+        """How much of a step a stage waits, and what would lower it."""
+        axes, count = self.backend.axes, self.accumulation
+        enough = math.floor(9 * (axes.pipeline - 1) / axes.chunks) + 1  # a bubble under a tenth
+        more = f"; under 10 % from {enough} on" if count < enough else ""
+        return (
+            f"{axes.pipeline} stages, {axes.schedule}: a stage waits {self.bubble:.1%} of a step, "
+            f"by {count} micro-batches{more}"
+        )
 
     def _stored(self) -> str:
         """How much of the base is quantised."""
@@ -172,18 +193,11 @@ class Plan:
         shares = f"{batch.micro_rows} micro x {self.accumulation} accumulation"
         if batch.micro_tokens is not None:
             shares = f"micro of {batch.micro_tokens} tokens x at most {self.accumulation}"
-        return (
-            f"{batch.rows} {unit} = {shares} x {self.processes} processes, {filled} "
-            f"{length} tokens a {what}"
-        )
-
-
-def mesh_of(backend: Backend, processes: int) -> Mesh:
-    """The mesh of a backend: copies under DDP, shards under FSDP and ZeRO, both under HSDP."""
-    if backend.shard == "none":
-        return Mesh(replicate=processes)
-    shard = backend.shard_size or processes
-    return Mesh(replicate=processes // shard, shard=shard)
+        groups = f"{self.processes} processes"
+        if self.backend.axes.any:
+            several = "s" * (self.mesh.data > 1)
+            groups = f"{self.mesh.data} group{several} of {self.backend.axes.processes} processes"
+        return f"{batch.rows} {unit} = {shares} x {groups}, {filled} {length} tokens a {what}"
 
 
 def synchronises_each(recipe: Recipe) -> bool:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import limits
+from finetune.planner import division, limits
 from finetune.planner.engines import TRAITS
 from finetune.planner.kernels import choices, model_type
+from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
@@ -47,6 +48,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _optimizer,
         _evaluation,
         _processes,
+        division.incompatible,
     )
     return [problem for rule in rules for problem in rule(recipe, backend, processes)]
 
@@ -99,14 +101,19 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     if recipe.batch.micro_tokens is not None:
         yield from _micro_tokens(recipe)
         return
-    unit = micro * max(1, processes)
+    ways = mesh_of(backend, max(1, processes)).data
+    unit = micro * ways
     if rows % unit:
         below, above = rows - rows % unit, rows + unit - rows % unit
         choices = " or ".join(str(value) for value in (below, above) if value)
         yield (
-            f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {processes} "
-            f"processes ({micro} x {processes} = {unit}); use batch.rows={choices}"
+            f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
+            f"{_readers(backend)} ({micro} x {ways} = {unit}); use batch.rows={choices}"
         )
+
+
+def _readers(backend: Backend) -> str:
+    return "groups of processes" if backend.axes.any else "processes"
 
 
 def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
@@ -321,7 +328,7 @@ def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     name = recipe.optim.name
-    sharded = backend.shard != "none"
+    sharded = backend.shard != "none" or backend.axes.any
     if name in ("adamw_8bit", "paged_adamw_8bit") and sharded:
         yield (
             f"optim.name: {name} quantises its moments in blocks, and {backend.name} cuts tensors "
@@ -355,6 +362,8 @@ def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
         yield f"processes: got {processes}, expected at least 1"
     elif traits.alone and processes > 1:
         yield f"processes: {engine} runs one process, got {processes}; use ddp or fsdp_full_shard"
+    elif backend.axes.any:
+        return  # see `division`
     elif backend.shard_size is not None and processes % backend.shard_size:
         yield (
             f"processes: {processes} do not divide into copies of {backend.shard_size}; use a "

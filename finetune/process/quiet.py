@@ -54,3 +54,8 @@ def forget_launch() -> None:
     """
     for name in OF_A_LAUNCH:
         os.environ.pop(name, None)
+
+
+def keep_mesh_from_accelerate() -> None:
+    """Let Accelerate 1.15 build no mesh of its own, whose axes lack a pipeline's and experts'."""
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)

@@ -246,9 +246,12 @@ def start_table(run: Run, start: Start) -> Table:
         f"({trainable})",
     )
     processes = "1 process" if start.processes == 1 else f"{start.processes} processes"
+    readers = processes
+    if start.groups is not None:
+        readers = f"{start.groups} group{'s' * (start.groups > 1)} of processes"
     table.add_row(
         "batch",
-        f"{start.rows_per_step} {_unit_of_rows(start)} = {start.shares} x {processes}",
+        f"{start.rows_per_step} {_unit_of_rows(start)} = {start.shares} x {readers}",
     )
     if start.padding:
         table.add_row("", escape(start.padding))

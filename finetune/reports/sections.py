@@ -191,7 +191,7 @@ def _backend(history: History) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for start in history.starts:
         batch = f"{start.rows_per_step} = {start.micro_rows} x {start.accumulation}"
-        batch += f" x {start.processes}"
+        batch += f" x {start.groups or start.processes}"
         rows.append((start.step, start.backend, start.precision, start.processes, batch))
     columns = (
         "from step",

@@ -69,6 +69,8 @@ class Start(Record):
     """Rows of steps that come from one row of the data in a pass over it."""
     resumed_from: int | None = None
     """Step of the checkpoint that training goes on from."""
+    groups: int | None = None
+    """Groups of processes that train on the same rows; None where each reads its own."""
 
     @property
     def shares(self) -> str:

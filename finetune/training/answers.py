@@ -28,7 +28,8 @@ def mismatched_batches(
     """This rank's micro-batches of the `mismatched` answers of some rows."""
     recipe = engine.plan.recipe
     made = mismatched(rows, chosen, epoch, recipe.seed, recipe.batch.max_length)
-    return [collate(made, taken, pad_id, engine.device) for taken in cut_answers(engine, made)]
+    batches = [collate(made, taken, pad_id, engine.device) for taken in cut_answers(engine, made)]
+    return engine.settle(batches, pad_id)
 
 
 @torch.no_grad()
@@ -40,10 +41,17 @@ def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int
     engine.model.eval()
     total, count = torch.zeros((), dtype=torch.float64, device=engine.device), 0
     for batch in batches:
-        total += sequence_logps(engine.model, batch)[0].sum()
+
+        def look(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
+            found = sequence_logps(model, batch)[0].sum()
+            total.add_(found)
+            return found
+
+        engine.look(batch, look)
         count += len(batch.document_labels)
     engine.reshard()
-    summed, counted = engine.sum([float(total), float(count)])
+    brought = [float(total), float(count)] if engine.counts else [0.0, 0.0]
+    summed, counted = engine.sum(brought)
     return summed, int(counted)
 
 

@@ -27,8 +27,9 @@ from finetune.training.optim import learning_rate
 class StepRows:
     """What one rank computes in a step, on its device, and what all ranks have in it together."""
 
-    batches: list[tuple[int, MicroBatch]]
-    """Each with its number in the global batch."""
+    batches: list[MicroBatch]
+    numbers: list[int]
+    """Of the micro-batches, in the global batch."""
     chosen: np.ndarray  # (rows,) int64: row numbers of the global batch
     mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
     terms: int
@@ -159,13 +160,15 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
     mine = micro_batches(engine, rows, chosen)
+    batches = [collate(rows, taken, pad_id, engine.device) for _, taken in mine]
     given, reference = list[MicroBatch](), 0.0
     if recipe.reads_kl:
         assert rows.step_reference is not None
         given = mismatched_batches(engine, rows, chosen, epoch_of(step, recipe, rows), pad_id)
         reference = float(rows.step_reference[step])
     return StepRows(
-        batches=[(number, collate(rows, taken, pad_id, engine.device)) for number, taken in mine],
+        batches=engine.settle(batches, pad_id),
+        numbers=[number for number, _ in mine],
         chosen=chosen,
         mine=[taken for _, taken in mine],
         terms=recipe.terms(rows, chosen),
@@ -210,31 +213,32 @@ def train_step(
     waited = time.perf_counter() - begun
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
-        batches = [(number, dataclasses.replace(batch, kl=kl)) for number, batch in batches]
+        batches = [dataclasses.replace(batch, kl=kl) for batch in batches]
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     tokens_per_term = real_tokens / max(1, terms)
-    scale = engine.data_world * plan.accumulation / max(1, terms)
-    tried = _attempt(engine, batches, step, lr, scale, tokens_per_term, measuring)
+    scale = engine.averaged * plan.accumulation / max(1, terms)
+    # Dropout depends on the seed, the step and the place in the global batch alone.
+    seeds = [_dropout_seed(recipe.seed, step, number) for number in taken_rows.numbers]
+    tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, measuring)
     while not tried.taken and engine.scale.lower():  # an overflow of fp16
-        tried = _attempt(engine, batches, step, lr, scale, tokens_per_term, None)
-    losses, balances, metrics = tried.losses, tried.balances, tried.metrics
+        tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, None)
+    metrics = tried.metrics
     metrics.add_sums(taken_rows.passed_over)
     norm, taken = tried.norm, tried.taken
     # One copy from the device; fp64, which not every device has, on the host.
-    read = torch.cat([torch.stack([*losses, *balances]), metrics.sums, metrics.largest])
-    read = read.cpu().double()
-    sums, balanced = read[: 2 * len(losses)].chunk(2)  # (accumulation,)
-    slots = sum(batch.ids.numel() for _, batch in batches)
-    sums_end = 2 * len(losses) + len(metrics.names)
-    measured_sums = [*read[2 * len(losses) : sums_end].tolist(), *map(float, metrics.counts)]
-    brought = [sums.sum().item(), balanced.sum().item(), slots, *measured_sums]
+    read = torch.cat([tried.sums.flatten(), metrics.sums, metrics.largest]).cpu().double()
+    losses, balances = read[: 2 * len(batches)].chunk(2)  # (accumulation,)
+    slots = sum(batch.ids.numel() for batch in batches)
+    sums_end = 2 * len(batches) + len(metrics.names)
+    measured_sums = [*read[2 * len(batches) : sums_end].tolist(), *map(float, metrics.counts)]
+    brought = [losses.sum().item(), balances.sum().item(), slots, *measured_sums]
     seen: list[float] = [*noticed(), *read[sums_end:].tolist()]
-    totals, most = engine.meet(brought, seen)
+    totals, most = engine.meet(_counted(engine, brought), seen)
     largest = [int(each) for each in most[: len(seen) - len(recipe.extremes)]]
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
-    blamed = None if taken else suspects(engine, sums, taken_rows.mine, taken_rows.chosen)
+    blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
-    final = batches[-1][1]
+    final = batches[-1]
     return StepResult(
         loss=mean,
         balance=balance if balance else math.nan,
@@ -262,8 +266,7 @@ def train_step(
 class _Attempt:
     """What came of a forward and backward pass over the rows of a step, and of its update."""
 
-    losses: list[torch.Tensor]
-    balances: list[torch.Tensor]
+    sums: torch.Tensor  # (2, accumulation): losses, and balances in them
     metrics: _Metrics
     norm: float
     taken: bool
@@ -271,8 +274,8 @@ class _Attempt:
 
 def _attempt(
     engine: Engine,
-    batches: list[tuple[int, MicroBatch]],
-    step: int,
+    batches: list[MicroBatch],
+    seeds: list[int],
     lr: float,
     scale: float,
     tokens_per_term: float,
@@ -280,26 +283,27 @@ def _attempt(
 ) -> _Attempt:
     """Compute the gradient of a step, and update where it is finite; else all is as it was."""
     recipe = engine.plan.recipe
-    losses: list[torch.Tensor] = []
-    balances: list[torch.Tensor] = []
+    sums = torch.zeros(2, len(batches), device=engine.device)
     metrics = _Metrics(recipe, engine.device)
+
+    def loss_of(index: int, model: torch.nn.Module) -> torch.Tensor:
+        found = recipe.loss(model, batches[index])
+        loss, balance = parts(found.sum, found.balance, tokens_per_term)
+        metrics.add(found)
+        sums[:, index] = torch.stack([loss.detach(), balance.detach()])
+        return poison(loss) * (scale * engine.scale.value)
+
     engine.model.train()
     with contextlib.ExitStack() as measured:
-        for index, (number, batch) in enumerate(batches):
-            last = index == len(batches) - 1
-            if last and measuring is not None:
-                measured.enter_context(measuring)
-            # Dropout depends on the seed, the step and the place in the global batch alone.
-            torch.manual_seed(_dropout_seed(recipe.seed, step, number))
-            with engine.unsynchronised(last):
-                found = recipe.loss(engine.model, batch)
-                loss, balance = parts(found.sum, found.balance, tokens_per_term)
-                engine.backward(poison(loss) * (scale * engine.scale.value), last)
-            metrics.add(found)
-            losses.append(loss.detach())
-            balances.append(balance.detach())
+        entered = measuring or contextlib.nullcontext()
+        engine.accumulate(batches, seeds, loss_of, lambda: measured.enter_context(entered))
         norm, taken = engine.step(lr)
-    return _Attempt(losses, balances, metrics, norm, taken)
+    return _Attempt(sums, metrics, norm, taken)
+
+
+def _counted(engine: Engine, brought: list[float]) -> list[float]:
+    """What this rank adds to sums over rows: of those with the same rows one counts."""
+    return brought if engine.counts else [0.0] * len(brought)
 
 
 def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -333,16 +337,24 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     engine.model.eval()
     # As many on every rank: forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
-        batch = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
+        given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
+        (batch,) = engine.settle([given], pad_id)
         terms += recipe.count(batch)
-        found = recipe.loss(engine.model, batch)
-        sums.append(found.sum)
-        metrics.add(found)
+
+        def look(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
+            found = recipe.loss(model, batch)
+            sums.append(found.sum)
+            metrics.add(found)
+            return found.sum
+
+        engine.look(batch, look)
     engine.reshard()
     # Added in fp64, which not every device has, on the host.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
     brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
-    (summed, counted, *measured), most = engine.meet(brought, metrics.largest.tolist())
+    (summed, counted, *measured), most = engine.meet(
+        _counted(engine, brought), metrics.largest.tolist()
+    )
     return EvalResult(
         loss=summed / max(1.0, counted),
         tokens=int(counted),

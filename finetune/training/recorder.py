@@ -105,6 +105,7 @@ class Recorder:
             Start(
                 step=progress.step,
                 processes=engine.world,
+                groups=engine.data_world if engine.data_world < engine.world else None,
                 backend=self.plan.backend.name,
                 precision=self.plan.backend.precision,
                 micro_rows=recipe.batch.micro_rows,
@@ -267,6 +268,8 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     Args:
         flops: FLOP/s that one process reaches with matrix products alone.
     """
+    if engine.plan.traits.divides:
+        return None
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)

@@ -20,7 +20,7 @@ import torch
 from peft import PeftModel
 
 from finetune.cache import cache
-from finetune.data.collate import collate
+from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
@@ -134,9 +134,20 @@ def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
     engine.model.eval()
     for indices in cut_answers(engine, rows):
-        logps, _ = sequence_logps(engine.model, collate(rows, indices, pad_id, engine.device))
-        places += [rows.bounds[index] + np.arange(each) for index in indices]
-        found.append(logps.cpu().numpy())
+        (batch,) = engine.settle([collate(rows, indices, pad_id, engine.device)], pad_id)
+
+        def look(
+            _: int,
+            model: torch.nn.Module,
+            batch: MicroBatch = batch,
+            indices: np.ndarray = indices,
+        ) -> torch.Tensor:
+            logps, _ = sequence_logps(model, batch)
+            places.extend(rows.bounds[index] + np.arange(each) for index in indices)
+            found.append(logps.cpu().numpy())
+            return logps.sum()
+
+        engine.look(batch, look)
     engine.reshard()
     values = np.full(len(numbers), np.nan)
     for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):

@@ -106,7 +106,8 @@ class Rollouts:
         mine = micro_batches(engine, rows, active) if len(active) else [(0, active)]
         prompts = sampled.prompts
         return StepRows(
-            batches=[(at, collate(rows, some, self.pad_id, engine.device)) for at, some in mine],
+            batches=[collate(rows, some, self.pad_id, engine.device) for _, some in mine],
+            numbers=[number for number, _ in mine],
             chosen=prompts[chosen],
             mine=[prompts[some] for _, some in mine],
             terms=recipe.terms(rows, chosen),

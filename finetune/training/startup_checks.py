@@ -155,7 +155,9 @@ def agree(everybody: list[Identity]) -> str:
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Size of one checkpoint: fp32 weights, optimizer state, and what is usable by itself."""
     recipe = engine.plan.recipe
-    trained = sum(whole_shape(p).numel() for _, p in engine.trained())
+    elsewhere = engine.elsewhere(engine.module)
+    here = [p for _, p in engine.trained() if id(p) not in elsewhere]
+    (trained,) = engine.over_stages([sum(whole_shape(p).numel() for p in here)])
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes a token.
@@ -221,6 +223,10 @@ def check_model(job: Job) -> str:
         FinetuneError: it fails, the model is not causal, or its weights are not finite.
     """
     engine = job.engine
+    if job.plan.mesh.pipeline * job.plan.mesh.sequence > 1:
+        refuse_weights_not_finite(engine)
+        lacks = "all layers" if job.plan.mesh.pipeline > 1 else "all tokens of a row"
+        return f"weights finite; no process has {lacks}, so causality was not looked at"
     rows = token_rows(engine.module) or len(job.tokenizer)
     with soundness.explained(
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY

@@ -30,7 +30,7 @@ from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.kernels import cpu
-from finetune.models import adapters, experts, model, scoring, starting_adapter, teacher
+from finetune.models import adapters, experts, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.process import rendezvous
@@ -263,7 +263,7 @@ class Training:
         """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
         engine = self.engine
         compiled = settle_compiled(engine, self.data, self.steps)
-        network = model.build(engine, self.recipe.seed)
+        network = engine.together(lambda: model.build(engine, self.recipe.seed))
         self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
@@ -271,8 +271,8 @@ class Training:
             self.recipe, network, self.tokenizer, self.data.train.documents
         )
         self.tokenizer = handover.settle(network, self.chat, self.data.train)
-        self.parameters = model.counts(network)
-        self.stored = model.stored(network)
+        self.parameters = sizes.counts(engine, network)
+        self.stored = sizes.stored(engine, network)
         self.notes = [
             *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
             *self._origin(), *vocabulary_notes,

@@ -1,4 +1,4 @@
-"""A recipe on a tensor x pipeline x data parallel layout: arithmetic, for no backend runs one."""
+"""A recipe on a tensor x pipeline x data parallel layout, as arithmetic."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,14 @@ from finetune.errors import FinetuneError
 from finetune.planner.estimate import page
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.hardware import Machine
-from finetune.planner.estimate.parallelism import Grid, GridMemory, bubble, check, grid_memory
+from finetune.planner.estimate.parallelism import (
+    Grid,
+    GridMemory,
+    bubble,
+    check,
+    grid_memory,
+    stages_memory,
+)
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.timing import attained, flops_per_token
 from finetune.planner.plan import plan
@@ -31,6 +38,8 @@ class GridPlan:
     """Seconds of a step, the bubble included and communication left out."""
     source: str
     """Where the shapes of the model were read."""
+    stages: tuple[GridMemory, ...] = ()
+    """Of a GPU of each stage, where a backend of this toolkit runs the layout."""
 
     @property
     def fits(self) -> bool:
@@ -41,6 +50,7 @@ class GridPlan:
         return {
             "grid": dataclasses.asdict(self.grid),
             "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "stages": [{**dataclasses.asdict(each), "total": each.total} for each in self.stages],
             "usable": self.machine.usable,
             "fits": self.fits,
             "microbatches": self.microbatches,
@@ -56,17 +66,29 @@ class GridPlan:
         return "\n".join(
             [
                 f"{self.grid.name} on {page.machine_words(self.machine)}: {fits}",
-                f"  memory   {page.size(held.total)} of {usable} usable on a GPU of the first "
+                f"  memory   {page.size(held.total)} of {usable} usable on a GPU of the "
+                f"{'largest' if self.stages else 'first'} "
                 f"stage: states {page.size(held.states)}, activations "
                 f"{page.size(held.activations)}, logits {page.size(held.logits)}",
+                *self._by_stage(),
                 f"  bubble   {self.bubble:.1%} of a step: {self.grid.pipeline} stages, "
                 f"{self.microbatches} micro-batches each",
                 f"  compute  {page.duration(self.compute)} a step with it, at "
                 f"{self.machine.gpu.mfu:.0%} of the peak (an assumption), communication left out",
                 f"  shapes   from {self.source}",
-                "  note     arithmetic: this toolkit has no backend of tensor or pipeline parallel",
+                "  note     arithmetic, which no GPU has confirmed; communication between GPUs is "
+                "not in it"
+                if self.stages
+                else "  note     arithmetic of a layout with ZeRO-1 "
+                "over the data parallel groups; docs/parallelism.md has the backends",
             ]
         )
+
+    def _by_stage(self) -> list[str]:
+        if len(self.stages) < 2:
+            return []
+        sizes = ", ".join(page.size(each.total) for each in self.stages)
+        return [f"  stages   {sizes}"]
 
 
 def plan_grid(
@@ -75,10 +97,12 @@ def plan_grid(
     tensor: int,
     pipeline: int,
     precision: backends.Precision = "bf16",
+    by_stage: bool = False,
 ) -> GridPlan:
     """The recipe with its weights split over `tensor` GPUs and its layers over `pipeline` stages.
 
-    What is left of the machine's GPUs is data parallel, with the optimizer sharded (ZeRO-1).
+    What is left of the machine's GPUs is data parallel, with the optimizer sharded (ZeRO-1), or
+    `by_stage` as this toolkit's backends run it.
 
     Raises:
         FinetuneError: the layout cannot be, with every reason and the numbers; or the recipe trains
@@ -111,14 +135,15 @@ def plan_grid(
         workload.shape, workload.length, recompute=workload.checkpointing != "none"
     )
     rate = machine.count * attained(machine, workload)
+    given = (grid, workload.shape, workload.rows, workload.length, count, traces(workload).kept)
+    stages = tuple(stages_memory(*given)) if by_stage else ()
     return GridPlan(
         grid,
         machine,
-        grid_memory(
-            grid, workload.shape, workload.rows, workload.length, count, traces(workload).kept
-        ),
+        max(stages, key=lambda each: each.total) if stages else grid_memory(*given),
         count,
         waits,
         work * per_token / rate / (1 - waits),
         source.where,
+        stages,
     )

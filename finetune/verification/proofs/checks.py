@@ -31,6 +31,8 @@ def check_realised(kind: str, plan: Plan, run: Run) -> Check:
     ):
         held = [rank[what] for rank in ranks]
         least, most = _promise(plan, what, whole, stored["small"])
+        if plan.traits.divides:
+            least, most = whole, _promise_of_division(plan, what, whole, stored)
         on_disk = what == "optimizer" and plan.backend.device == "nvme"
         if max(held) > most or (sum(held) < least and not on_disk):
             wrong.append(f"{what}: {held} of {whole}, promised at most {most} a process")
@@ -70,6 +72,18 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
         )
     kept = small if zero and what == "parameters" else 0
     return whole * mesh.replicate, kept + math.ceil(UNEVEN * (whole - kept) / mesh.shard)
+
+
+def _promise_of_division(plan: Plan, what: str, whole: int, stored: dict[str, int]) -> int:
+    """Most elements on one process: a stage's layers, and the tables of the first or last stage.
+
+    Tensor parallel keeps norms whole, and the gradient of a table arrives whole (torch 2.13).
+    """
+    mesh, tables = plan.mesh, min(stored["tables"], whole)
+    layers = math.ceil(UNEVEN * (whole - tables) / mesh.pipeline / mesh.tensor)
+    kept = stored["small"] if mesh.tensor > 1 else 0
+    held = tables if what == "gradients" else math.ceil(tables / mesh.tensor)
+    return kept + math.ceil(UNEVEN * (layers + held) / mesh.shard)
 
 
 def check_equal(

@@ -111,6 +111,8 @@ def processes_of(machine: backends.Backend, asked: int) -> int:
     """Processes of a backend's runs: one, those asked for, or as many as several copies take."""
     if TRAITS[machine.engine].alone:
         return 1
+    if machine.axes.any:
+        return machine.processes if machine.shard == "none" else max(asked, machine.processes)
     return asked if machine.shard_size is None else max(asked, machine.processes)
 
 

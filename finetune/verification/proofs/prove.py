@@ -63,7 +63,8 @@ def prove(
 def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str, ...]:
     """`all`, names with commas, or by default the recipe's own (`ddp` where that is `single`)."""
     if words == "all":
-        return tuple(known.names())
+        # Those that divide a model are proved by name.
+        return tuple(name for name in known.names() if not known.load(name).axes.any)
     if words is None:
         several = shape.processes > 1 and recipe.backend == "single"
         return ("ddp" if several else recipe.backend,)

@@ -5,25 +5,26 @@ the launched process was really given (`launched`) is compared with it before an
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from finetune.backend import axes as model_axes
+from finetune.backend import sections
+from finetune.backend.axes import UNDIVIDED, Axes
+from finetune.backend.sections import Shard
 from finetune.errors import FinetuneError, did_you_mean, one_line
 from finetune.process.rendezvous import launcher_arguments, world
 from finetune.process.yaml_text import read_yaml
 
-Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
-Shard = Literal["none", "optimizer", "grads", "params"]
+Engine = Literal["single", "ddp", "fsdp", "deepspeed", "mesh"]
 Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
 MIXED: dict[Precision, str] = {ours: theirs for theirs, ours in PRECISIONS.items()}
 """What Accelerate calls each."""
-ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
 ENGINES: dict[str, Engine] = {
     "NO": "single",
     "MULTI_GPU": "ddp",
@@ -47,7 +48,6 @@ ZERO_KEYS = {
     "zero3_save_16bit_model", "deepspeed_multinode_launcher", "deepspeed_hostfile",
     "deepspeed_moe_layer_cls_names",
 }  # fmt: skip
-MESH_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
 RECIPE_OWNS = {
     "gradient_accumulation_steps": "derived from batch.rows, batch.micro_rows and the processes",
     "gradient_clipping": "optim.max_grad_norm",
@@ -77,18 +77,22 @@ class Backend:
     """ZeRO-3: partition pretrained weights while they are loaded."""
     shard_size: int | None = None
     """Hybrid sharding: processes that hold one copy of the model together; None: all of them."""
+    axes: Axes = UNDIVIDED
+    """How the model is divided over processes that train on the same rows."""
     path: Path | None = None
 
     def same_as(self, other: "Backend") -> list[str]:
         """What differs, as `field: this != that`; name, path and processes do not count."""
-        fields = ("engine", "shard", "offload", "device", "precision", "zero_init", "shard_size")
+        fields = (
+            "engine", "shard", "offload", "device", "precision", "zero_init", "shard_size", "axes",
+        )  # fmt: skip
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return [f"{field}: {mine} != {theirs}" for field, mine, theirs in pairs if mine != theirs]
 
 
 def folders() -> list[Path]:
     """Where backends are looked for: the working directory's own, then those that are shipped."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     shipped = package / "accelerate_configs"  # in a wheel; beside the package in a checkout
     return [Path("accelerate_configs"), shipped, package.parent / "accelerate_configs"]
 
@@ -149,14 +153,14 @@ def load(name: str) -> Backend:
 
 
 def _key_problems(config: dict[str, Any]) -> list[str]:
-    sections = {
+    known_sections = {
         "fsdp_config": FSDP_KEYS,
         "deepspeed_config": ZERO_KEYS,
-        "parallelism_config": MESH_KEYS,
+        "parallelism_config": model_axes.keys(),
     }
     problems: list[str] = []
     places: list[tuple[str, dict[str, Any], set[str]]] = [("", config, TOP_KEYS)]
-    for section, keys in sections.items():
+    for section, keys in known_sections.items():
         inner = config.get(section, {})
         if isinstance(inner, dict):
             places.append((f"{section}.", cast(dict[str, Any], inner), keys))
@@ -192,76 +196,11 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
     if (zero is not None) != (kind == "DEEPSPEED"):
         problems.append("deepspeed_config: belongs to distributed_type: DEEPSPEED, and only to it")
     if fsdp is not None:
-        problems += _fsdp_problems(fsdp)
+        problems += sections.fsdp_problems(fsdp)
     if config.get("parallelism_config") is not None:
-        problems += _mesh_problems(config)
+        problems += model_axes.mesh_problems(config)
     if zero is not None:
-        problems += _zero_problems(zero)
-    return problems
-
-
-def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
-    problems: list[str] = []
-    if fsdp.get("fsdp_version") != 2:
-        problems.append("fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)")
-    if not isinstance(fsdp.get("fsdp_reshard_after_forward"), bool):
-        problems.append(
-            "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
-            "(SHARD_GRAD_OP)"
-        )
-    if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
-        problems.append("fsdp_config.fsdp_auto_wrap_policy: expected TRANSFORMER_BASED_WRAP")
-    return problems
-
-
-def _mesh_problems(config: dict[str, Any]) -> list[str]:
-    """Of hybrid sharding: both sizes are whole numbers, whose product is `num_processes`."""
-    if config.get("distributed_type") != "FSDP":
-        return ["parallelism_config: belongs to distributed_type: FSDP, and only to it"]
-    sizes = cast(dict[str, Any], config["parallelism_config"])
-    problems: list[str] = []
-    for key in sorted(MESH_KEYS):
-        size = sizes.get(key)
-        if type(size) is not int or size < 1:
-            problems.append(
-                f"parallelism_config.{key}: got {size!r}, expected a whole number of at least 1"
-            )
-    processes = config.get("num_processes", 2)
-    if not problems and sizes["parallelism_config_dp_shard_size"] < 2:
-        problems.append(
-            "parallelism_config.parallelism_config_dp_shard_size: got 1, expected at least 2; "
-            "copies on one process each are ddp"
-        )
-    if not problems and math.prod(sizes.values()) != processes:
-        product = " x ".join(str(sizes[key]) for key in sorted(MESH_KEYS))
-        problems.append(
-            f"parallelism_config: {product} processes, but num_processes is {processes}; their "
-            "product must be that"
-        )
-    return problems
-
-
-def _zero_problems(zero: dict[str, Any]) -> list[str]:
-    problems: list[str] = []
-    stage = zero.get("zero_stage")
-    if type(stage) is not int or stage not in ZERO_SHARDS:
-        problems.append(f"deepspeed_config.zero_stage: got {stage!r}, expected 1, 2 or 3")
-    for key in ("offload_optimizer_device", "offload_param_device"):
-        if zero.get(key, "none") not in ("none", "cpu", "nvme"):
-            problems.append(
-                f"deepspeed_config.{key}: got {zero[key]!r}, expected none, cpu or nvme"
-            )
-    if zero.get("offload_param_device", "none") != "none" and stage != 3:
-        problems.append("deepspeed_config.offload_param_device: needs zero_stage: 3")
-    if zero.get("offload_param_device", "none") not in (
-        "none",
-        zero.get("offload_optimizer_device"),
-    ):
-        problems.append(
-            "deepspeed_config.offload_param_device: expected offload_optimizer_device's value"
-        )
-    if zero.get("offload_optimizer_device") == "nvme" and stage != 3:
-        problems.append("deepspeed_config.offload_optimizer_device: nvme needs zero_stage: 3")
+        problems += sections.zero_problems(zero)
     return problems
 
 
@@ -299,12 +238,31 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
         raise FinetuneError(f"--mixed_precision {got}: expected bf16, fp16 or no")
     processes = int(environment.get("WORLD_SIZE", "1"))
     shared = {"name": name, "precision": precision, "processes": processes}
+    axes = UNDIVIDED
+    if given("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        axes = model_axes.from_variables(environment)
+    if axes.any and given("ACCELERATE_USE_FSDP") == "true":
+        raise FinetuneError(
+            f"{axes.words()} beside Accelerate's FSDP: this toolkit runs no such axis there; use "
+            "distributed_type: MULTI_GPU, where parallelism_config_dp_shard_size shards with FSDP2"
+        )
+    if axes.any:
+        copies, shard = (_data_size(environment, axis) for axis in ("REPLICATE", "SHARD"))
+        return Backend(
+            engine="mesh",
+            shard="params" if shard > 1 else "none",
+            shard_size=shard if copies > 1 else None,
+            axes=axes,
+            **shared,  # type: ignore[arg-type]
+        )
     if given("ACCELERATE_USE_DEEPSPEED") == "true":
         optimizer = given("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
         parameters = given("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
         return Backend(
             engine="deepspeed",
-            shard=ZERO_SHARDS.get(int(given("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")), "none"),
+            shard=sections.ZERO_SHARDS.get(
+                int(given("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")), "none"
+            ),
             offload="none"
             if optimizer == "none"
             else "all"
@@ -330,14 +288,48 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
 def _shard_size(environment: Mapping[str, str]) -> int | None:
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return None
-    for axis in ("TP", "CP", "SP"):
-        size = environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")
-        if size != "1":
-            raise FinetuneError(
-                f"parallelism_config_{axis.lower()}_size {size}: this toolkit runs no such axis; "
-                "leave it at 1"
+    return _data_size(environment, "SHARD")
+
+
+def _data_size(environment: Mapping[str, str], axis: str) -> int:
+    return int(environment.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1"))
+
+
+def divided(
+    backend: Backend, processes: int | None, sizes: Mapping[str, int | str | None]
+) -> tuple[Backend, int]:
+    """The backend with the axes of a job, and the job's processes.
+
+    Args:
+        processes: of the job; None for those of the backend's file, times what an axis grew.
+        sizes: of the axes, and the schedule, by the fields of `Axes`; None keeps the file's.
+
+    Raises:
+        FinetuneError: with every axis that the backend does not have, or that is too small.
+    """
+    asked: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
+    problems: list[str] = []
+    for field, size in asked.items():
+        axis = "pipeline" if field == "schedule" else field
+        if getattr(backend.axes, axis) == 1:
+            problems.append(
+                f"--{field} {size}: {backend.name} has no such axis; the backends with one are "
+                f"{', '.join(_with_axis(axis))}"
             )
-    return int(environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+        elif axis == field and size < 2:
+            problems.append(
+                f"--{field} {size}: expected at least 2; a backend without the axis is another one"
+            )
+    if problems:
+        raise FinetuneError(*problems)
+    changed = dataclasses.replace(backend, axes=dataclasses.replace(backend.axes, **asked))
+    data = backend.processes // backend.axes.processes
+    return changed, data * changed.axes.processes if processes is None else processes
+
+
+def _with_axis(field: str) -> list[str]:
+    (key,) = (key for key, name in model_axes.KEYS.items() if name == field)
+    return [name for name in names() if key in name.split("_")]
 
 
 def sized(
@@ -355,7 +347,7 @@ def sized(
     Raises:
         FinetuneError: no such size divides the processes, or a copy would cross nodes.
     """
-    if backend.shard_size is None:
+    if backend.shard_size is None or backend.axes.any:
         if shard_size is None:
             return backend
         raise FinetuneError(
@@ -395,18 +387,23 @@ def launched() -> Backend | None:
             f"WORLD_SIZE={world()}: set without RANK, as by accelerate.debug_launcher; use "
             "accelerate.notebook_launcher, finetune launch or torchrun"
         )
-    arrived = from_environment(os.environ)
-    _refuse_other_product(arrived)
     arguments = launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
-    if not named:
+    asked = load(named[0]) if named else None
+    # What Accelerate forgets of the file, and `finetune launch` may have set otherwise.
+    forgotten = {} if asked is None else asked.axes.variables()
+    arrived = from_environment({**forgotten, **os.environ})
+    _refuse_other_product(arrived)
+    if asked is None:
         return arrived
-    asked = load(named[0])
     flags = {word.lstrip("-") for word in arguments if word.startswith("--")}
     overridden = {
         "mixed_precision": "precision",
         "parallelism_config_dp_shard_size": "shard_size",
+        **{f"parallelism_config_{key}_size": "axes" for key in model_axes.KEYS},
     }
+    if arrived.axes.variables() != forgotten:  # by `finetune launch`
+        overridden["config_file"] = "axes"
     lost = [
         difference
         for difference in asked.same_as(arrived)
@@ -421,13 +418,14 @@ def launched() -> Backend | None:
 
 
 def _refuse_other_product(arrived: Backend) -> None:
-    """Hybrid sharding: the sizes that arrived must multiply to the processes that were started."""
-    if arrived.shard_size is None:
+    """The sizes that arrived must multiply to the processes that were started."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return
-    copies = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-    if copies * arrived.shard_size != world():
+    copies, shard = (_data_size(os.environ, axis) for axis in ("REPLICATE", "SHARD"))
+    divided = f" x {arrived.axes.words()}" if arrived.axes.any else ""
+    if copies * shard * arrived.axes.processes != world():
         raise FinetuneError(
-            f"parallelism_config: {copies} copies x {arrived.shard_size} processes, but {world()} "
+            f"parallelism_config: {copies} copies x {shard} processes{divided}, but {world()} "
             "were started; give --parallelism_config_dp_replicate_size and "
             "--parallelism_config_dp_shard_size whose product is that, or use finetune launch"
         )

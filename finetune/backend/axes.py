@@ -1,0 +1,161 @@
+"""Sizes of the axes that divide a model and not the rows, from a file or a launched process."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+from finetune.errors import FinetuneError, did_you_mean
+
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+
+SCHEDULES: tuple[Schedule, ...] = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""Schedules of `torch.distributed.pipelining` that a pipeline may run, by torch's names."""
+
+SECTION = "parallelism_config"
+DATA_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
+KEYS = {
+    "pp": "pipeline",
+    "sp": "sequence",
+    "tp": "tensor",
+}
+"""Key in the section and in Accelerate's variables -> field of `Axes`."""
+FLAGS = {
+    "pipeline": "stages of a pipeline, each with some of the layers",
+    "sequence": "processes that share the tokens of a row",
+    "tensor": "processes that share each layer",
+}
+"""Field of `Axes` -> what it is, for the command line."""
+OURS = ("pp",)
+"""Keys that Accelerate 1.15 takes in a file and forgets; `finetune launch` sets their variables."""
+SCHEDULE = "pp_schedule"
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Processes along each axis that divides a model; the others read rows of their own."""
+
+    pipeline: int = 1
+    """Stages, each with some of the layers."""
+    sequence: int = 1
+    """Processes that share the tokens of a row (Ulysses)."""
+    tensor: int = 1
+    """Processes that share each layer."""
+    schedule: Schedule = "1F1B"
+    """Order in which a pipeline takes its micro-batches."""
+
+    @property
+    def any(self) -> bool:
+        """Whether some axis divides the model."""
+        return self.processes > 1
+
+    @property
+    def processes(self) -> int:
+        """Processes that train on the same rows."""
+        return self.pipeline * self.sequence * self.tensor
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that each stage has."""
+        return 2 if self.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+
+    def words(self) -> str:
+        """Such as `pipeline 2 x tensor 2`."""
+        sizes = {field: getattr(self, field) for field in KEYS.values()}
+        return " x ".join(f"{field} {size}" for field, size in sizes.items() if size > 1)
+
+    def variables(self) -> dict[str, str]:
+        """What Accelerate does not hand to a process, as variables of its kind."""
+        found = {_variable(f"{key}_size"): str(getattr(self, KEYS[key])) for key in OURS}
+        return {**found, _variable(SCHEDULE): self.schedule}
+
+
+UNDIVIDED = Axes()
+
+
+def keys() -> set[str]:
+    """Keys of the section that this toolkit reads."""
+    return DATA_KEYS | {f"{SECTION}_{key}_size" for key in KEYS} | {f"{SECTION}_{SCHEDULE}"}
+
+
+def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the sizes and the schedule of a file's section."""
+    for key in KEYS:
+        name = f"{SECTION}_{key}_size"
+        size = section.get(name, 1)
+        if type(size) is not int or size < 1:
+            yield f"{SECTION}.{name}: got {size!r}, expected a whole number of at least 1"
+    schedule = section.get(f"{SECTION}_{SCHEDULE}", "1F1B")
+    if schedule not in SCHEDULES:
+        yield (
+            f"{SECTION}.{SECTION}_{SCHEDULE}: got {schedule!r}"
+            f"{did_you_mean(str(schedule), SCHEDULES)}, expected one of {', '.join(SCHEDULES)}"
+        )
+
+
+def mesh_problems(config: dict[str, Any]) -> list[str]:
+    """Sizes are whole numbers, and `num_processes` is their product."""
+    sizes = cast(dict[str, Any], config[SECTION])
+    problems = list(problems_of_sizes(sizes))
+    divided = not problems and _divides(sizes)
+    if config.get("distributed_type") != "FSDP" and not (problems or divided):
+        return [
+            "parallelism_config: belongs to distributed_type: FSDP, or to axes that divide the "
+            "model (tp, pp, sp)"
+        ]
+    if divided and config.get("distributed_type") not in ("MULTI_GPU", "MULTI_CPU"):
+        problems.append(
+            f"distributed_type: got {config.get('distributed_type')}, expected MULTI_GPU beside "
+            "axes that divide the model; parallelism_config_dp_shard_size shards it with FSDP2"
+        )
+    for key in sorted(DATA_KEYS):
+        size = sizes.get(key, 1 if divided else None)
+        if type(size) is not int or size < 1:
+            problems.append(
+                f"parallelism_config.{key}: got {size!r}, expected a whole number of at least 1"
+            )
+    if not problems and not divided and sizes["parallelism_config_dp_shard_size"] < 2:
+        problems.append(
+            "parallelism_config.parallelism_config_dp_shard_size: got 1, expected at least 2; "
+            "copies on one process each are ddp"
+        )
+    if not problems:
+        counted = [
+            *sorted(DATA_KEYS),
+            *(f"parallelism_config_{a}_size" for a in ("pp", "sp", "tp")),
+        ]
+        factors = [sizes[key] for key in counted if key in sizes]
+        processes = config.get("num_processes", 2)
+        if math.prod(factors) != processes:
+            problems.append(
+                f"parallelism_config: {' x '.join(map(str, factors))} processes, but num_processes "
+                f"is {processes}; their product must be that"
+            )
+    return problems
+
+
+def _divides(sizes: Mapping[str, Any]) -> bool:
+    return any(sizes.get(f"{SECTION}_{key}_size", 1) > 1 for key in KEYS)
+
+
+def from_variables(environment: Mapping[str, str]) -> Axes:
+    """The axes of a process, by the variables that its launcher set.
+
+    Raises:
+        FinetuneError: an axis that this toolkit does not run.
+    """
+    ring = environment.get(_variable("cp_size"), "1")
+    if ring != "1":
+        raise FinetuneError(
+            f"{SECTION}_cp_size {ring}: this toolkit runs no such axis; leave it at 1, and share "
+            f"the tokens of a row by {SECTION}_sp_size"
+        )
+    sizes = {
+        field: int(environment.get(_variable(f"{key}_size"), "1")) for key, field in KEYS.items()
+    }
+    schedule = environment.get(_variable(SCHEDULE), "1F1B")
+    return Axes(**sizes, schedule=schedule)  # type: ignore[arg-type]
+
+
+def _variable(key: str) -> str:
+    return f"{SECTION}_{key}".upper()

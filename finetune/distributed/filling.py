@@ -1,0 +1,41 @@
+"""Fill the micro-batches of a step to one shape."""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from finetune.data.collate import UNTRAINED, MicroBatch
+
+
+def padded(batches: list[MicroBatch], pad_id: int, multiple: int = 1) -> list[MicroBatch]:
+    """Micro-batches in one shape of a multiple of tokens: filled on the right, nothing trained.
+
+    Causal attention never looks to the right; beside documents the filling is one of its own.
+    """
+    rows = max(batch.ids.shape[0] for batch in batches)
+    longest = max(batch.ids.shape[1] for batch in batches)
+    longest += -longest % multiple
+    return [_filled(batch, rows, longest, pad_id) for batch in batches]
+
+
+def _filled(batch: MicroBatch, rows: int, longest: int, pad_id: int) -> MicroBatch:
+    more = longest - batch.ids.shape[1]
+    by = (0, more, 0, rows - batch.ids.shape[0])
+    bounds = batch.boundaries
+    if bounds is not None and more:
+        extra = torch.arange(more, device=batch.ids.device)
+        bounds = dataclasses.replace(
+            bounds,
+            positions=torch.cat([bounds.positions, extra[None]], 1),
+            ends=torch.cat([bounds.ends, bounds.ends.new_tensor([longest])]),
+            longest=max(bounds.longest, more),
+            numbers=(*bounds.numbers, longest),
+        )
+    return dataclasses.replace(
+        batch,
+        ids=F.pad(batch.ids, by, value=pad_id),
+        labels=F.pad(batch.labels, by, value=UNTRAINED),
+        attention_mask=None,
+        boundaries=bounds,
+    )

@@ -1,0 +1,38 @@
+"""The part of a parameter and its optimizer state that one process writes into a checkpoint."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from finetune.distributed.boxes import Box, boxes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+    """A part of a parameter with its optimizer state: a range of it flattened, or a block.
+
+    `values["weight"]` is the fp32 weight; the others are optimizer state by the optimizer's own
+    names. Each has the elements [start, start + numel), flat, or a block's own shape. `whole` holds
+    state of another size and `scalars` plain numbers.
+    """
+
+    name: str
+    start: int
+    values: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, float] = dataclasses.field(default_factory=dict)
+    offsets: tuple[int, ...] | None = None
+    """Where a block begins in each dimension; None for a range."""
+
+    def boxes(
+        self, shape: tuple[int, ...], values: torch.Tensor
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of a parameter of a shape that these values fill, with their elements."""
+        if self.offsets is not None:
+            yield Box(self.offsets, tuple(values.shape)), values
+            return
+        reached = 0
+        for box in boxes_of(shape, self.start, values.numel()):
+            yield box, values[reached : reached + box.numel].reshape(box.sizes)
+            reached += box.numel

@@ -1,0 +1,202 @@
+"""Cut a model along a mesh while transformers loads it, so that a process reads its part alone."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig, mixin
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+from finetune.backend.axes import Axes
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""transformers' style of parameters whose gradient each process has a part of."""
+NAMES = (
+    "initialize_distributed_mesh",
+    "apply_pipeline_parallelism",
+    "apply_tensor_parallelism",
+)
+"""Names of `transformers.distributed.mixin` (5.23) that are replaced while a model is cut."""
+
+
+NAMED = {
+    "pipeline": "pp",
+    "replicate": "dp_replicate",
+    "shard": "fsdp",
+    "sequence": "sp",
+    "tensor": "tp",
+}
+"""Axis of a plan's mesh -> its name for transformers and PEFT."""
+
+
+class _Meshes:
+    """Answers what transformers asks its own mesh for."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def get_mesh(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        return self.mesh[axes]
+
+
+@contextlib.contextmanager
+def cutting(mesh: DeviceMesh, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
+    """Inside, `from_pretrained` with the yielded words loads this process's part alone.
+
+    transformers 5.23 builds a mesh of all processes for itself, which knows no other axes, and
+    sums partial gradients after each micro-batch: both are replaced.
+    """
+    before = {name: getattr(mixin, name) for name in NAMES}
+    meshes = _Meshes(mesh)
+
+    def tensor(model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]) -> PreTrainedModel:
+        return _tensor(before["apply_tensor_parallelism"], model, along, plan)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "initialize_distributed_mesh": lambda _: (device, meshes),
+        "apply_pipeline_parallelism": lambda model, along: _stages(model, along, axes),
+        "apply_tensor_parallelism": tensor,
+    }
+    for name, function in replaced.items():
+        setattr(mixin, name, function)
+    try:
+        if axes.tensor * axes.pipeline == 1:
+            yield {}
+            return
+        sizes = {"tp_size": axes.tensor, "pp_size": axes.pipeline}
+        yield {"distributed_config": DistributedConfig(**sizes)}
+    finally:
+        for name, function in before.items():
+            setattr(mixin, name, function)
+
+
+def cut(model: Any, mesh: DeviceMesh, device: torch.device, axes: Axes) -> nn.Module:
+    """What this process holds of a model that was built complete, on its device."""
+    if axes.tensor * axes.pipeline == 1:
+        return model.to(device)
+    with cutting(mesh, device, axes) as words:
+        config, _, meshes = model.prepare_distribute_model(words["distributed_config"])
+        model = model.maybe_distribute_model(model, config, meshes)
+    if model.get_output_embeddings() is not None and not is_elsewhere(
+        model.get_output_embeddings()
+    ):
+        model.tie_weights()
+    return model.to(device)
+
+
+def _tensor(
+    apply: Callable[..., Any], model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]
+) -> PreTrainedModel:
+    """Cut layers by transformers, but for hooks that sum gradients."""
+    elsewhere = [n for n, m in model.named_modules() if isinstance(m, PipelineIdentityLayer)]
+    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    here = {  # of a tied table that is tied already, the head's name is no other parameter
+        name: style
+        for name, style in plan.items()
+        if name in known
+        and not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
+    }
+    kept = {name: style for name, style in here.items() if style != PARTIAL}
+    found: Any = apply(model, along, kept)
+    modules = {name for name, _ in model.named_modules()}
+    found._partial_gradients = tuple(
+        name for name, style in here.items() if style == PARTIAL and name in modules
+    )
+    return found
+
+
+def chunks_of(stage: int, axes: Axes) -> list[int]:
+    """Numbers of the parts of the model that a stage has.
+
+    Two parts lie in a ring (`Interleaved1F1B`: 0 2, 1 3), or in a V (`ZBVZeroBubble`: 0 3, 1 2).
+    """
+    if axes.chunks == 1:
+        return [stage]
+    ranks = axes.pipeline
+    second = 2 * ranks - 1 - stage if axes.schedule == "ZBVZeroBubble" else stage + ranks
+    return [stage, second]
+
+
+def spans(count: int, axes: Axes) -> list[range]:
+    """Layers of each part: as even as can be, fewer at the end, which has the head."""
+    parts = axes.pipeline * axes.chunks
+    base, more = divmod(count, parts)
+    starts = [part * base + min(part, more) for part in range(parts + 1)]
+    return [range(starts[part], starts[part + 1]) for part in range(parts)]
+
+
+class _Owner:
+    """Answers transformers' loader which weights this stage reads; others are passed over."""
+
+    def __init__(self, stage: int, mine: set[int], first: bool, last: bool, tied: bool) -> None:
+        self.pp_rank, self.mine = stage, mine
+        self.table, self.last = first or (tied and last), last
+
+    def find_rank_for_key(self, key: str, _: int, prefix: str) -> int:
+        """This stage's number where it holds a weight, another where it does not."""
+        if key.startswith(f"{prefix}.layers."):
+            held = int(key.removeprefix(f"{prefix}.layers.").split(".")[0]) in self.mine
+        elif key.startswith(f"{prefix}.embed_tokens."):
+            held = self.table
+        else:
+            held = self.last
+        return self.pp_rank if held else -1
+
+
+def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
+    """Leave on this process the layers of its stages, under their numbers."""
+    stage = along.get_local_rank()
+    chunks = chunks_of(stage, axes)
+    base = getattr(model, model.base_model_prefix)
+    parts = spans(len(base.layers), axes)
+    mine = {layer for chunk in chunks for layer in parts[chunk]}
+    first, last = 0 in chunks, len(parts) - 1 in chunks
+    tied = bool(model.config.tie_word_embeddings)
+    for index in range(len(base.layers)):
+        if index not in mine:
+            base.layers[index] = PipelineIdentityLayer()
+    if not (first or (tied and last)):
+        base.embed_tokens = PipelineIdentityLayer()
+    if not last:
+        base.norm = PipelineIdentityLayer()
+        model.lm_head = PipelineIdentityLayer()
+        if tied:
+            model.all_tied_weights_keys = {}
+    model._pp_stage = _Owner(stage, mine, first, last, tied)
+    return model
+
+
+def is_elsewhere(module: nn.Module | None) -> bool:
+    """Whether another stage has what stood in this module's place."""
+    return isinstance(module, PipelineIdentityLayer)
+
+
+def network_of(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, within what an adapter puts round it."""
+    return next(each for each in model.modules() if isinstance(each, PreTrainedModel))
+
+
+def partial_gradients(model: nn.Module) -> frozenset[str]:
+    """Names of parameters whose gradient each tensor parallel process has a part of."""
+    network = network_of(model)
+    modules = vars(network).get("_partial_gradients", ())
+    found = {id(p) for name in modules for p in network.get_submodule(name).parameters()}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in found)
+
+
+def forget(model: nn.Module) -> None:
+    """Leave what transformers noted of the cutting out of the config that is saved."""
+    network = network_of(model)
+    vars(network.config).pop("distributed_config", None)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model that have parameters, with or without an adapter round it."""
+    for name, module in model.named_modules():
+        if re.fullmatch(r"(?:.*\.)?layers\.\d+", name) and any(True for _ in module.parameters()):
+            yield module

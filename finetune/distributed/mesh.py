@@ -1,0 +1,294 @@
+"""A model divided over a mesh: tensor and pipeline parallel, with FSDP2 over the data axes.
+
+transformers cuts the layers while it loads them, torch's FSDP2 shards what is left, and Accelerate
+gives the launch, the device, the optimizers and the clipping. Its own `prepare` has no pipeline and
+no experts, and its tensor parallelism needs a class that transformers 5.23 no longer has.
+"""
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedConfig
+
+from finetune.data.collate import MicroBatch
+from finetune.distributed import layers, sequence
+from finetune.distributed.boxes import Box
+from finetune.distributed.compare import DIVIDED, Compare
+from finetune.distributed.filling import padded
+from finetune.distributed.fragments import Fragment
+from finetune.distributed.layers import NAMED
+from finetune.distributed.native import Native
+from finetune.distributed.parameters import local
+from finetune.distributed.reader import Reader
+from finetune.errors import FinetuneError
+from finetune.planner.mesh import AXES
+from finetune.process.quiet import keep_mesh_from_accelerate
+
+AXIS = {name: axis for axis, name in NAMED.items()}
+ROWS = "fsdp_sp"
+"""Axes of the mesh that share rows, and the tokens of a row, as one."""
+
+T = TypeVar("T")
+Block = tuple[bool, tuple[int, ...]]
+"""Whether this process writes its part of a parameter, and where the part begins."""
+
+
+class MeshEngine(Native):
+    """Processes along named axes, each with a part of the model."""
+
+    kinds = frozenset({DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
+
+    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
+        keep_mesh_from_accelerate()
+        return super().plugin(nvme_path, timeout)
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        self.mesh: DeviceMesh = init_device_mesh(
+            self.device.type, self.plan.mesh.sizes, mesh_dim_names=tuple(NAMED[a] for a in AXES)
+        )
+        self.place = self.plan.mesh.place(self.rank)
+        self.partial: frozenset[str] = frozenset()
+        """Names of parameters whose gradient each tensor parallel process has a part of."""
+
+    @property
+    def averaged(self) -> int:
+        return self.data_world * self.plan.mesh.sequence
+
+    @property
+    def counts(self) -> bool:
+        return self.place["tensor"] == 0
+
+    @property
+    def writes_whole(self) -> bool:
+        return not any(at for axis, at in self.place.items() if axis != "pipeline")
+
+    def together(self, work: Callable[[], T]) -> T:
+        outcome, refused = None, list[str]()
+        try:
+            outcome = work()
+        except FinetuneError as error:
+            refused = list(error.problems)
+        everybody = self.gather(refused)
+        if not any(everybody):
+            return outcome  # type: ignore[return-value]
+        if all(each == everybody[0] for each in everybody):
+            raise FinetuneError(*everybody[0])
+        named = zip(range(self.world), everybody, strict=True)
+        raise FinetuneError(
+            *(f"rank {rank} ({self._where(rank)}): {each}" for rank, of in named for each in of)
+        )
+
+    def _where(self, rank: int) -> str:
+        """Such as `pipeline 1, tensor 0`."""
+        sizes = self.plan.mesh.summary()
+        place = self.plan.mesh.place(rank)
+        return ", ".join(f"{axis} {at}" for axis, at in place.items() if sizes.get(axis, 1) > 1)
+
+    # The model -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[dict[str, Any]]:
+        with layers.cutting(self.mesh, self.device, self.plan.backend.axes) as words:
+            yield words
+
+    def divide(self, model: nn.Module) -> nn.Module:
+        return layers.cut(model, self.mesh, self.device, self.plan.backend.axes)
+
+    def attention(self, config: PreTrainedConfig, core: str) -> str:
+        if self.plan.mesh.sequence == 1:
+            return core
+        group = self.mesh.get_group("sp")
+        return sequence.register(config, core, group, self.plan.mesh.tensor)
+
+    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+        ways = self.plan.mesh.sequence
+        if ways == 1:
+            return batches
+        filled = [padded([batch], pad_id, ways)[0] for batch in batches]
+        return [sequence.part(batch, self.place["sequence"], ways) for batch in filled]
+
+    def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.partial = layers.partial_gradients(model)
+        layers.forget(model)
+        self._shard(model)
+        now = dict(model.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [now[names[id(p)]] for p in group["params"]]
+            optimizer.param_groups[:] = [
+                part for group in optimizer.param_groups for part in _by_mesh(group)
+            ]
+        # Autocast as everywhere; where FSDP2 casts, its policy does.
+        self.model = model if self.averaged > 1 else self._autocast(model)
+        vars(self.model)[DIVIDED] = True
+        self.optimizers = [
+            self.accelerator.prepare_optimizer(each, device_placement=False) for each in optimizers
+        ]
+
+    def _autocast(self, model: nn.Module) -> nn.Module:
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _shard(self, model: nn.Module) -> None:
+        """Shard each block, then what is in none, over the data axes and those of a row."""
+        if self.averaged == 1:
+            return
+        both = self.plan.mesh.replicate > 1
+        over = self.mesh["dp_replicate", "fsdp"] if both else self.mesh["fsdp"]
+        if self.plan.mesh.sequence > 1:
+            over = self.mesh["fsdp", "sp"]._flatten(ROWS)
+        policy = MixedPrecisionPolicy()
+        if self.plan.backend.precision == "bf16":
+            inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        else:
+            inner = policy
+        for block in layers.blocks(model):
+            fully_shard(block, mesh=over, mp_policy=inner)
+        for root in self._roots(model):
+            fully_shard(root, mesh=over, mp_policy=policy)
+
+    def _roots(self, model: nn.Module) -> list[nn.Module]:
+        """Modules whose forward pass is the outermost."""
+        return [model]
+
+    def compare_wrapped(self, compare: Compare) -> None:
+        """The axes that a parameter lies along, against the plan."""
+        mesh = self.plan.mesh
+        cut = {"tp"} if mesh.tensor > 1 else set[str]()
+        cut |= {"fsdp" if mesh.sequence == 1 else ROWS} if self.averaged > 1 else set[str]()
+        cut |= {"dp_replicate"} if mesh.replicate > 1 else set[str]()
+        found = set[str]()
+        for _, parameter in self.module.named_parameters():
+            if isinstance(parameter.data, DTensor):
+                found |= set(parameter.data.device_mesh.mesh_dim_names or ())
+        compare("axes of the parameters", sorted(cut), sorted(found))
+
+    # A step --------------------------------------------------------------------------------------
+
+    def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                reduced = last or self.plan.synchronises_each
+                module.set_requires_gradient_sync(reduced, recurse=False)
+                module.set_requires_all_reduce(last, recurse=False)
+        return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def clip(self) -> torch.Tensor:
+        """Clip by the norm over all axes, in which each element counts once."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        self._sum_partial(named)
+        square = self._square([p for _, p in named])
+        norm = square.sqrt()
+        limit = self.plan.recipe.optim.max_grad_norm
+        if limit is not None:
+            factor = float(limit / (norm + 1e-6))
+            if factor < 1.0:
+                for _, parameter in named:
+                    local(parameter.grad).mul_(factor)
+        return norm.float()
+
+    def _sum_partial(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Sum what each tensor parallel process has of a gradient, once a step.
+
+        transformers 5.23 would sum the accumulated gradient after every micro-batch, so that
+        earlier ones count several times.
+        """
+        for name, parameter in named:
+            if name in self.partial:
+                torch.distributed.all_reduce(local(parameter.grad), group=self.mesh.get_group("tp"))
+
+    def _square(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """Squared norm of the gradients of this process's stage, in fp64."""
+        if not parameters:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        norm = self.accelerator.clip_grad_norm_(parameters, float("inf"))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm.double() ** 2
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def fragments(self) -> Iterator[Fragment]:
+        states = self._states()
+        for name, parameter in self.trained():
+            writes, offsets = self.block(parameter)
+            values = {"weight": local(parameter.data).detach()} if writes else {}
+            scalars: dict[str, float] = {}
+            for key, value in states.get(id(parameter), {}).items():
+                if not isinstance(value, torch.Tensor):
+                    scalars[key] = value
+                elif value.dim() == 0:
+                    scalars[key] = value.item()
+                elif writes:
+                    values[key] = local(value).detach()
+            yield Fragment(name, 0, values, scalars=scalars, offsets=offsets)
+
+    def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
+        owners = {
+            id(p): o.optimizer  # type: ignore[attr-defined]
+            for o in self.optimizers
+            for g in o.param_groups
+            for p in g["params"]
+        }
+        for name, parameter in self.trained():
+            extra, part = extras(name), local(parameter.data)
+            box = Box(self.block(parameter)[1], tuple(part.shape))
+            part.copy_(reader.box(name, "weight", box))
+            if not (extra.values or extra.scalars):
+                continue  # saved before the optimizer's first step
+            state: dict[str, Any] = {}
+            for key in extra.values:
+                values = reader.box(name, key, box)
+                state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
+                local(state[key]).copy_(values)
+            for key, number in extra.scalars.items():
+                state[key] = torch.tensor(number, device=part.device)
+            owners[id(parameter)].state[parameter] = state
+
+    def block(self, parameter: nn.Parameter) -> Block:
+        """Whether this process writes its part of a parameter, and where the part begins.
+
+        Of processes with the same part, the one writes that is first along the axes between them.
+        """
+        data = parameter.data
+        replicated, offsets = set(AXES) - {"pipeline"}, (0,) * data.dim()
+        if isinstance(data, DTensor):
+            mesh = data.device_mesh
+            named = zip(mesh.mesh_dim_names or (), data.placements, strict=True)
+            for name, where in named:
+                if not where.is_replicate():
+                    replicated -= {"shard", "sequence"} if name == ROWS else {AXIS[name]}
+            _, offsets = compute_local_shape_and_global_offset(data.shape, mesh, data.placements)
+        empty = not local(data).numel()
+        return not empty and not any(self.place[axis] for axis in replicated), tuple(offsets)
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group of an optimizer in parts of one mesh each.
+
+    torch 2.13's fused AdamW takes no DTensor beside a plain one, nor those of two meshes.
+    """
+    parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        data = parameter.data
+        mesh = data.device_mesh if isinstance(data, DTensor) else None
+        parts.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": parameters} for parameters in parts.values()]

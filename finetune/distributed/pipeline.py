@@ -1,0 +1,279 @@
+"""Stages of a model, driven by a schedule of `torch.distributed.pipelining`.
+
+Every process of a pipeline has read the micro-batches of a step: what travels between stages is
+hidden states forwards and their gradients backwards, nothing else.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from finetune.data.collate import MicroBatch
+from finetune.distributed import layers
+from finetune.distributed.filling import padded
+from finetune.distributed.mesh import Block, MeshEngine
+from finetune.distributed.parameters import local
+from finetune.errors import TrainingFailure
+from finetune.process import rendezvous
+
+LossOf = Callable[[int, nn.Module], torch.Tensor]
+
+
+class PipelineEngine(MeshEngine):
+    """Processes along the pipeline axis hold consecutive layers."""
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        self.stages: list[Stage] = []
+        self.is_first = self.place["pipeline"] == 0
+        axes = self.plan.backend.axes
+        here = layers.chunks_of(self.place["pipeline"], axes)
+        self.has_last = axes.pipeline * axes.chunks - 1 in here
+        self.ends = _group_of_ends(self.mesh) if axes.pipeline > 1 else None
+
+    @property
+    def counts(self) -> bool:
+        return super().counts and self.has_last
+
+    # The model -----------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        axes = self.plan.backend.axes
+        network = layers.network_of(model)
+        spans = layers.spans(network.config.num_hidden_layers, axes)
+        total = len(spans)
+        for chunk in layers.chunks_of(self.place["pipeline"], axes):
+            self.stages.append(Stage(network, spans[chunk], chunk, total, axes.chunks > 1))
+        super().wrap(model, optimizers)
+
+    def _autocast(self, model: nn.Module) -> nn.Module:
+        return model  # in `_run`: a stage's forward pass is not the model's
+
+    def _roots(self, model: nn.Module) -> list[nn.Module]:
+        return [*self.stages]
+
+    def elsewhere(self, model: nn.Module) -> set[int]:
+        """The copy of a tied table on the last stage, which the first stage counts."""
+        network = layers.network_of(model)
+        both = self.is_first and self.has_last
+        if not network.config.tie_word_embeddings or self.is_first or not self.has_last or both:
+            return set()
+        return {id(p) for p in network.get_output_embeddings().parameters()}
+
+    def over_stages(self, counts: list[int]) -> list[int]:
+        mine = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(mine, group=self.mesh.get_group("pp"))
+        return mine.tolist()
+
+    def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.gather(mine)
+
+    # A step --------------------------------------------------------------------------------------
+
+    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+        return padded(batches, pad_id)
+
+    def accumulate(
+        self,
+        batches: list[MicroBatch],
+        seeds: list[int],
+        loss_of: LossOf,
+        before_last: Callable[[], object],
+    ) -> None:
+        before_last()
+        self._run(batches, seeds, loss_of, training=True)
+        self._sum_tied()
+        if self.held_gradients is None:
+            self.held_gradients = self.gradient_elements()
+
+    def look(self, batch: MicroBatch, loss_of: LossOf) -> None:
+        # A schedule of several chunks takes at least one micro-batch for each stage.
+        count = self.plan.mesh.pipeline if len(self.stages) > 1 else 1
+        self._run([batch] * count, [0] * count, _once(loss_of), training=False)
+
+    def _run(
+        self, batches: list[MicroBatch], seeds: list[int], loss_of: LossOf, training: bool
+    ) -> None:
+        for stage in self.stages:
+            stage.step = Step(batches, seeds, loss_of, self._dtype(), training)
+        schedule = self._schedule(batches, training)
+        numbers = torch.arange(len(batches))
+        first = (numbers,) if any(stage.first for stage in self.stages) else ()
+        run = schedule.step if training else schedule.eval
+        sharded = self.plan.mesh.data > 1
+        with contextlib.nullcontext() if sharded else self.accelerator.autocast():
+            run(*first, target=numbers, losses=[] if self.has_last else None, number=numbers)
+        for stage in self.stages:
+            stage.step = None
+
+    def _schedule(self, batches: list[MicroBatch], training: bool) -> Any:
+        """The schedule of a step, for the shape of its micro-batches.
+
+        The shapes are given: torch 2.13 else finds them by passes that take part in the step.
+        """
+        axes, shape = self.plan.backend.axes, batches[0].ids.shape
+        network = self.stages[0].network
+        meta = {"device": "meta", "requires_grad": training}
+        hidden = torch.empty(*shape, network.config.hidden_size, dtype=self._dtype(), **meta)
+        scalar = torch.empty(1, dtype=torch.float32, **meta)
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        built = [
+            PipelineStage(
+                stage,
+                stage.index,
+                stage.total,
+                self.device,
+                group=self.mesh.get_group("pp"),
+                input_args=number if stage.first else hidden,
+                output_args=scalar if stage.last else hidden,
+            )
+            for stage in self.stages
+        ]
+        # 1F1B takes no fewer micro-batches than stages; an evaluation has one.
+        kind = get_schedule_class(axes.schedule if training or len(built) > 1 else "GPipe")
+        given = built if len(built) > 1 else built[0]
+        return kind(
+            given, n_microbatches=len(batches), loss_fn=self._divided_loss, scale_grads=False
+        )
+
+    def _divided_loss(self, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """As Accelerate's `backward`, which divides by the micro-batches of a step."""
+        return output.sum() / self.plan.accumulation
+
+    def _dtype(self) -> torch.dtype:
+        """What travels between stages: the residual stream keeps the type of the weights."""
+        if self.plan.mesh.data > 1 and self.plan.backend.precision == "bf16":
+            return torch.bfloat16  # by FSDP2's policy
+        network = self.stages[0].network
+        block = next(layers.blocks(network))
+        return next(p.dtype for name, p in block.named_parameters() if "norm" in name)
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of a table that the first and the last stage both hold."""
+        network = self.stages[0].network
+        if self.ends is None or not network.config.tie_word_embeddings:
+            return
+        if self.is_first == self.has_last:
+            return
+        holder: Any = network.get_input_embeddings()
+        table = holder.weight
+        if table.grad is None:
+            return
+        if isinstance(table.grad, DTensor) and table.grad.placements != table.data.placements:
+            # Of a table cut by tensor parallel the gradient arrives whole.
+            table.grad = table.grad.redistribute(placements=table.data.placements)
+        torch.distributed.all_reduce(local(table.grad), group=self.ends)
+
+    def _square(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        twice = self.elsewhere(self.model)
+        square = super()._square([p for p in parameters if id(p) not in twice])
+        torch.distributed.all_reduce(square, group=self.mesh.get_group("pp"))
+        return square
+
+    def block(self, parameter: nn.Parameter) -> Block:
+        writes, offsets = super().block(parameter)
+        return writes and id(parameter) not in self.elsewhere(self.model), offsets
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the stages of a process compute in a run of the schedule."""
+
+    batches: list[MicroBatch]
+    seeds: list[int]
+    loss_of: LossOf
+    dtype: torch.dtype
+    training: bool
+
+
+class Stage(nn.Module):
+    """The part of a model between two hand-overs; the last one ends in the loss."""
+
+    def __init__(
+        self, network: PreTrainedModel, span: range, index: int, total: int, several: bool
+    ) -> None:
+        """`several`: whether the layers of another stage are in the same model."""
+        super().__init__()
+        self.network, self.span, self.several = network, span, several
+        self.index, self.total = index, total
+        self.first, self.last = index == 0, index == total - 1
+        self.step: Step | None = None
+
+    def forward(self, given: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Hidden states (rows, tokens, hidden), or the loss (1,), of micro-batch `number`."""
+        step, at = self.step, int(number)
+        assert step is not None
+        batch = step.batches[at]
+        torch.manual_seed(step.seeds[at] + self.index)
+        inputs = {k: v for k, v in batch.inputs().items() if v is not None and k != "input_ids"}
+        source = {"input_ids": batch.ids} if self.first else {"inputs_embeds": given}
+        with self._alone() as base:
+            hidden = base(**source, **inputs, use_cache=False).last_hidden_state
+        if not self.last:
+            if hidden.dtype != step.dtype:
+                raise TrainingFailure(
+                    f"stage {self.index} computes {hidden.dtype}, and the next one was told "
+                    f"{step.dtype}; use a backend without a pipeline for this model"
+                )
+            return hidden
+        return step.loss_of(at, _Head(self.network, hidden)).float().reshape(1)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[Any]:
+        """Inside, the model's backbone has the layers of this stage alone, under their numbers."""
+        base: Any = self.network.base_model
+        if not self.several:
+            yield base
+            return
+        kept, norm = base.layers, base.norm
+        base.layers = nn.ModuleList(
+            layer if index in self.span else layers.PipelineIdentityLayer()
+            for index, layer in enumerate(kept)
+        )
+        base.norm = norm if self.last else layers.PipelineIdentityLayer()
+        try:
+            yield base
+        finally:
+            base.layers, base.norm = kept, norm
+
+
+class _Head:
+    """Stands for the model in a method's loss, where hidden states are there already."""
+
+    def __init__(self, network: Any, hidden: torch.Tensor) -> None:
+        self.network, self.hidden = network, hidden
+
+    def __call__(
+        self, *, places: torch.Tensor, targets: torch.Tensor, logps: bool = False, **_: Any
+    ) -> torch.Tensor:
+        return self.network.loss_of_hidden(self.hidden.flatten(0, 1)[places], targets, logps)
+
+
+def _once(loss_of: LossOf) -> LossOf:
+    """The first of several equal micro-batches is looked at."""
+
+    def looked(index: int, model: nn.Module) -> torch.Tensor:
+        found = loss_of(0, model) if index == 0 else None
+        return torch.zeros(1) if found is None else found
+
+    return looked
+
+
+def _group_of_ends(mesh: Any) -> Any:
+    """The group of this process's first and last stage; every process makes all of them."""
+    lines = mesh.mesh.reshape(mesh.mesh.shape[0], -1).T.tolist()
+    mine = None
+    for line in lines:
+        ends = [line[0], line[-1]]
+        group = torch.distributed.new_group(ends)
+        if rendezvous.rank() in ends:
+            mine = group
+    return mine

@@ -1,0 +1,52 @@
+"""How many parameters a model has, over all stages that hold it."""
+
+from typing import Any
+
+from torch import nn
+
+from finetune.checkpoints.pretrained import is_of_teacher
+from finetune.distributed.base import Engine
+from finetune.distributed.parameters import whole_numel
+
+
+def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
+    """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
+    trained = total = 0
+    elsewhere = engine.elsewhere(model)
+    for name, parameter in model.named_parameters():
+        if is_of_teacher(name):
+            continue
+        elements = 0 if id(parameter) in elsewhere else _elements(parameter)
+        total += elements
+        trained += elements if parameter.requires_grad else 0
+    trained, total = engine.over_stages([trained, total])
+    return trained, total
+
+
+def stored(engine: Engine, model: nn.Module) -> dict[str, int]:
+    """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
+
+    `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
+    """
+    elsewhere = engine.elsewhere(model)
+    named = model.named_parameters()
+    here = [p for n, p in named if id(p) not in elsewhere and not is_of_teacher(n)]
+    sizes = [(whole_numel(p), p.requires_grad) for p in here]
+    limit = 10 * model.config.get_text_config().hidden_size
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(p): p for end in ends if end is not None for p in end.parameters()}
+    counts = [
+        sum(whole_numel(p) for p in tables.values() if id(p) not in elsewhere),
+        sum(size for size, _ in sizes),
+        sum(size for size, trained in sizes if trained),
+        sum(size for size, _ in sizes if size <= limit),
+    ]
+    names = ("tables", "parameters", "trained", "small")
+    return dict(zip(names, engine.over_stages(counts), strict=True))
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
+    if state is not None:
+        return state.shape.numel()
+    return whole_numel(parameter)

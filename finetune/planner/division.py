@@ -1,0 +1,223 @@
+"""Rules for backends that divide a model: what the sizes must divide, and what does not work."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.backend import Backend
+from finetune.backend.axes import Axes
+from finetune.planner.experts import expert_count
+from finetune.planner.limits import fields_of
+from finetune.planner.mesh import mesh_of
+from finetune.planner.padding import known_fields, padding
+from finetune.recipe import Recipe
+
+TENSOR = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
+    "cohere2", "smollm3",
+)  # fmt: skip
+"""Types whose layers transformers 5.23 divides by columns and rows alone, each part one block."""
+PIPELINE = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2",
+    "phi3", "olmo2", "smollm3",
+)  # fmt: skip
+"""Types whose layers take hidden states as they come; Granite scales them in each stage anew."""
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+"""Fields of a config that drop activations at random."""
+
+
+def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    """Every reason against a division of the recipe's model."""
+    axes = backend.axes
+    if not axes.any:
+        return
+    yield from _processes(backend, processes)
+    if axes.pipeline > 1 and axes.sequence > 1:
+        yield (
+            f"{backend.name}: stages of a pipeline whose rows are shared (pp with sp) were not "
+            "tried; use pp_tp or sp_fsdp"
+        )
+    fields = fields_of(recipe)
+    if fields:
+        yield from of_model(axes, fields)
+    yield from _recipe(recipe, backend, processes)
+
+
+def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons in a model's config."""
+    fields = {**fields, **(fields.get("text_config") or {})}
+    kind = fields.get("model_type")
+    heads = fields.get("num_attention_heads") or 0
+    keys = fields.get("num_key_value_heads") or heads
+    dropped = [key for key in DROPOUTS if fields.get(key)]
+    if dropped:
+        yield (
+            f"model: {dropped[0]}={fields[dropped[0]]} draws other numbers on processes that "
+            f"divide a model ({axes.words()}); set it to 0 in config.json"
+        )
+    if axes.pipeline > 1:
+        yield from _of_pipeline(axes, fields)
+    if axes.sequence > 1:
+        ways, each = axes.sequence, heads // axes.tensor
+        if each % ways:
+            yield _does_not_divide("sequence", ways, each, "attention heads")
+        if keys % ways and ways % max(keys, 1):
+            yield _does_not_divide("sequence", ways, keys, "key heads")
+    if axes.tensor > 1:
+        if kind not in TENSOR:
+            yield (
+                f"--tensor {axes.tensor}: the layers of {kind} are not known to divide by "
+                f"columns and rows here; types that do: {', '.join(TENSOR)}; use fsdp_full_shard"
+            )
+        if fields.get("use_qk_norm"):
+            yield (
+                f"--tensor {axes.tensor}: this {kind} has a norm with weights of its own for each "
+                "head (use_qk_norm), which transformers does not divide; use fsdp_full_shard"
+            )
+        for count, what in ((heads, "attention heads"), (keys, "key heads")):
+            if count % axes.tensor:
+                yield _does_not_divide("tensor", axes.tensor, count, what)
+
+
+def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    kind, count = fields.get("model_type"), fields.get("num_hidden_layers") or 0
+    name, parts = f"--pipeline {axes.pipeline}", axes.pipeline * axes.chunks
+    if kind not in PIPELINE:
+        yield (
+            f"{name}: {kind} is not known to compute the same in stages here; types that do: "
+            f"{', '.join(PIPELINE)}; use fsdp_full_shard"
+        )
+    if count < parts:
+        yield (
+            f"{name}: {count} layers do not fill {axes.pipeline} stages x {axes.chunks} parts; use "
+            "fewer stages"
+        )
+
+
+def _does_not_divide(axis: str, size: int, count: int, what: str) -> str:
+    fitting = [str(each) for each in range(2, count + 1) if count % each == 0]
+    instead = f"use {' or '.join(fitting)}" if fitting else "use a backend without this axis"
+    return f"--{axis} {size}: {count} {what} do not divide over {size} processes; {instead}"
+
+
+def _processes(backend: Backend, processes: int) -> Iterator[str]:
+    found = mesh_of(backend, processes)
+    if found.processes != processes:
+        yield (
+            f"processes: {processes} are not a multiple of {backend.axes.words()} "
+            f"({backend.axes.processes} processes)"
+        )
+    elif backend.shard == "none" and found.replicate > 1:
+        yield (
+            f"processes: {backend.name} with {backend.axes.words()} runs {backend.axes.processes}, "
+            f"got {processes}; use {backend.name}_fsdp, whose other processes read rows of their "
+            "own, or a larger axis"
+        )
+    elif backend.shard != "none" and found.shard < 2:
+        yield (
+            f"processes: {backend.name} with {backend.axes.words()} shards over what is left of "
+            f"{processes} processes, which is 1; use {backend.name.removesuffix('_fsdp')}, or more "
+            "processes"
+        )
+
+
+def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    axes, model, adapter = backend.axes, recipe.model, recipe.adapter
+    if axes.tensor > 1 and model.quantization != "none":
+        yield (
+            f"model.quantization: {model.quantization} weights cannot be divided by "
+            f"{backend.name} (bitsandbytes packs a matrix across its rows and columns); use none, "
+            "or QLoRA under fsdp_full_shard"
+        )
+    if model.add_tokens:
+        yield (
+            f"model.add_tokens: tables of {backend.name} are divided when they are loaded, and "
+            "cannot grow then; train on a model that has the tokens, or use fsdp_full_shard"
+        )
+    if model.activation_checkpointing == "offload":
+        yield (
+            f"model.activation_checkpointing: offload was not tried under {backend.name}; use true"
+        )
+    untried = [
+        what
+        for what, has in (
+            ("a score head", recipe.scores is not None),
+            ("a teacher", recipe.teaches),
+            ("sampling", recipe.sampled is not None),
+        )
+        if has
+    ]
+    if untried:
+        yield (
+            f"method: {recipe.method} needs {untried[0]}, which does not run under {backend.name} "
+            f"({axes.words()}); use fsdp_full_shard"
+        )
+    yield from _of_batch(recipe, backend, processes)
+    if axes.sequence > 1:
+        if not padding(recipe, known_fields(recipe)).free:
+            yield (
+                f"batch.padding_free: {backend.name} shares rows that are side by side, and these "
+                "are padded; use batch.packing=true or batch.padding_free=auto with a model that "
+                "has it"
+            )
+        if recipe.method not in ("sft", "pretrain"):
+            yield (
+                f"method: {recipe.method} reads whole documents, and under {backend.name} no "
+                "process has all tokens of one; use fsdp_full_shard or tp"
+            )
+    if adapter is not None:
+        yield from _adapter(recipe, backend)
+    if expert_count(fields_of(recipe)) > 1:
+        yield (
+            f"{backend.name}: experts are not divided here ({axes.words()}); use fsdp_full_shard, "
+            "which shards them"
+        )
+
+
+def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    axes, batch = backend.axes, recipe.batch
+    if axes.pipeline == 1:
+        return
+    data = mesh_of(backend, processes).data
+    count = math.ceil(math.ceil(batch.rows / recipe.most_micro_rows) / data)
+    if count < axes.pipeline:
+        yield (
+            f"batch.rows: {count} micro-batches a step for {axes.pipeline} stages, which leaves "
+            f"stages without work; use batch.rows={axes.pipeline * recipe.most_micro_rows * data}"
+        )
+    elif axes.chunks > 1 and count % axes.pipeline:
+        yield (
+            f"batch.rows: {count} micro-batches do not divide into rounds of {axes.pipeline} for "
+            f"{axes.schedule}; use a multiple"
+        )
+    if axes.chunks > 1 and backend.shard != "none":
+        yield f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 was not tried; use 1F1B"
+    held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
+    if axes.schedule == "ZBVZeroBubble" and held_out:
+        yield (
+            "evaluation: torch 2.13 evaluates no V of stages (ZBVZeroBubble); leave eval_data and "
+            "eval_rows out, or use 1F1B"
+        )
+
+
+def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    adapter = recipe.adapter
+    assert adapter is not None
+    init = adapter.init_lora_weights
+    refused = {
+        "adapter.use_dora: DoRA needs the norm of whole rows": adapter.use_dora,
+        "adapter.trainable_token_indices: PEFT reads whole tables": bool(
+            adapter.trainable_token_indices
+        ),
+        "adapter.target_parameters: tensors of experts": bool(adapter.target_parameters),
+        "adapter.modules_to_save: copies of modules that are divided": bool(
+            adapter.modules_to_save
+        ),
+        f"adapter.init_lora_weights: '{init}' reads whole base weights": isinstance(init, str)
+        and init != "gaussian",
+        "adapter.dropout: each process would drop other elements than one alone": adapter.dropout
+        > 0,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            yield f"{reason}, which {backend.name} does not reproduce; leave it out"
