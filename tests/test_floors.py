@@ -30,7 +30,7 @@ FLOORS = [
     {"checkpoints"},
     {"models"},
     {"inference", "reports"},
-    {"evaluation", "exporters"},
+    {"evaluation", "exporters", "serving"},
     {"training"},
     {"importers", "launchers", "quickstart"},
     {"verification"},
