@@ -53,7 +53,8 @@ LIGHT = [
     *(f"finetune.cli.{name}" for name in VERBS.values()),
 ]  # fmt: skip
 READS_ENVIRONMENT = {
-    "backend.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",
+    "backend.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
+    "launchers/accelerate.py", "serving/engines.py", "process/error_report.py",
     "process/quiet.py", "process/rendezvous.py", "verification/memory/launch.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py"}

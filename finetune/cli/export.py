@@ -1,6 +1,8 @@
 """`finetune export`: write a run's result as a model that loads everywhere."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 from finetune.cli import options
@@ -18,6 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--merge", action="store_true", help="the same as --format merged")
     parser.add_argument(
+        "--merge-into", choices=("nf4",), help="the base as it was quantised for training"
+    )
+    parser.add_argument(
+        "--check-rows", type=options.whole, default=8, help="rows of the run to compare, or 0"
+    )
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        default=os.environ.get("LLAMA_CPP_DIR"),
+        help="checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR",
+    )
+    parser.add_argument("--gguf-type", default="q8_0", help="f32, f16, bf16, q8_0, q4_k_m, ...")
+    parser.add_argument("--shard-size", default="5GB", help="of a weight file at most")
+    parser.add_argument(
         "--step", type=options.count, help="checkpoint, instead of the best or last one"
     )
 
@@ -28,9 +44,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.merge and arguments.format not in (None, "merged"):
         raise FinetuneError(f"--merge: --format {arguments.format} is another; leave one away")
     run = open_run(arguments.run)
-    from finetune.exporters.export import export
+    from finetune.exporters.check import check_lines
+    from finetune.exporters.export import MARKER, export
 
     options.without_bars()
-    folder = export(run, arguments.to, arguments.merge, arguments.step, format=arguments.format)
-    print(f"exported to {folder}")
+    folder = export(
+        run,
+        arguments.to,
+        arguments.merge,
+        arguments.step,
+        shard_size=arguments.shard_size,
+        format=arguments.format,
+        check_rows=arguments.check_rows,
+        merge_into=arguments.merge_into,
+        llama_cpp=arguments.llama_cpp,
+        gguf_type=arguments.gguf_type,
+    )
+    written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    print(*check_lines(written["check"]), sep="\n")
+    print(f"exported to {folder}; serve it there with", *written["serve"], sep="\n  ")
     return 0

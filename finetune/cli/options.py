@@ -15,6 +15,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number")
+    return int(text)
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got '{text}', expected a port from 0 to 65535")

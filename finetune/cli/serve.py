@@ -23,13 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another adapter on the same base; may be repeated",
     )
     parser.add_argument(
+        "--engine",
+        choices=("finetune", "vllm", "llama.cpp"),
+        default="finetune",
+        help="another program that serves an export, with the right flags",
+    )
+    parser.add_argument(
         "--queue", type=options.count, default=16, help="requests that may wait for their turn"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from finetune.serving.serve import serve
+    from finetune.serving.serve import check_host, serve
 
+    key = os.environ.get("FINETUNE_API_KEY")
+    if arguments.engine != "finetune":
+        from finetune.serving import engines
+
+        if arguments.adapter:
+            raise FinetuneError(f"--adapter: --engine {arguments.engine} serves one folder")
+        check_host(arguments.host, key)
+        folder = Path(arguments.model).resolve()
+        name = arguments.name or folder.name
+        engines.start(arguments.engine, folder, name, arguments.host, arguments.port, key)
     options.without_bars()
     serve(
         arguments.model,
@@ -38,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         name=arguments.name,
         adapters=_adapters(arguments.adapter),
         queue=arguments.queue,
-        key=os.environ.get("FINETUNE_API_KEY"),
+        key=key,
     )
     return 0
 

@@ -53,7 +53,7 @@ def open_base(recipe: Recipe) -> Base:
     Raises:
         FinetuneError: it cannot be loaded, or lacks tensors.
     """
-    files = [] if recipe.model.name is None else _files(recipe)
+    files = base_files(recipe)
     if not files or stored_kind(base_config(recipe).to_dict()) is not None:
         return in_memory(base_model(recipe, torch.float32, quantized=False, device="cpu"))
     return _on_disk(recipe.model, str(recipe.model.name), files)
@@ -76,7 +76,10 @@ def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> T
     return dict(revert_weight_conversion(network, values))
 
 
-def _files(recipe: Recipe) -> list[Path]:
+def base_files(recipe: Recipe) -> list[Path]:
+    """The safetensors files of a recipe's base that are on this machine."""
+    if recipe.model.name is None:
+        return []
     paths = config_paths(str(recipe.model.name), recipe.model.revision)
     return weight_files(config.parent for config in paths)
 

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.base_weights import refuse_other_base
@@ -14,7 +13,7 @@ from finetune.exporters.base_tensors import Tensors, open_base, open_trained, ro
 from finetune.exporters.merge import Merge
 from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
-from finetune.inference.load import base_config, tensor_shapes
+from finetune.inference.load import tensor_shapes
 from finetune.reports.card import Kind
 
 
@@ -30,7 +29,7 @@ def write(source: Source, folder: Path) -> Kind:
             "--format model: the run trained an adapter; export it as 'adapter' or 'merged'"
         )
     base = open_trained(source.recipe, source.checkpoint / "model")
-    dtype = _dtype(source)
+    dtype = source.result_dtype
     known = base.network.state_dict()
     like = {name: known[name] for unit in base.units for name in unit}
     tensors = (rounded(base.network, base.read(unit), dtype) for unit in base.units)
@@ -50,10 +49,15 @@ def write_merged(source: Source, folder: Path) -> Kind:
     if source.adapter is None:
         raise FinetuneError("--format merged: the run trained all weights; export it as 'model'")
     refuse_other_base(source.checkpoint, recipe.model)
-    merge = Merge(open_base(recipe), source.adapter, source.initial, _dtype(source))
+    merge = Merge(open_base(recipe), source.adapter, source.initial, source.result_dtype)
     _write_weights(source, folder, merge.skeleton(), merge.tensors())
     _write_rest(source, folder, merge.network())
     return "merged"
+
+
+def write_whole(source: Source, folder: Path) -> Kind:
+    """Write the whole model, whatever was trained of it."""
+    return write(source, folder) if source.adapter is None else write_merged(source, folder)
 
 
 def _write_weights(
@@ -69,7 +73,7 @@ def _write_weights(
 
 def _write_rest(source: Source, folder: Path, network: PreTrainedModel) -> None:
     network.generation_config = source.generation
-    write_settings(network, folder, _dtype(source))
+    write_settings(network, folder, source.result_dtype)
 
 
 def _refuse_lost(folder: Path, skeleton: Tensors) -> None:
@@ -86,10 +90,3 @@ def _refuse_lost(folder: Path, skeleton: Tensors) -> None:
     ]
     if problems:
         raise TrainingFailure(*problems)
-
-
-def _dtype(source: Source) -> torch.dtype:
-    """Of the result: as asked, else of the base's files; fp32 for a new model that names none."""
-    dtype = base_config(source.recipe).dtype
-    stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
-    return source.dtype or stored
