@@ -16,6 +16,12 @@ from tiny_run import (
     byte_tokenizer,
     logits,
     lora_run,
+    relative,
+    save_base,
+    save_checkpoint,
+    start_run,
+    tiny_llama,
+    trained_adapter,
 )
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +29,8 @@ from finetune.errors import FinetuneError
 from finetune.exporters import ollama, vllm
 from finetune.exporters.export import export
 from finetune.exporters.gguf import merge_scores
+from finetune.inference.generate import load
+from finetune.recipe import LoRA
 from finetune.runs.run import Run, write_json
 
 PLAIN = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
@@ -87,6 +95,33 @@ def test_an_nf4_export_is_the_merged_model_quantised_by_transformers(tmp_path):
         merged, dtype=torch.float32, quantization_config=nf4
     ).eval()
     assert torch.equal(logits(found), logits(wanted))
+
+
+def nf4_run(tmp: Path) -> Run:
+    base = tiny_llama()
+    folder = save_base(base, tmp / "base")
+    run = start_run(tmp / "run", folder, LoRA(r=4), quantization="nf4")
+    write_json(run.realised, {"mixed_precision": "no"})
+    save_checkpoint(run, 10, trained_adapter(base))
+    return run
+
+
+def test_a_merge_into_nf4_answers_as_the_quantised_run_does(tmp_path):
+    run = nf4_run(tmp_path)
+    wanted = logits(load(run).model)
+    folder = export(run, tmp_path / "out", merge_into="nf4")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Sums in another order: 1e-6 of the largest was measured.
+    assert relative(logits(model), wanted) < 1e-5
+    plain = export(run, tmp_path / "plain", merge=True)
+    other = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    assert relative(logits(other), wanted) > 1e-2
+
+
+def test_a_merge_into_nf4_is_for_runs_that_trained_on_it(tmp_path):
+    with pytest.raises(FinetuneError, match="trained on a base with quantization=none"):
+        export(lora_run(tmp_path).run, tmp_path / "out", merge_into="nf4")
+    assert not (tmp_path / "out").exists()
 
 
 # --- the check -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +21,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
 
 from finetune.checkpoints.pretrained import in_fp32
 from finetune.errors import FinetuneError
@@ -62,6 +65,43 @@ def open_base(recipe: Recipe) -> Base:
 def open_trained(recipe: Recipe, folder: Path) -> Base:
     """The whole model that a run saved."""
     return _on_disk(recipe.model, folder, weight_files([folder]))
+
+
+def as_trained(base: Base, dtype: torch.dtype) -> Base:
+    """The base as NF4 leaves it: quantised from a dtype as for training, and dequantised again.
+
+    Raises:
+        FinetuneError: bitsandbytes would quantise layers that have no plain linear weight.
+    """
+    skipped = HfQuantizer.get_modules_to_not_convert(base.network, None, None)
+    kinds = {
+        path: type(module)
+        for path, module in base.network.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not _skips(path, skipped)
+    }
+    if Conv1D in kinds.values():
+        raise FinetuneError("--merge-into nf4: the model has Conv1D layers; merge without it")
+    names = {f"{path}.weight" for path in kinds}
+
+    def read(unit: tuple[str, ...]) -> Tensors:
+        found = base.read(unit)
+        return {
+            name: through_nf4(value.to(dtype)) if name in names else value
+            for name, value in found.items()
+        }
+
+    return dataclasses.replace(base, read=read)
+
+
+def _skips(path: str, skipped: list[str] | None) -> bool:
+    """Whether transformers (5.23) leaves a module out of quantisation (`should_convert_module`)."""
+    return any(re.match(f"{each}\\.", path) or path.endswith(each) for each in skipped or ())
+
+
+def through_nf4(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix (out, in) as an NF4 layer computes with it, in its own dtype."""
+    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    return dequantize_4bit(packed, state)
 
 
 def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> Tensors:

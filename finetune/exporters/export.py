@@ -80,7 +80,14 @@ def export(
         gguf_type=gguf_type.lower(),
         merge_into=merge_into,
     )
-    name = format or _usual(source, merge)
+    name = format or _usual(source, merge or merge_into is not None)
+    if merge_into is not None and (source.adapter is None or name in ("adapter", "vllm")):
+        raise FinetuneError(f"--merge-into: --format {name} merges no adapter; leave it away")
+    if merge_into is not None and source.recipe.model.quantization != merge_into:
+        raise FinetuneError(
+            f"--merge-into {merge_into}: the run trained on a base with quantization="
+            f"{source.recipe.model.quantization}; leave it away"
+        )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
     with _replacing(to) as folder:
         kind = write(source, folder)

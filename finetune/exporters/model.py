@@ -4,16 +4,17 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.pretrained import write_settings
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.base_tensors import Tensors, open_base, open_trained, rounded
+from finetune.exporters.base_tensors import Tensors, as_trained, open_base, open_trained, rounded
 from finetune.exporters.merge import Merge
 from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
-from finetune.inference.load import tensor_shapes
+from finetune.inference.load import tensor_shapes, trained_dtype
 from finetune.reports.card import Kind
 
 
@@ -49,7 +50,10 @@ def write_merged(source: Source, folder: Path) -> Kind:
     if source.adapter is None:
         raise FinetuneError("--format merged: the run trained all weights; export it as 'model'")
     refuse_other_base(source.checkpoint, recipe.model)
-    merge = Merge(open_base(recipe), source.adapter, source.initial, source.result_dtype)
+    base = open_base(recipe)
+    if source.merge_into == "nf4":
+        base = as_trained(base, trained_dtype(source.run) or torch.bfloat16)
+    merge = Merge(base, source.adapter, source.initial, source.result_dtype)
     _write_weights(source, folder, merge.skeleton(), merge.tensors())
     _write_rest(source, folder, merge.network())
     return "merged"
