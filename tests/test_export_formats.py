@@ -1,8 +1,14 @@
 """Each format of an export is accepted by what loads it, or refused with every reason."""
 
+import base64
+import contextlib
 import json
 import os
 import stat
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +271,74 @@ def test_another_engine_is_started_with_the_flags_of_the_export(tmp_path, finetu
     missing = finetune("serve", out, "--engine", "llama.cpp")
     assert missing.status == 2
     assert "holds 0 GGUF files, expected one" in missing.stderr
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A hub that takes uploads; yields its address, and what was sent to it."""
+    sent: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            lines = [json.loads(line) for line in text.splitlines()]
+            sent.append((self.path, lines if "commit" in self.path else lines[0]))
+            answer: dict[str, Any] = {
+                "url": f"{address}/me/tuned",
+                "commitUrl": f"{address}/me/tuned/commit/0",
+            }
+            answer |= {"commitOid": "0" * 40, "commitMessage": "m", "hookOutput": ""}
+            if "preupload" in self.path:
+                files = [file["path"] for file in lines[0]["files"]]
+                how = {"uploadMode": "regular", "shouldIgnore": False}
+                answer = {"files": [{"path": path, **how} for path in files]}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield address, sent
+    finally:
+        server.shutdown()
+
+
+def test_a_push_is_private_and_never_names_a_path_of_this_machine(tmp_path, finetune: Finetune):
+    trained = lora_run(tmp_path)
+    words = ["export", trained.run.root, "--push", "me/tuned", "--to"]
+    with hub() as (address, sent):
+        env = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
+        refused = finetune(*words, tmp_path / "a", env=env)
+        assert refused.status == 2
+        assert f"adapter_config.json names {trained.base}, a path of this machine" in refused.stderr
+        assert sent == []
+        done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env)
+        assert done.status == 0, done.output
+    assert sent[0][0] == "/api/repos/create"
+    assert sent[0][1]["private"] is True or sent[0][1].get("visibility") == "private"
+    ((_, commit),) = [each for each in sent if "/commit/" in each[0]]
+    files = {line["value"]["path"]: line["value"] for line in commit if line["key"] == "file"}
+    assert files.keys() == {path.name for path in (tmp_path / "b").iterdir()}
+    config = json.loads(base64.b64decode(files["adapter_config.json"]["content"]))
+    assert config["base_model_name_or_path"] == "their/base"
+
+
+def test_a_bundle_is_the_record_of_a_run_without_weights_and_rows(tmp_path, finetune: Finetune):
+    run = run_with_rows(tmp_path)
+    done = finetune("export", run.root, "--bundle", tmp_path / "run.zip")
+    assert done.status == 0, done.output
+    with zipfile.ZipFile(tmp_path / "run.zip") as archive:
+        assert archive.namelist() == ["recipe.json"]
+        assert archive.read("recipe.json") == run.recipe.read_bytes()
+    again = finetune("export", run.root, "--bundle", tmp_path / "run.zip")
+    assert again.status == 2

@@ -14,7 +14,7 @@ SUMMARY = "write a run's result as a model that loads everywhere"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--to", required=True, type=Path, help="folder to write")
+    parser.add_argument("--to", type=Path, help="folder to write")
     parser.add_argument(
         "--format", help=f"{', '.join(EXPORTERS)}, or module:function of your own exporter"
     )
@@ -37,13 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=options.count, help="checkpoint, instead of the best or last one"
     )
 
+    parser.add_argument("--push", metavar="OWNER/NAME", help="repository of the hub to upload to")
+    parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
+    parser.add_argument(
+        "--base", help="name by which others find the base of an adapter, instead of its path"
+    )
+    parser.add_argument(
+        "--bundle", type=Path, metavar="ZIP", help="the run's record as one file, without weights"
+    )
+
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune.runs.run import open_run
 
     if arguments.merge and arguments.format not in (None, "merged"):
         raise FinetuneError(f"--merge: --format {arguments.format} is another; leave one away")
+    if arguments.to is None and (arguments.bundle is None or arguments.push is not None):
+        raise FinetuneError("--to: name the folder to write, or a --bundle")
+    if arguments.public and arguments.push is None:
+        raise FinetuneError("--public: says how --push uploads; leave it away")
     run = open_run(arguments.run)
+    from finetune.exporters.share import bundle, push
+
+    if arguments.bundle is not None:
+        print(f"wrote {bundle(run, arguments.bundle)}")
+    if arguments.to is None:
+        return 0
     from finetune.exporters.check import check_lines
     from finetune.exporters.export import MARKER, export
 
@@ -59,8 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         merge_into=arguments.merge_into,
         llama_cpp=arguments.llama_cpp,
         gguf_type=arguments.gguf_type,
+        base=arguments.base,
     )
     written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     print(*check_lines(written["check"]), sep="\n")
     print(f"exported to {folder}; serve it there with", *written["serve"], sep="\n  ")
+    if arguments.push is not None:
+        print(f"uploaded to {push(folder, arguments.push, private=not arguments.public)}")
     return 0

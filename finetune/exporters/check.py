@@ -65,6 +65,8 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     """
     if kind == "gguf":
         return "a GGUF file is not loaded here"
+    if source.base is not None and kind == "adapter":
+        return f"its base is called {source.base}, which is not loaded for a check"
     if source.recipe.model.trust_remote_code:
         return "code that came with the model is not run for a check"
     prompts = list(_prompts(source.recipe, rows))

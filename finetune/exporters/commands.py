@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from finetune.checkpoints.handover import base_reference
 from finetune.exporters import vllm
 from finetune.exporters.source import Source
 from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
@@ -21,6 +20,6 @@ def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
     config = vllm.read_config(folder)
     if vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS)):
         return [own]
-    base, _ = base_reference(source.recipe.model)
+    base, _ = source.base_name
     named = "BASE" if Path(base).is_absolute() else base
     return [own, vllm.command(folder, named, config)]

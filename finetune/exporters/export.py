@@ -48,6 +48,7 @@ def export(
     merge_into: MergeInto | None = None,
     llama_cpp: str | Path | None = None,
     gguf_type: str = "q8_0",
+    base: str | None = None,
 ) -> Path:
     """Write the result of a run in a format that others load, with its tokenizer and card.
 
@@ -63,6 +64,7 @@ def export(
         merge_into: `nf4` merges into the base as it was quantised for training.
         llama_cpp: a checkout of llama.cpp, for `gguf` and `ollama`.
         gguf_type: how the numbers of a GGUF file are stored, such as q8_0 or q4_k_m.
+        base: name by which others find the base of an adapter; by default as the run has it.
 
     Raises:
         FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, what the
@@ -79,6 +81,7 @@ def export(
         llama_cpp=None if llama_cpp is None else Path(llama_cpp),
         gguf_type=gguf_type.lower(),
         merge_into=merge_into,
+        base=base,
     )
     name = format or _usual(source, merge or merge_into is not None)
     if merge_into is not None and (source.adapter is None or name in ("adapter", "vllm")):

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune import catalog
-from finetune.checkpoints.handover import generation_config
+from finetune.checkpoints.handover import base_reference, generation_config
 from finetune.inference.generate import stop_ids, turn
 from finetune.inference.load import (
     Step,
@@ -47,11 +47,19 @@ class Source:
     merge_into: str | None = None
     """`nf4`: merge an adapter into the base as it was quantised for training."""
 
+    base: str | None = None
+    """Name by which others find the base of an adapter; None for that of the run."""
+
     @property
     def stored_dtype(self) -> torch.dtype:
         """Of the base's files; fp32 for a new model that names none."""
         dtype = base_config(self.recipe).dtype
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+
+    @property
+    def base_name(self) -> tuple[str, str | None]:
+        """Name and revision of the base in an adapter's files."""
+        return base_reference(self.recipe.model) if self.base is None else (self.base, None)
 
     @property
     def result_dtype(self) -> torch.dtype:
