@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import (
     SIZES,
     disturb,
     save_base,
     save_checkpoint,
+    sign,
     start_run,
     tiny_llama,
     tiny_tied_qwen,
@@ -27,6 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from finetune.errors import TrainingFailure
 from finetune.exporters.export import export
 from finetune.models.vocabulary import grow
 from finetune.recipe import LoRA
@@ -146,3 +148,16 @@ def test_a_merge_has_rows_for_added_tokens(tmp_path, fields):
     out = export(run, tmp_path / "out", merge=True)
     assert json.loads((out / "config.json").read_text())["vocab_size"] == rows
     assert same(out, merged_by_peft(run, folder, rows))
+
+
+def test_a_merge_that_is_not_finite_is_refused_and_leaves_nothing(tmp_path):
+    run, _ = adapter_run(tmp_path, tiny_llama(), **LINEAR)
+    path = run.checkpoint(10) / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("k_proj.lora_B.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    sign(run.checkpoint(10), 10)
+    with pytest.raises(TrainingFailure, match=r"k_proj.weight is not finite after merging"):
+        export(run, tmp_path / "out", merge=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["base", "run"]

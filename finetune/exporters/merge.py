@@ -87,7 +87,7 @@ class Merge:
         """
         for unit in self.base.units:
             merged = self._stored(self._merged(unit))
-            broken = [name for name, value in merged.items() if not value.isfinite().all()]
+            broken = [name for name, value in merged.items() if not _is_finite(value)]
             if broken:
                 raise TrainingFailure(
                     *(f"{self.adapter}: {name} is not finite after merging" for name in broken)
@@ -277,6 +277,12 @@ def put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._parameters[name] = nn.Parameter(value, requires_grad=False)
     else:
         owner._buffers[name] = value
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Whether no number is infinite or NaN, without a copy of the tensor."""
+    ends = value.aminmax()
+    return bool(ends.min.isfinite() & ends.max.isfinite()) if value.is_floating_point() else True
 
 
 def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
