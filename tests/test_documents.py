@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, Finetune, Tiny, write_recipe
+from conftest import ROOT, Finetune, Tiny, end_tree, start, write_recipe
 
 import finetune as ft
 from finetune import backend, catalog
@@ -150,6 +151,28 @@ def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
     as_it_is([*words, "--prompt", "hello", "--max-new-tokens", "4"], folder, finetune)
 
 
+def as_an_export(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """GGUF needs a checkout of llama.cpp: without one, the export says where to get it."""
+    if "--llama-cpp" not in words:
+        as_it_is(words, folder, finetune)
+        return
+    done = finetune(*words[1:], cwd=folder)
+    assert done.status == 2
+    assert "git clone" in done.stderr
+
+
+def as_a_server(words: list[str], folder: Path, finetune: Finetune) -> None:
+    """Started on a free port, asked for its models, and ended."""
+    process = start([*words[1:], "--port", "0"], folder)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split(" at ")[1].split(",")[0]
+        assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tuned"
+    finally:
+        end_tree(process.pid)
+        process.wait()
+
+
 def as_an_install(words: list[str], folder: Path, finetune: Finetune) -> None:
     """Of the checkout: it is not installed anew, but the parts that are named exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -183,7 +206,8 @@ CHECKS: dict[str, Any] = {
     "finetune chat": as_a_question,
     "finetune report": as_a_report,
     "finetune prove": as_a_pair,
-    "finetune export": as_it_is,
+    "finetune export": as_an_export,
+    "finetune serve": as_a_server,
     "finetune launch": as_a_plan,
     "finetune train": as_a_plan,
     "accelerate launch": as_a_plan_of_accelerate,

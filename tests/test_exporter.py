@@ -169,7 +169,7 @@ def test_the_sampling_settings_of_the_base_are_kept(tmp_path):
 def test_the_python_in_the_readme_of_an_export_runs(tmp_path, merge, monkeypatch):
     trained = lora_run(tmp_path)
     monkeypatch.chdir(export(trained.run, tmp_path / "out", merge))
-    _, code, _ = Path("README.md").read_text().split("```")
+    _, code, *_ = Path("README.md").read_text().split("```")
     names: dict[str, Any] = {}
     exec(code.removeprefix("python"), names)
     assert relative(logits(names["model"].eval()), trained.logits) < ROUNDING

@@ -31,7 +31,7 @@ FLOORS = [
     {"models"},
     {"inference", "reports"},
     {"evaluation", "exporters"},
-    {"training"},
+    {"serving", "training"},
     {"importers", "launchers", "quickstart"},
     {"verification"},
     {"cli", "__init__"},
@@ -53,7 +53,8 @@ LIGHT = [
     *(f"finetune.cli.{name}" for name in VERBS.values()),
 ]  # fmt: skip
 READS_ENVIRONMENT = {
-    "backend/__init__.py", "cache.py", "launchers/accelerate.py", "process/error_report.py",
+    "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
+    "launchers/accelerate.py", "serving/engines.py", "process/error_report.py",
     "process/quiet.py", "process/rendezvous.py", "verification/memory/launch.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py"}

@@ -135,6 +135,11 @@ def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) ->
         size, total = size + more, total + more
     close()
     _name_parts(folder, parts, total)
+    write_settings(network, folder, dtype)
+
+
+def write_settings(network: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """What `save_pretrained` writes beside the weights: settings, and code that came with them."""
     config = saved_config(network, dtype)
     if network.is_remote_code():
         kinds = (kind for kind in type(network).__mro__ if _is_of_its_own(kind))

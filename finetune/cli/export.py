@@ -1,6 +1,8 @@
 """`finetune export`: write a run's result as a model that loads everywhere."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 from finetune.cli import options
@@ -12,13 +14,36 @@ SUMMARY = "write a run's result as a model that loads everywhere"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--to", required=True, type=Path, help="folder to write")
+    parser.add_argument("--to", type=Path, help="folder to write")
     parser.add_argument(
         "--format", help=f"{', '.join(EXPORTERS)}, or module:function of your own exporter"
     )
     parser.add_argument("--merge", action="store_true", help="the same as --format merged")
     parser.add_argument(
+        "--merge-into", choices=("nf4",), help="the base as it was quantised for training"
+    )
+    parser.add_argument(
+        "--check-rows", type=options.whole, default=8, help="rows of the run to compare, or 0"
+    )
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        default=os.environ.get("LLAMA_CPP_DIR"),
+        help="checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR",
+    )
+    parser.add_argument("--gguf-type", default="q8_0", help="f32, f16, bf16, q8_0, q4_k_m, ...")
+    parser.add_argument("--shard-size", default="5GB", help="of a weight file at most")
+    parser.add_argument(
         "--step", type=options.count, help="checkpoint, instead of the best or last one"
+    )
+
+    parser.add_argument("--push", metavar="OWNER/NAME", help="repository of the hub to upload to")
+    parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
+    parser.add_argument(
+        "--base", help="name by which others find the base of an adapter, instead of its path"
+    )
+    parser.add_argument(
+        "--bundle", type=Path, metavar="ZIP", help="the run's record as one file, without weights"
     )
 
 
@@ -27,10 +52,37 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.merge and arguments.format not in (None, "merged"):
         raise FinetuneError(f"--merge: --format {arguments.format} is another; leave one away")
+    if arguments.to is None and (arguments.bundle is None or arguments.push is not None):
+        raise FinetuneError("--to: name the folder to write, or a --bundle")
+    if arguments.public and arguments.push is None:
+        raise FinetuneError("--public: says how --push uploads; leave it away")
     run = open_run(arguments.run)
-    from finetune.exporters.export import export
+    from finetune.exporters.share import bundle, push
+
+    if arguments.bundle is not None:
+        print(f"wrote {bundle(run, arguments.bundle)}")
+    if arguments.to is None:
+        return 0
+    from finetune.exporters.check import check_lines
+    from finetune.exporters.export import MARKER, export
 
     options.without_bars()
-    folder = export(run, arguments.to, arguments.merge, arguments.step, format=arguments.format)
-    print(f"exported to {folder}")
+    folder = export(
+        run,
+        arguments.to,
+        arguments.merge,
+        arguments.step,
+        shard_size=arguments.shard_size,
+        format=arguments.format,
+        check_rows=arguments.check_rows,
+        merge_into=arguments.merge_into,
+        llama_cpp=arguments.llama_cpp,
+        gguf_type=arguments.gguf_type,
+        base=arguments.base,
+    )
+    written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    print(*check_lines(written["check"]), sep="\n")
+    print(f"exported to {folder}; serve it there with", *written["serve"], sep="\n  ")
+    if arguments.push is not None:
+        print(f"uploaded to {push(folder, arguments.push, private=not arguments.public)}")
     return 0

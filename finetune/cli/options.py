@@ -15,6 +15,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a port from 0 to 65535")
+    return int(text)
+
+
 def minutes(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 1e6:

@@ -10,7 +10,6 @@ from peft import LoraConfig, TaskType, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from finetune.checkpoints.handover import base_reference
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.source import Source
 from finetune.inference.load import (
@@ -37,13 +36,14 @@ def write(source: Source, folder: Path) -> Kind:
     """
     if source.adapter is None:
         raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
-    _write_adapter(source.recipe, source.adapter, source.initial, folder)
+    _write_adapter(source, source.adapter, folder)
     if source.generation is not None:
         source.generation.save_pretrained(folder)
     return "adapter"
 
 
-def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: Path) -> None:
+def _write_adapter(source: Source, adapter: Path, folder: Path) -> None:
+    recipe = source.recipe
     with torch.device("meta"):
         skeleton = auto_class(recipe.scores).from_config(
             base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
@@ -51,10 +51,10 @@ def _write_adapter(recipe: Recipe, adapter: Path, initial: Path | None, folder: 
     config = check_adapter(adapter, skeleton)
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     if changes_base(config):
-        before = _initial_tensors(recipe, config, initial)
+        before = _initial_tensors(recipe, config, source.initial)
         tensors = _difference(tensors, before)
         config = _twice_the_rank(config)
-    config.base_model_name_or_path, config.revision = base_reference(recipe.model)
+    config.base_model_name_or_path, config.revision = source.base_name
     config.task_type = TaskType.CAUSAL_LM if recipe.scores is None else TaskType.SEQ_CLS
     if recipe.scores is not None:  # PEFT takes labels and pad token of no other file
         AutoConfig.from_pretrained(adapter).save_pretrained(folder)

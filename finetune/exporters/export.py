@@ -1,22 +1,24 @@
 """Hand over a trained run: a folder that plain transformers and PEFT load, whole or not at all."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
 
 from finetune import extensions
 from finetune.checkpoints.handover import follow_umask, saved_tokenizer
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import EXPORTERS
-from finetune.exporters.source import Source, open_source
-from finetune.inference.generate import turn
+from finetune.exporters.check import CHECK_ROWS, check, check_lines
+from finetune.exporters.commands import serve_commands
+from finetune.exporters.source import Source, open_source, turn_end
 from finetune.inference.load import Step
 from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json
@@ -27,6 +29,10 @@ Exporter = Callable[[Source, Path], Kind]
 Tokenizer, card and file modes are written after it.
 """
 
+MergeInto = Literal["nf4"]
+
+GENERATING = ("vllm", "nf4", "gguf", "ollama")
+"""Formats of models that write text."""
 MARKER = "export.json"
 """Lists the files of an export, so that only a folder of nothing else is ever replaced."""
 
@@ -40,6 +46,11 @@ def export(
     shard_size: str = "5GB",
     *,
     format: str | None = None,
+    check_rows: int = CHECK_ROWS,
+    merge_into: MergeInto | None = None,
+    llama_cpp: str | Path | None = None,
+    gguf_type: str = "q8_0",
+    base: str | None = None,
 ) -> Path:
     """Write the result of a run in a format that others load, with its tokenizer and card.
 
@@ -51,26 +62,61 @@ def export(
         shard_size: of a weight file at most.
         format: a name of `finetune.exporters.EXPORTERS`, or `module:function` of an `Exporter`;
             by default `adapter`, and `model` where all weights were trained.
+        check_rows: rows of the run on which the result is compared with the trained model.
+        merge_into: `nf4` merges into the base as it was quantised for training.
+        llama_cpp: a checkout of llama.cpp, for `gguf` and `ollama`.
+        gguf_type: how the numbers of a GGUF file are stored, such as q8_0 or q4_k_m.
+        base: name by which others find the base of an adapter; by default as the run has it.
 
     Raises:
-        FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, or a folder
-            that is not an earlier export.
-        TrainingFailure: writing failed; nothing is left behind.
+        FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, what the
+            format cannot hold, or a folder that is not an earlier export.
+        TrainingFailure: writing failed, or the result answers otherwise than the trained model;
+            nothing is left behind.
     """
     run = run if isinstance(run, Run) else open_run(run)
     to = Path(to)
     to = to if to.name not in ("", "..") else to.resolve()
     _refuse_foreign(to)
-    source = open_source(run, step, dtype, shard_size)
-    name = format or _usual(source, merge)
+    source = dataclasses.replace(
+        open_source(run, step, dtype, shard_size),
+        llama_cpp=None if llama_cpp is None else Path(llama_cpp),
+        gguf_type=gguf_type.lower(),
+        merge_into=merge_into,
+        base=base,
+    )
+    name = format or _usual(source, merge or merge_into is not None)
+    if merge_into is not None and (source.adapter is None or name in ("adapter", "vllm")):
+        raise FinetuneError(f"--merge-into: --format {name} merges no adapter; leave it away")
+    if merge_into is not None and source.recipe.model.quantization != merge_into:
+        raise FinetuneError(
+            f"--merge-into {merge_into}: the run trained on a base with quantization="
+            f"{source.recipe.model.quantization}; leave it away"
+        )
+    if source.recipe.scores is not None and name in GENERATING:
+        raise FinetuneError(
+            f"--format {name}: it holds models that write text, and this one gives scores; use "
+            f"{_usual(source, merge)}"
+        )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
     with _replacing(to) as folder:
         kind = write(source, folder)
-        saved_tokenizer(source.tokenizer, _turn_end(source.tokenizer)).save_pretrained(folder)
-        write_card(run, folder, kind=kind, step=source.step)
+        if kind != "gguf":
+            end = turn_end(source.tokenizer)
+            saved_tokenizer(source.tokenizer, end).save_pretrained(folder)
+        checked = check(source, folder, kind, check_rows) if check_rows else "not asked for"
+        commands = serve_commands(source, folder, kind)
+        lines = check_lines(checked)
+        write_card(run, folder, kind=kind, step=source.step, serve=commands, checked=lines)
         follow_umask(folder)
         files = sorted(path.name for path in folder.iterdir())
-        about = {"run": run.root.resolve().name, "checkpoint": source.checkpoint.name, "kind": name}
+        about = {
+            "run": run.root.resolve().name,
+            "checkpoint": source.checkpoint.name,
+            "kind": name,
+            "serve": commands,
+            "check": checked if isinstance(checked, str) else dataclasses.asdict(checked),
+        }
         write_json(folder / MARKER, {**about, "files": [*files, MARKER]})
     return to
 
@@ -79,10 +125,6 @@ def _usual(source: Source, merge: bool) -> str:
     if source.adapter is None:
         return "model"
     return "merged" if merge else "adapter"
-
-
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    return turn(tokenizer).end if tokenizer.chat_template is not None else None
 
 
 def _refuse_foreign(to: Path) -> None:
@@ -124,6 +166,9 @@ def _replacing(to: Path) -> Iterator[Path]:
             to.rename(old)
         scratch.rename(to)
     except (OSError, SafetensorError) as error:
+        named = error.filename if isinstance(error, OSError) else None
+        if named is not None and not Path(named).is_relative_to(scratch):
+            raise FinetuneError(f"{named}: {error.strerror}") from None
         raise TrainingFailure(f"{to}: could not be written: {error}; nothing was left") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

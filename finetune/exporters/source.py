@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune import catalog
-from finetune.checkpoints.handover import generation_config
-from finetune.inference.generate import stop_ids
+from finetune.checkpoints.handover import base_reference, generation_config
+from finetune.inference.generate import stop_ids, turn
 from finetune.inference.load import (
     Step,
     base_config,
@@ -40,6 +40,36 @@ class Source:
     """Of whole weights; by default that of the base model's own files."""
     shard_size: str
     """Of a weight file at most, such as 5GB."""
+    llama_cpp: Path | None = None
+    """A checkout of llama.cpp, for GGUF."""
+    gguf_type: str = "q8_0"
+    """How the numbers of a GGUF file are stored."""
+    merge_into: str | None = None
+    """`nf4`: merge an adapter into the base as it was quantised for training."""
+
+    base: str | None = None
+    """Name by which others find the base of an adapter; None for that of the run."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the base's files; fp32 for a new model that names none."""
+        dtype = base_config(self.recipe).dtype
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+
+    @property
+    def base_name(self) -> tuple[str, str | None]:
+        """Name and revision of the base in an adapter's files."""
+        return base_reference(self.recipe.model) if self.base is None else (self.base, None)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of whole weights: as asked, else of the base's files."""
+        return self.dtype or self.stored_dtype
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Token that ends a turn of the tokenizer's chat template; None without one."""
+    return turn(tokenizer).end if tokenizer.chat_template is not None else None
 
 
 def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_size: str) -> Source:

@@ -24,7 +24,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-class _Stream(BaseStreamer):
+class TextStream(BaseStreamer):
     """Writes an answer while it grows, without its stop token and without half a character.
 
     What a token adds is written with the token after it: a decoder may still change the end of a
@@ -67,7 +67,7 @@ def stream(
     room = room_for(loaded, len(ids), max_new_tokens)
     if room < 1:
         raise FinetuneError(f"{len(ids)} tokens leave no room in a context of {loaded.context}")
-    streamer = _Stream(loaded, ids, write)
+    streamer = TextStream(loaded, ids, write)
     continue_rows(loaded, [ids], room, temperature, 1.0, streamer)
     return streamer.text
 

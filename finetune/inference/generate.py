@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel, TaskType
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from finetune import catalog
@@ -148,13 +156,22 @@ def _loaded(
     """A model with every stop token: of its own, of a folder's settings, and of the tokenizer."""
     network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     stops = stop_ids(network.generation_config, tokenizer)
-    if settings is not None and (settings / "generation_config.json").is_file():
-        with reading(f"{settings / 'generation_config.json'}: cannot be read"):
-            own = GenerationConfig.from_pretrained(settings)
-        stops = tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
+    if settings is not None:
+        stops = folder_stops(stops, settings, tokenizer)
     # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
     network.generation_config = GenerationConfig()
     return Loaded(model, tokenizer, stops, context_length(network.config))
+
+
+def folder_stops(
+    stops: tuple[int, ...], folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Stop tokens of a model, with those that the folder of an adapter names."""
+    own = None
+    if (folder / "generation_config.json").is_file():
+        with reading(f"{folder / 'generation_config.json'}: cannot be read"):
+            own = GenerationConfig.from_pretrained(folder)
+    return tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
 
 
 # --- the words around an answer ----------------------------------------------------------------
@@ -321,8 +338,16 @@ def continue_rows(
     temperature: float,
     top_p: float,
     streamer: BaseStreamer | None = None,
+    *,
+    stopping: Sequence[StoppingCriteria] = (),
+    processors: Sequence[LogitsProcessor] = (),
 ) -> list[list[int]]:
-    """New token ids of each row, cut before its first stop token."""
+    """New token ids of each row, cut before its first stop token.
+
+    Args:
+        stopping: further reasons to end.
+        processors: get the logits of the model before temperature and top_p.
+    """
     pad = _pad_id(loaded)
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # (rows, longest)
@@ -343,6 +368,8 @@ def continue_rows(
             attention_mask=mask.to(model.device),
             generation_config=config,
             streamer=streamer,
+            stopping_criteria=StoppingCriteriaList(stopping),
+            logits_processor=LogitsProcessorList(processors),
         )
     stops = set(loaded.stops)
     new = out[:, longest:].tolist()

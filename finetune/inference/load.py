@@ -271,17 +271,25 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
     if str(config.init_lora_weights).lower() in RECOMPUTED:
         recompute = initial is None or "quantization_config" in model.config.to_dict()
     if not recompute and initial is None:
-        raise FinetuneError(
-            f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
-            f"and cannot be computed again; the run lacks initial_adapter/"
-        )
+        raise needs_initial(adapter, config)
     if not recompute:
         config = plain_lora(config)
     with reading(f"{adapter}: PEFT cannot load it"):
         peft_model = PeftModel.from_pretrained(model, str(adapter), config=config)
     if not recompute and initial is not None:
-        _take_out(peft_model, load_file(initial / ADAPTER_WEIGHTS))
+        tensors = load_file(initial / ADAPTER_WEIGHTS)
+        for name, layer in peft_model.named_modules():
+            if isinstance(layer, LoraLayer):
+                take_out(layer, name, tensors)
     return peft_model.eval()
+
+
+def needs_initial(adapter: Path, config: LoraConfig) -> FinetuneError:
+    """Of an initialisation that changed the base in a way that only its stored tensors tell."""
+    return FinetuneError(
+        f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
+        f"and cannot be computed again; the run lacks initial_adapter/"
+    )
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
@@ -335,14 +343,17 @@ def plain_lora(config: LoraConfig) -> LoraConfig:
     return plain
 
 
-def _take_out(model: PeftModel, initial: dict[str, torch.Tensor]) -> None:
-    """W <- W - scale B0 A0 for every layer with an adapter, in fp32, rounded once as PEFT does."""
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or f"{name}.lora_A.weight" not in initial:
-            continue
-        weight: Any = layer.get_base_layer().weight
-        down = initial[f"{name}.lora_A.weight"].to(weight.device, torch.float32)  # (r, in)
-        up = initial[f"{name}.lora_B.weight"].to(weight.device, torch.float32)  # (out, r)
-        fan_in_fan_out = isinstance(layer.get_base_layer(), Conv1D)
-        lost = transpose(layer.scaling["default"] * up @ down, fan_in_fan_out)
-        weight.data = (weight.data.float() - lost).to(weight.dtype)
+def take_out(layer: LoraLayer, name: str, initial: dict[str, torch.Tensor]) -> None:
+    """W <- W - scale B0 A0 for a layer with an adapter, in fp32, rounded once as PEFT does.
+
+    Args:
+        name: of the layer in `initial`, the tensors of the adapter before its first step.
+    """
+    if f"{name}.lora_A.weight" not in initial:
+        return
+    base: Any = layer.get_base_layer()
+    weight = base.weight
+    down = initial[f"{name}.lora_A.weight"].to(weight.device, torch.float32)  # (r, in)
+    up = initial[f"{name}.lora_B.weight"].to(weight.device, torch.float32)  # (out, r)
+    lost = transpose(layer.scaling["default"] * up @ down, isinstance(base, Conv1D))
+    weight.data = (weight.data.float() - lost).to(weight.dtype)

@@ -5,7 +5,7 @@ Every statement comes from the run's record or from the folder that the card des
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from finetune.runs.summary import (
     title,
 )
 
-Kind = Literal["adapter", "merged", "model"]
+Kind = Literal["adapter", "merged", "model", "nf4", "gguf"]
 
 Row = tuple[str, str]
 
@@ -37,13 +37,20 @@ TERMS = {"pairs": "pair", "answers": "answer", "rows": "row"}
 
 
 def write_card(
-    run: Run, folder: Path, *, kind: Kind | None = None, step: int | None = None
+    run: Run,
+    folder: Path,
+    *,
+    kind: Kind | None = None,
+    step: int | None = None,
+    serve: Sequence[str] = (),
+    checked: Sequence[str] = (),
 ) -> Path:
     """Write `README.md` into a folder that holds weights of a run; returns its path.
 
     `kind` is what the folder holds: a PEFT adapter (the default for a recipe with an adapter), a
     model with the adapter merged into it, or a whole model. `step` is the checkpoint that the
-    weights are from; by default the best evaluation's, else the newest.
+    weights are from; by default the best evaluation's, else the newest. `serve` are commands to be
+    run in the folder, `checked` lines of Markdown about its check.
     """
     recipe, history = read_object(run.recipe), read_history(run)
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
@@ -60,7 +67,7 @@ def write_card(
     with of_record(run.root):
         text = templates.get_template("card.md.jinja").render(
             front=yaml.safe_dump(
-                front_matter(recipe, kind, scores), sort_keys=False, allow_unicode=True
+                front_matter(recipe, kind, history, scores), sort_keys=False, allow_unicode=True
             ),
             scores=scores,
             title=plain(title(recipe)),
@@ -81,6 +88,8 @@ def write_card(
             software=[row(*pair) for pair in _software(read_object(run.environment))],
             code=_loading(recipe, kind, folder),
             stops=_stops(folder),
+            serve=serve,
+            checked=checked,
         )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
@@ -88,7 +97,9 @@ def write_card(
     return path
 
 
-def front_matter(recipe: Mapping[str, Any], kind: Kind, scores: bool = False) -> dict[str, Any]:
+def front_matter(
+    recipe: Mapping[str, Any], kind: Kind, history: History | None = None, scores: bool = False
+) -> dict[str, Any]:
     """The card's metadata as the hub reads it; names that are not the hub's are left out."""
     model, adapter = recipe.get("model") or {}, recipe.get("adapter")
     base = hub_name(model.get("name"))
@@ -97,14 +108,45 @@ def front_matter(recipe: Mapping[str, Any], kind: Kind, scores: bool = False) ->
     front: dict[str, Any] = {}
     if base:
         front["base_model"] = base
-    front["library_name"] = "peft" if kind == "adapter" else "transformers"
+        relations = {"adapter": "adapter", "nf4": "quantized", "gguf": "quantized"}
+        front["base_model_relation"] = relations.get(kind, "finetune")
+    licence = _licence(model)
+    if licence:
+        front["license"] = licence
+    libraries = {"adapter": "peft", "gguf": "llama.cpp"}
+    front["library_name"] = libraries.get(kind, "transformers")
     front["pipeline_tag"] = "text-classification" if scores else "text-generation"
     method = str(recipe.get("method") or "").rpartition(":")[2].lower()
     front["tags"] = ["finetune", *filter(None, [method]), *lora]
     datasets = [hub_name(source.get("source")) for source in recipe.get("data", ())]
     if any(datasets):
         front["datasets"] = list(dict.fromkeys(filter(None, datasets)))
+    if history is not None and history.best is not None:
+        front["model-index"] = [_result(title(recipe), history.best.loss)]
     return front
+
+
+def _result(name: str, loss: float) -> dict[str, Any]:
+    """The best evaluation as the hub shows it."""
+    metric = {"type": "loss", "name": "mean loss per trained token", "value": round(loss, 4)}
+    about = {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": "held-out", "name": "held-out rows"},
+    }
+    return {"name": name, "results": [{**about, "metrics": [metric]}]}
+
+
+def _licence(model: Mapping[str, Any]) -> str | None:
+    """The licence in the head of the base's own card, where the card is on this machine."""
+    name = model.get("name")
+    for path in config_paths(name, model.get("revision")) if name else ():
+        card = path.parent / "README.md"
+        if card.is_file():
+            text = card.read_text(encoding="utf-8", errors="replace")
+            head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+            found = re.search(r"^license:\s*(\S+)\s*$", head[1], re.MULTILINE) if head else None
+            return found[1] if found else None
+    return None
 
 
 def _training(recipe: Mapping[str, Any], history: History) -> list[Row]:
@@ -210,6 +252,12 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
 
     An adapter is given the stop tokens of its folder: PEFT takes those of the base model.
     """
+    if kind == "gguf":
+        name = next((path.name for path in folder.glob("*.gguf")), "model.gguf")
+        asked = (
+            'print(model.create_chat_completion(messages=[{"role": "user", "content": "Hello!"}]))'
+        )
+        return f'from llama_cpp import Llama\n\nmodel = Llama("{name}")\n{asked}'
     trusting = (recipe.get("model") or {}).get("trust_remote_code")
     more = ", trust_remote_code=True" if trusting else ""
     has_template = (folder / "chat_template.jinja").exists()

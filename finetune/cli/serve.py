@@ -1,0 +1,66 @@
+"""`finetune serve`: answer requests of OpenAI's API, with a chat page."""
+
+import argparse
+import os
+from pathlib import Path
+
+from finetune.cli import options
+from finetune.errors import FinetuneError
+
+SUMMARY = "serve a model over HTTP, with a chat page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="run directory, folder with a model or adapter, or hub name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=options.port, default=8000, help="0 takes a free one")
+    parser.add_argument("--name", help="of the model in requests; by default its folder's")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="another adapter on the same base; may be repeated",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("finetune", "vllm", "llama.cpp"),
+        default="finetune",
+        help="another program that serves an export, with the right flags",
+    )
+    parser.add_argument(
+        "--queue", type=options.count, default=16, help="requests that may wait for their turn"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.serving.serve import check_host, serve
+
+    key = os.environ.get("FINETUNE_API_KEY")
+    if arguments.engine != "finetune":
+        from finetune.serving import engines
+
+        if arguments.adapter:
+            raise FinetuneError(f"--adapter: --engine {arguments.engine} serves one folder")
+        check_host(arguments.host, key)
+        folder = Path(arguments.model).resolve()
+        name = arguments.name or folder.name
+        engines.start(arguments.engine, folder, name, arguments.host, arguments.port, key)
+    options.without_bars()
+    serve(
+        arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        name=arguments.name,
+        adapters=_adapters(arguments.adapter),
+        queue=arguments.queue,
+        key=key,
+    )
+    return 0
+
+
+def _adapters(words: list[str]) -> dict[str, Path]:
+    wrong = [word for word in words if not all(word.partition("="))]
+    if wrong:
+        raise FinetuneError(*(f"--adapter: got '{word}', expected NAME=FOLDER" for word in wrong))
+    return {name: Path(folder) for name, _, folder in (word.partition("=") for word in words)}

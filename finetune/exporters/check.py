@@ -1,0 +1,211 @@
+"""Check an export on rows of its run: its prompts, logits and answers are those of training."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoTokenizer
+
+from finetune.data.chat.render import Chat, load_chat
+from finetune.data.formats import read_row
+from finetune.data.samples import Completion, Conversation, Preference
+from finetune.data.sources import find_source
+from finetune.data.values import RowProblem
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters.base_tensors import base_files, weight_files
+from finetune.exporters.source import Source
+from finetune.inference.generate import Loaded, generate_from_ids, load, load_folder
+from finetune.recipe import Recipe
+from finetune.reports.card import Kind
+
+Prompt = Conversation | Completion
+
+CHECK_ROWS = 8
+"""Rows of a run on which an export is checked unless more are asked for."""
+PLACES = 32
+"""Last tokens of a prompt whose logits are compared."""
+ANSWER = 24
+"""Tokens of a compared answer at most."""
+TOLERANCE = 0.05
+"""Largest difference of logits, relative to the largest, of an export in the run's own precision.
+
+Rounding a merge to bf16 gives about 1e-3, and a lost adapter or head 0.2 and more.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """How an export compares with the trained model."""
+
+    rows: int
+    prompts_equal: int
+    """Rows whose prompt has the ids of training in plain transformers."""
+    logits: float
+    """Largest difference, relative to the largest logit."""
+    kl: float
+    """Largest divergence of the exported from the trained distribution at a place, in nats."""
+    answers_equal: int
+    """Rows with the same greedy answer."""
+
+
+def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
+    """Compare an export with the trained model on rows of the run's held-out or training data.
+
+    Args:
+        rows: at most.
+
+    Returns:
+        The comparison, or why there is none.
+
+    Raises:
+        TrainingFailure: it reads other prompts, or answers otherwise than rounding explains.
+    """
+    if source.recipe.scores is not None:
+        return "it gives scores, and no logits of tokens"
+    if kind == "gguf":
+        return "a GGUF file is not loaded here"
+    if source.base is not None and kind == "adapter":
+        return f"its base is called {source.base}, which is not loaded for a check"
+    if source.recipe.model.trust_remote_code:
+        return "code that came with the model is not run for a check"
+    prompts = list(_prompts(source.recipe, rows))
+    if not prompts:
+        return "the run's data has no readable prompts on this machine"
+    needed, free = _bytes_needed(source), psutil.virtual_memory().available
+    if needed > free:
+        return f"loading it needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+    trained = load(source.run, source.step)
+    chat = load_chat(trained.tokenizer, None)
+    ids = [_fitting(trained, chat.prompt(prompt)) for prompt in prompts]
+    wanted, answers = _logits(trained, ids), _answers(trained, ids)
+    del trained
+    exported = load_folder(folder, source.dtype)
+    found = _logits(exported, ids)
+    pairs = list(zip(found, wanted, strict=True))
+    checked = Checked(
+        rows=len(ids),
+        prompts_equal=sum(
+            _plain_ids(folder, chat, prompt) == chat.prompt(prompt) for prompt in prompts
+        ),
+        logits=max(_difference(*pair) for pair in pairs),
+        kl=max(_divergence(*pair) for pair in pairs),
+        answers_equal=sum(
+            one == other for one, other in zip(_answers(exported, ids), answers, strict=True)
+        ),
+    )
+    exact = kind != "nf4" and source.recipe.model.quantization == "none"
+    if checked.prompts_equal < checked.rows:
+        raise TrainingFailure(
+            f"{folder.name}: {checked.rows - checked.prompts_equal} of {checked.rows} prompts have "
+            "other token ids than in training"
+        )
+    if exact and not checked.logits <= TOLERANCE:
+        raise TrainingFailure(
+            f"{folder.name}: its logits differ from the trained model's by {checked.logits:.1e} of "
+            f"the largest (rounding gives less than {TOLERANCE})"
+        )
+    return checked
+
+
+def check_lines(checked: Checked | Mapping[str, Any] | str) -> list[str]:
+    """A comparison in words; as `check` returns it, or as `export.json` has it."""
+    if isinstance(checked, Mapping):
+        checked = Checked(**checked)
+    if isinstance(checked, str):
+        return [f"It was not compared with the trained model: {checked}."]
+    return [
+        f"Compared with the trained model on {checked.rows} rows of its run:",
+        f"- {checked.prompts_equal} prompts have the token ids of training in plain transformers;",
+        f"- logits differ by at most {checked.logits:.1e} of the largest, distributions by "
+        f"{checked.kl:.1e} nats (KL);",
+        f"- {checked.answers_equal} greedy answers of up to {ANSWER} tokens are equal.",
+    ]
+
+
+def _prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
+    """Rows of every source in turn, as far as they are on this machine."""
+    sources = recipe.eval_data or recipe.data
+    for data in sources:
+        share = -(-rows // len(sources))
+        try:
+            for row in find_source(data).rows():
+                if share < 1:
+                    break
+                prompt = _prompt(data.format, row.value)
+                if prompt is not None:
+                    share -= 1
+                    yield prompt
+        except FinetuneError:  # it is elsewhere by now
+            continue
+
+
+def _prompt(data_format: str, value: Any) -> Prompt | None:
+    try:
+        sample = read_row(data_format, value)
+    except RowProblem:
+        return None
+    if isinstance(sample, Preference):
+        sample = sample.chosen
+    if isinstance(sample, Completion):
+        return sample
+    if not isinstance(sample, Conversation) or len(sample.messages) < 2:
+        return None
+    if sample.messages[-1]["role"] != "assistant":
+        return None
+    return dataclasses.replace(sample, messages=sample.messages[:-1])
+
+
+def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
+    """The end of a prompt, with room for an answer."""
+    return ids if loaded.context is None else ids[-max(1, loaded.context - ANSWER) :]
+
+
+def _plain_ids(folder: Path, chat: Chat, prompt: Prompt) -> list[int]:
+    """A prompt as plain transformers reads it with the exported tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if isinstance(prompt, Completion):
+        start = tokenizer("")["input_ids"][:1]
+        opening = start if start == [tokenizer.bos_token_id] else []
+        return opening + tokenizer(prompt.prompt, add_special_tokens=False)["input_ids"]
+    text = tokenizer.apply_chat_template(
+        list(prompt.messages),
+        tools=list(prompt.tools) or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        **prompt.template_kwargs,
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@torch.inference_mode()
+def _logits(loaded: Loaded, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of the last places of each prompt, (places, vocabulary)."""
+    model: Any = loaded.model
+    return [
+        model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -PLACES:].float().cpu()
+        for ids in rows
+    ]
+
+
+def _answers(loaded: Loaded, rows: list[list[int]]) -> list[str]:
+    return generate_from_ids(loaded, rows, max_new_tokens=ANSWER)
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    exact, other = wanted.log_softmax(-1), found.log_softmax(-1)
+    return (exact.exp() * (exact - other)).sum(-1).max().item()
+
+
+def _bytes_needed(source: Source) -> int:
+    """Memory of the base in fp32, as a CPU loads it, with a quarter more for what is computed."""
+    whole = source.checkpoint / "model"
+    files = weight_files([whole]) if whole.is_dir() else base_files(source.recipe)
+    stored = sum(path.stat().st_size for path in files)
+    return int(1.25 * stored * torch.float32.itemsize / source.stored_dtype.itemsize)

@@ -1,0 +1,167 @@
+"""Export a GGUF file for llama.cpp, with the converter of a checkout that the user names."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.checkpoints.handover import saved_tokenizer
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.exporters import model
+from finetune.exporters.source import Source, turn_end
+from finetune.inference.load import base_config
+from finetune.models.load_checks import context_length
+from finetune.reports.card import Kind
+from finetune.version import install
+
+CONVERTER = "convert_hf_to_gguf.py"
+CHECKOUT = "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
+TYPES = ("f32", "f16", "bf16", "q8_0")
+"""What the converter writes by itself; other types are made of f16 by llama.cpp's quantiser."""
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write `model-TYPE.gguf`, whose tokenizer gives the ids of training.
+
+    Raises:
+        FinetuneError: no checkout is named, it does not know the tokenizer or the architecture,
+            or it lacks a quantiser.
+        TrainingFailure: a tool of the checkout failed.
+    """
+    checkout = find_checkout(source.llama_cpp)
+    kind = source.gguf_type
+    first = kind if kind in TYPES else "f16"
+    quantiser = None if kind == first else find_quantiser(checkout)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
+        whole = Path(name)
+        _check_tokenizer(source, checkout, whole)
+        model.write_whole(source, whole)
+        saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(whole)
+        target = folder / f"model-{first}.gguf"
+        _convert(checkout, whole, target, "--outtype", first)
+        repair_scores(target, whole / "tokenizer.json")
+        if quantiser is not None:
+            quantised = folder / f"model-{kind}.gguf"
+            _run([str(quantiser), str(target), str(quantised), kind], "quantising failed")
+            target.unlink()
+    return "gguf"
+
+
+def find_checkout(named: Path | None) -> Path:
+    """The folder of llama.cpp's sources.
+
+    Raises:
+        FinetuneError: none is named, or the folder is not one.
+    """
+    advice = f"get one with `{CHECKOUT}`"
+    if named is None:
+        raise FinetuneError(
+            "--llama-cpp: name a checkout of llama.cpp, whose converter writes GGUF, here or in "
+            f"LLAMA_CPP_DIR; {advice}"
+        )
+    if not (named / CONVERTER).is_file():
+        raise FinetuneError(f"--llama-cpp {named}: it has no {CONVERTER}; {advice}")
+    missing = [each for each in ("gguf", "sentencepiece") if importlib.util.find_spec(each) is None]
+    if missing:
+        raise FinetuneError(f"--format gguf needs {' and '.join(missing)}: {install('gguf')}")
+    return named
+
+
+def find_quantiser(checkout: Path) -> Path:
+    """`llama-quantize` of the checkout, or on PATH.
+
+    Raises:
+        FinetuneError: it is not there.
+    """
+    built = checkout / "build" / "bin" / "llama-quantize"
+    found = built if built.is_file() else shutil.which("llama-quantize")
+    if found is None:
+        raise FinetuneError(
+            f"--gguf-type: needs llama-quantize, which is not in {built.parent} nor on PATH; build "
+            f"it with `cmake -B build && cmake --build build --target llama-quantize`, or write "
+            f"one of {', '.join(TYPES)}"
+        )
+    return Path(found)
+
+
+def _check_tokenizer(source: Source, checkout: Path, folder: Path) -> None:
+    """Let the converter read tokenizer and configuration before anything is merged."""
+    base_config(source.recipe).save_pretrained(folder)
+    saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(folder)
+    target = folder / "vocabulary.gguf"
+    try:
+        _convert(checkout, folder, target, "--vocab-only")
+    except TrainingFailure as error:
+        raise FinetuneError(f"--format gguf: {error}") from None
+    target.unlink()
+
+
+def _convert(checkout: Path, folder: Path, target: Path, *words: str) -> None:
+    command = [sys.executable, str(checkout / CONVERTER), str(folder), "--outfile", str(target)]
+    own = checkout / "gguf-py"
+    paths = [str(own)] if own.is_dir() else []
+    paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    _run([*command, *words], f"{checkout / CONVERTER} failed", env)
+    if not target.is_file():
+        raise TrainingFailure(f"{checkout / CONVERTER}: it wrote no {target.name}")
+
+
+def _run(command: list[str], told: str, env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
+        errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
+        raise TrainingFailure(f"{told}: {errors[-1].removeprefix('ERROR:')}")
+
+
+# --- ids -----------------------------------------------------------------------------------------
+
+
+def merge_scores(tokenizer: dict[str, Any]) -> dict[int, float]:
+    """Scores with which llama.cpp's SentencePiece merges in the order of a `tokenizer.json`.
+
+    llama.cpp merges the pair whose token has the highest score; BPE the one of the lowest rank.
+
+    Args:
+        tokenizer: content of a `tokenizer.json` with a BPE model.
+    """
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    scores: dict[int, float] = {}
+    for rank, merge in enumerate(tokenizer["model"]["merges"]):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        scores.setdefault(vocabulary[left + right], float(-rank))
+    return scores
+
+
+def repair_scores(path: Path, tokenizer: Path) -> bool:
+    """Give a GGUF file the scores of `merge_scores`; returns whether it needed them.
+
+    Without a `tokenizer.model`, which transformers 5 does not save, llama.cpp's converter gives
+    every token the same score, and llama.cpp then reads other ids than training did.
+    """
+    from gguf import GGUFReader
+
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    reader = GGUFReader(path, "r+")
+    kind, scores = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("model", "scores"))
+    if kind is None or scores is None or kind.contents() != "llama":
+        return False
+    if content["model"]["type"] != "BPE":
+        return False
+    for id, score in merge_scores(content).items():
+        scores.parts[scores.data[id]][:] = np.float32(score)
+    reader.data.flush()
+    return True
+
+
+def context_of(source: Source) -> int | None:
+    """Tokens that a server should keep room for: the model's context."""
+    return context_length(base_config(source.recipe))

@@ -1,0 +1,74 @@
+"""Share a result: an export on a hub, or the record of a run as one file."""
+
+import re
+import zipfile
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.runs.run import Run
+
+RECORD = (
+    "recipe.json", "environment.json", "data.json", "realised.json", "metrics.jsonl",
+    "report.html", "loss.png", "final/README.md",
+)  # fmt: skip
+"""Files of a run that hold neither weights nor rows."""
+
+TEXTS = (".json", ".md", ".jinja", ".txt", "Modelfile")
+LOCAL_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]+")
+
+
+def push(folder: Path, name: str, private: bool = True) -> str:
+    """Upload the folder of an export to a repository of the hub; returns its address.
+
+    Args:
+        name: `owner/name`; the repository is made where it is not there.
+
+    Raises:
+        FinetuneError: a file names a path of this machine, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    named = local_paths(folder)
+    if named:
+        raise FinetuneError(*(f"--push: {each}; nothing was uploaded" for each in named))
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise FinetuneError(f"--push {name}: {error}") from None
+    return str(made)
+
+
+def local_paths(folder: Path) -> list[str]:
+    """Files of an export that name an existing path of this machine."""
+    found: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        if path.name.endswith(TEXTS) and path.name != "tokenizer.json":
+            text = path.read_text(encoding="utf-8", errors="replace")
+            local = sorted({each for each in LOCAL_PATH.findall(text) if Path(each).exists()})
+            found += [f"{path.name} names {each}, a path of this machine" for each in local]
+    return found
+
+
+def bundle(run: Run, to: Path) -> Path:
+    """Write the record of a run as one zip: no weights, no rows, no answers.
+
+    Raises:
+        FinetuneError: the file exists.
+    """
+    if to.exists():
+        raise FinetuneError(f"--bundle {to}: exists; name another file")
+    files = [run.root / name for name in RECORD]
+    files += sorted(run.root.glob("eval/*/results.json"))
+    scratch = to.with_name(f".{to.name}.partial")
+    try:
+        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                if path.is_file():
+                    archive.write(path, path.relative_to(run.root))
+        scratch.rename(to)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return to

@@ -1,0 +1,1 @@
+"""Serve a result over HTTP, in the words of OpenAI's API."""

@@ -1,0 +1,259 @@
+"""The HTTP server: OpenAI's routes, a chat page, one answer at a time behind a bounded queue."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.serving.answer import Answer, Question, answer, room
+from finetune.serving.bodies import Chat, Completion, Reply
+from finetune.serving.models import Served
+from finetune.serving.prompts import chat_question, text_question
+from finetune.serving.requests import ChatRequest, TextRequest
+
+PAGE = Path(__file__).parent / "page.html"
+LARGEST_BODY = 8 * 2**20
+"""Bytes of a request at most."""
+
+
+class Answers:
+    """Answers questions one after another: a model computes for one caller at a time."""
+
+    def __init__(self, models: Mapping[str, Served], queue: int) -> None:
+        self.models, self.queue = models, queue
+        self.first = next(iter(models))
+        self.waiting = 0
+        self.closing = threading.Event()
+        self._worker = ThreadPoolExecutor(1, "answers")
+
+    def find(self, name: str | None) -> Served:
+        if name is not None and name not in self.models:
+            known = ", ".join(self.models)
+            raise HTTPException(
+                404, f"model: got '{name}', known: {known}{did_you_mean(name, self.models)}"
+            )
+        return self.models[name or self.first]
+
+    def enter(self) -> None:
+        """Take a place in the queue, which `run` gives back."""
+        if self.waiting > self.queue:
+            raise HTTPException(429, f"{self.waiting} requests are waiting; ask again later")
+        self.waiting += 1
+
+    async def run(self, served: Served, question: Question, pieces: "asyncio.Queue[str]") -> Answer:
+        """The answer, whose text is put into `pieces` while it grows; cancelling ends it."""
+        loop = asyncio.get_running_loop()
+        cancelled = threading.Event()
+
+        def write(text: str) -> None:
+            if self.closing.is_set():
+                cancelled.set()
+            loop.call_soon_threadsafe(pieces.put_nowait, text)
+
+        def work() -> Answer:
+            return answer(served, question, write, cancelled)
+
+        future = loop.run_in_executor(self._worker, work)
+        future.add_done_callback(self._leave)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def _leave(self, future: "asyncio.Future[Answer]") -> None:
+        self.waiting -= 1
+        if not future.cancelled():
+            future.exception()  # a caller that hung up does not fetch it
+
+
+class LimitBody:
+    """Refuses a body that is longer than `LARGEST_BODY` before all of it is in memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > LARGEST_BODY:
+                text = f"the request has more than {LARGEST_BODY:,} bytes"
+                return await problem(413, text)(scope, receive, send)
+            if not message.get("more_body"):
+                break
+        given = False
+
+        async def again() -> Any:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return await self.app(scope, again, send)
+
+
+def build_app(
+    models: Mapping[str, Served], *, queue: int = 16, key: str | None = None, local: bool = True
+) -> FastAPI:
+    """The application.
+
+    Args:
+        models: by name, the first is the default.
+        queue: requests that may wait; another is answered with status 429.
+        key: that callers of /v1 must send as `Authorization: Bearer KEY`.
+        local: answer only requests that were sent to this machine by its own names, so that no
+            page of another site can ask.
+    """
+    answers = Answers(models, queue)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        answers.closing.set()
+
+    app = FastAPI(title="finetune", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.answers = answers
+    app.add_middleware(LimitBody)
+    if local:
+        app.add_middleware(
+            TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"]
+        )
+
+    @app.middleware("http")
+    async def check_key(request: Request, go_on: Any) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        right = key is None or secrets.compare_digest(given.encode(), key.encode())
+        if request.url.path.startswith("/v1") and not right:
+            return problem(401, "send the server's key as 'Authorization: Bearer KEY'")
+        kind = request.headers.get("content-type", "")
+        if request.method == "POST" and not kind.startswith("application/json"):
+            return problem(415, f"content-type: got '{kind}', expected application/json")
+        return await go_on(request)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return problem(error.status_code, str(error.detail))
+
+    @app.exception_handler(FinetuneError)
+    async def unusable(request: Request, error: FinetuneError) -> Response:
+        return problem(400, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return problem(400, "\n".join(_told(each) for each in error.errors()))
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "waiting": answers.waiting}
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE.read_text(encoding="utf-8")
+
+    @app.get("/v1/models")
+    async def known_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(name) for name in models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        return _model(answers.find(name).name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        served = answers.find(asked.model)
+        question = chat_question(served, asked)
+        return await _reply(answers, request, served, question, Chat(served, asked))
+
+    @app.post("/v1/completions")
+    async def complete(asked: TextRequest, request: Request) -> Response:
+        served = answers.find(asked.model)
+        question = text_question(served, asked)
+        return await _reply(answers, request, served, question, Completion(served, asked))
+
+    return app
+
+
+def problem(status: int, text: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": text, "type": kind, "param": None, "code": None}
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse({"error": error}, status, headers)
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in error["loc"][1:])
+    if error["type"] == "extra_forbidden":
+        return f"{place}: this server has no such field, and leaving it out may change the answer"
+    if error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error['ctx']['error']} at character {place}"
+    return f"{place}: {error['msg']}"
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "finetune"}
+
+
+async def _reply(
+    answers: Answers, request: Request, served: Served, question: Question, reply: Reply
+) -> Response:
+    room(served, question)
+    answers.enter()
+    pieces: asyncio.Queue[str] = asyncio.Queue()
+    task = asyncio.create_task(answers.run(served, question, pieces))
+    if reply.asked.stream:
+        return StreamingResponse(_events(task, pieces, reply), media_type="text/event-stream")
+    try:
+        while not (await asyncio.wait([task], timeout=0.5))[0]:
+            if await request.is_disconnected():
+                raise HTTPException(499, "the client has hung up")
+    finally:
+        task.cancel()
+    return JSONResponse(reply.whole(task.result()))
+
+
+async def _events(
+    task: "asyncio.Task[Answer]", pieces: "asyncio.Queue[str]", reply: Reply
+) -> AsyncIterator[str]:
+    """Server-sent events of an answer. The task ends with them, also where the client hangs up."""
+    try:
+        for event in reply.opening():
+            yield _event(event)
+        while not task.done() or not pieces.empty():
+            piece = asyncio.ensure_future(pieces.get())
+            await asyncio.wait([piece, task], return_when=asyncio.FIRST_COMPLETED)
+            if not piece.done():
+                piece.cancel()
+            elif not reply.at_once:
+                yield _event(reply.piece(piece.result()))
+        try:
+            for event in reply.closing(task.result()):
+                yield _event(event)
+        except Exception as error:  # the status is sent already: only an event can tell
+            yield _event(json.loads(bytes(problem(500, f"{type(error).__name__}: {error}").body)))
+        yield "data: [DONE]\n\n"
+    finally:
+        task.cancel()
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -1,0 +1,185 @@
+"""Answers in the form of OpenAI's API, complete or piece by piece."""
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from finetune.serving.answer import Answer, Token
+from finetune.serving.models import Served
+from finetune.serving.requests import ChatRequest, TextRequest
+
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+"""A tool call as Qwen's and Hermes' templates write it."""
+
+
+class Reply:
+    """What the two kinds of answers share."""
+
+    kind: str
+    prefix: str
+    asked: ChatRequest | TextRequest
+    at_once = False
+    """Whether the text comes in one piece: a call of a tool is known only at its end."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+    def piece(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def closing(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield self.last(answer)
+        options = self.asked.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._head(chunk=True), "choices": [], "usage": _usage(answer)}
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.kind + (".chunk" if chunk and self.prefix == "chatcmpl" else ""),
+            "created": self.created,
+            "model": self.served.name,
+        }
+
+    def _word(self, id: int) -> str:
+        return str(self.served.loaded.tokenizer.decode([id]))
+
+
+class Chat(Reply):
+    kind = "chat.completion"
+    prefix = "chatcmpl"
+
+    def __init__(self, served: Served, asked: ChatRequest) -> None:
+        super().__init__(served)
+        self.asked: ChatRequest = asked
+        self.at_once = bool(asked.tools)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        text, calls = self._parts(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": "tool_calls" if calls else answer.finish_reason,
+        }
+        return {**self._head(chunk=False), "choices": [choice], "usage": _usage(answer)}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._chunk({"content": text})
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        text, calls = self._parts(answer) if self.at_once else (None, [])
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        reason = "tool_calls" if calls else answer.finish_reason
+        return self._chunk(delta, reason, self._logprobs(answer.tokens))
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(chunk=True), "choices": [choice]}
+
+    def _parts(self, answer: Answer) -> tuple[str | None, list[dict[str, Any]]]:
+        """Text and calls of an answer; what is no valid call stays in the text."""
+        if not self.asked.tools:
+            return answer.text, []
+        calls: list[dict[str, Any]] = []
+
+        def take(found: re.Match[str]) -> str:
+            try:
+                call = json.loads(found[1])
+                name, arguments = call["name"], call.get("arguments", {})
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return found[0]
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            function = {"name": name, "arguments": written}
+            id = f"call_{secrets.token_hex(8)}"
+            calls.append({"id": id, "type": "function", "function": function})
+            return ""
+
+        text = CALL.sub(take, answer.text)
+        return (text.strip() or None, calls) if calls else (answer.text, calls)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self.asked.likelihoods is None:
+            return None
+        return {
+            "content": [
+                {
+                    **self._likely(token.id, token.logprob),
+                    "top_logprobs": [self._likely(*pair) for pair in token.likeliest],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _likely(self, id: int, logprob: float) -> dict[str, Any]:
+        word = self._word(id)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+class Completion(Reply):
+    kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, served: Served, asked: TextRequest) -> None:
+        super().__init__(served)
+        self.asked: TextRequest = asked
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        body = self._body(answer.text, answer.finish_reason, self._logprobs(answer.tokens))
+        return {**body, "usage": _usage(answer)}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._body(text, None, None)
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        return self._body("", answer.finish_reason, self._logprobs(answer.tokens))
+
+    def _body(self, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(chunk=True), "choices": [choice]}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self.asked.likelihoods is None:
+            return None
+        words = [self._word(token.id) for token in tokens]
+        return {
+            "tokens": words,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self._word(id): logprob for id, logprob in token.likeliest} for token in tokens
+            ],
+            "text_offset": [sum(map(len, words[:place])) for place in range(len(words))],
+        }
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.new_tokens,
+        "total_tokens": answer.prompt_tokens + answer.new_tokens,
+    }

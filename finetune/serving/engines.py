@@ -1,0 +1,74 @@
+"""Start another program as the server: vLLM or llama.cpp, with the flags of an export."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from finetune.errors import FinetuneError
+from finetune.exporters import vllm
+from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
+
+
+def start(engine: str, folder: Path, name: str, host: str, port: int, key: str | None) -> NoReturn:
+    """Become the server `vllm` or `llama.cpp`.
+
+    Args:
+        folder: of an export, or a run, whose `final/` is served.
+        name: of the model in requests.
+        key: that callers must send.
+
+    Raises:
+        FinetuneError: the engine is not installed, or cannot serve what is in the folder.
+    """
+    chosen = folder / "final" if (folder / "recipe.json").is_file() else folder
+    words = ENGINES[engine](chosen, name, host, port)
+    if shutil.which(words[0]) is None:
+        raise FinetuneError(
+            f"--engine {engine}: there is no {words[0]} on PATH; install it, or run where it is: "
+            + " ".join(words)
+        )
+    keys = {"VLLM_API_KEY": key, "LLAMA_API_KEY": key} if key else {}
+    os.execvpe(words[0], words, {**os.environ, **keys})
+
+
+def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
+    """The command of vLLM for an adapter beside its base, or for a whole model."""
+    served = ["--host", host, "--port", str(port)]
+    if not (folder / "adapter_config.json").is_file():
+        if not (folder / "config.json").is_file():
+            raise FinetuneError(f"{folder}: neither a model (config.json) nor an adapter")
+        return ["vllm", "serve", str(folder), "--served-model-name", name, *served]
+    config = vllm.read_config(folder)
+    reasons = vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS))
+    if reasons:
+        raise FinetuneError(*(f"{folder}: {each}; export it as merged" for each in reasons))
+    base = str(config["base_model_name_or_path"])
+    template = folder / "chat_template.jinja"
+    chosen = ["--chat-template", str(template)] if template.is_file() else []
+    return [
+        "vllm", "serve", base, "--tokenizer", str(folder), "--served-model-name", f"{name}-base",
+        "--enable-lora", "--max-lora-rank", str(vllm.served_rank(config)),
+        "--lora-modules", f"{name}={folder}", *chosen, *served,
+    ]  # fmt: skip
+
+
+def llama_words(folder: Path, name: str, host: str, port: int) -> list[str]:
+    """The command of llama.cpp's server for the only GGUF file of a folder."""
+    found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if len(found) != 1:
+        raise FinetuneError(
+            f"{folder}: holds {len(found)} GGUF files, expected one; write it with `finetune "
+            "export RUN --to FOLDER --format gguf`"
+        )
+    return [
+        "llama-server", "-m", str(found[0]), "--alias", name, "--jinja", "--host", host,
+        "--port", str(port),
+    ]  # fmt: skip
+
+
+ENGINES: Mapping[str, Callable[[Path, str, str, int], list[str]]] = {
+    "vllm": vllm_words,
+    "llama.cpp": llama_words,
+}

@@ -1,0 +1,99 @@
+"""The models that one process serves: a base once in memory, with each of its adapters."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from finetune.data.chat.render import Chat, load_chat
+from finetune.errors import FinetuneError
+from finetune.inference.generate import Loaded, folder_stops, open_model
+from finetune.inference.load import adapter_config, changes_base, check_adapter, load_tokenizer
+from finetune.models.load_checks import reading
+
+BASE = "-base"
+"""What the name of an adapter's base ends with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model under its name."""
+
+    name: str
+    loaded: Loaded
+    chat: Chat
+    adapter: str | None
+    """PEFT's name of the adapter that answers; None for a whole model, or the base alone."""
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """The adapter on or off; nobody else may use the model meanwhile."""
+        model: Any = self.loaded.model
+        if not isinstance(model, PeftModel):
+            yield
+        elif self.adapter is None:
+            with model.disable_adapter():
+                yield
+        else:
+            model.set_adapter(self.adapter)
+            yield
+
+
+def open_models(
+    path: str | Path, name: str | None = None, adapters: Mapping[str, Path] | None = None
+) -> dict[str, Served]:
+    """Load a run, a folder or a hub name, with more adapters on the same base.
+
+    Args:
+        name: of the result; by default that of its folder.
+        adapters: folders of more adapters, by the name of each.
+
+    Returns:
+        The models by name, the result first. An adapter's base is there as `NAME-base`, where
+        switching the adapter off leaves the weights that training began with.
+
+    Raises:
+        FinetuneError: one cannot be loaded, or an adapter is not one of this base.
+    """
+    loaded = open_model(path)
+    name = name or Path(path).resolve().name
+    chat = load_chat(loaded.tokenizer, None)
+    if not isinstance(loaded.model, PeftModel):
+        if adapters:
+            raise FinetuneError(f"--adapter: {path} is a whole model, not an adapter on a base")
+        return {name: Served(name, loaded, chat, None)}
+    models = {name: Served(name, loaded, chat, "default")}
+    for other, folder in (adapters or {}).items():
+        if other in (*models, name + BASE):
+            raise FinetuneError(f"--adapter: two models are called '{other}'")
+        models[other] = _with_adapter(loaded, other, folder)
+    if not changes_base(loaded.model.peft_config["default"]):
+        models[name + BASE] = Served(name + BASE, loaded, chat, None)
+    return models
+
+
+def _with_adapter(loaded: Loaded, name: str, folder: Path) -> Served:
+    model: Any = loaded.model
+    config, first = adapter_config(folder), model.peft_config["default"]
+    if changes_base(config) or changes_base(first):
+        raise FinetuneError(
+            f"{folder}: an adapter that changed its base ({config.init_lora_weights}) cannot share "
+            "it; export it as 'adapter', which makes a plain LoRA of it"
+        )
+    if config.base_model_name_or_path != first.base_model_name_or_path:
+        raise FinetuneError(
+            f"{folder}: an adapter of {config.base_model_name_or_path}, and not of "
+            f"{first.base_model_name_or_path}"
+        )
+    with model.disable_adapter():
+        check_adapter(folder, model.get_base_model())
+    with reading(f"{folder}: PEFT cannot load it"):
+        model.load_adapter(str(folder), adapter_name=name)
+    model.eval()
+    tokenizer = load_tokenizer(folder)
+    stops = folder_stops(loaded.stops, folder, tokenizer)
+    own = dataclasses.replace(loaded, tokenizer=tokenizer, stops=stops)
+    return Served(name, own, load_chat(tokenizer, None), name)

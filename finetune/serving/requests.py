@@ -1,0 +1,85 @@
+"""Requests of OpenAI's API: a field that is not honoured is refused, not ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What both kinds of requests share. Fields with one allowed value would change the answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    """By default the trained model."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(0.0, ge=0, le=10)
+    """Greedy by default, where OpenAI's is 1."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: str | Stops | None = None
+    n: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @model_validator(mode="after")
+    def _has_text_to_stop_at(self) -> "Request":
+        if self.stop == "":
+            raise ValueError("stop: an empty text stops nothing")
+        return self
+
+
+class ChatRequest(Request):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of `max_tokens`."""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        """How many tokens are listed at each place beside the chosen one; None for no logprobs."""
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
+
+
+class TextRequest(Request):
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """A text, or token ids."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        return self.logprobs

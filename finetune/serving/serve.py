@@ -1,0 +1,81 @@
+"""Run the HTTP server until it is interrupted."""
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.version import install
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    path: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
+    queue: int = 16,
+    key: str | None = None,
+) -> None:
+    """Serve a run, a folder with a model or an adapter, or a hub name.
+
+    Args:
+        port: 0 takes a free one.
+        name: of the model in requests; by default that of its folder.
+        adapters: more adapters on the same base, by name.
+        queue: requests that may wait while another is answered.
+        key: that callers must send; needed where the host is not this machine.
+
+    Raises:
+        FinetuneError: the port is in use, a key is missing, the extra `serve` is not installed, or
+            the model cannot be loaded.
+    """
+    check_host(host, key)
+    try:
+        import uvicorn
+
+        from finetune.serving.app import build_app
+    except ImportError as error:
+        raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
+    from finetune.serving.models import open_models
+
+    with listening(host, port) as taken:
+        models = open_models(path, name, adapters)
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{taken.getsockname()[1]}"
+        app = build_app(models, queue=queue, key=key, local=host in LOCAL)
+        print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
+        print("one answer at a time, for trying out; Ctrl-C ends it", flush=True)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Server(config).run(sockets=[taken])
+
+
+def check_host(host: str, key: str | None) -> None:
+    if host not in LOCAL and not key:
+        raise FinetuneError(
+            f"--host {host}: others could use the model; set a key in FINETUNE_API_KEY, or leave "
+            "--host at 127.0.0.1"
+        )
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens, taken before the model is loaded.
+
+    Raises:
+        FinetuneError: the port is in use, or the host is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise FinetuneError(
+            f"--port {port}: {host}:{port} cannot be used: {error.strerror}; name another port, or "
+            "0 for a free one"
+        ) from None
+    return taken

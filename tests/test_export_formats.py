@@ -1,0 +1,346 @@
+"""Each format of an export is accepted by what loads it, or refused with every reason."""
+
+import base64
+import contextlib
+import json
+import os
+import stat
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finetune
+from safetensors.torch import load_file
+from tiny_run import (
+    CHATML,
+    SIZES,
+    byte_tokenizer,
+    logits,
+    lora_run,
+    relative,
+    save_base,
+    save_checkpoint,
+    start_run,
+    tiny_llama,
+    trained_adapter,
+)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from finetune.errors import FinetuneError
+from finetune.exporters import ollama, vllm
+from finetune.exporters.export import export
+from finetune.exporters.gguf import merge_scores
+from finetune.inference.generate import load
+from finetune.recipe import LoRA
+from finetune.runs.run import Run, write_json
+
+PLAIN = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
+LORA = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora"),
+    "bias": ({"bias": "all"}, "bias=all"),
+    "lora bias": ({"lora_bias": True}, "lora_bias"),
+    "trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save (lm_head)"),
+    "trained tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    "a large rank": ({"rank_pattern": {"q_proj": 1024}}, "ranks up to 512, not 1024"),
+}
+
+
+@pytest.mark.parametrize(("fields", "told"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_adapter_that_vllm_refuses_is_refused(fields, told):
+    assert vllm.problems(PLAIN, LORA) == []
+    (problem,) = vllm.problems({**PLAIN, **fields}, LORA)
+    assert told in problem
+
+
+def test_a_classifiers_trained_head_is_served_by_vllm():
+    assert vllm.problems({**PLAIN, "modules_to_save": ["score"]}, [*LORA, "x.score.weight"]) == []
+
+
+def test_the_command_of_vllm_has_the_smallest_rank_that_fits(tmp_path):
+    trained = lora_run(tmp_path, r=9, rank_pattern={"q_proj": 20})
+    folder = export(trained.run, tmp_path / "out", format="vllm")
+    (own, command) = json.loads((folder / "export.json").read_text())["serve"]
+    assert own == "finetune serve ."
+    assert (
+        "--max-lora-rank 32 --lora-modules tuned=. --chat-template chat_template.jinja" in command
+    )
+    assert command in (folder / "README.md").read_text()
+
+
+def test_every_reason_against_vllm_is_told_and_nothing_is_left(tmp_path):
+    trained = lora_run(tmp_path, use_dora=True, modules_to_save=["lm_head"])
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out", format="vllm")
+    assert len(caught.value.problems) == 2
+    assert all("--format merged can be served" in each for each in caught.value.problems)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def test_an_nf4_export_is_the_merged_model_quantised_by_transformers(tmp_path):
+    # bitsandbytes (0.50) repacks weights on some CPUs, and then takes multiples of 64 only.
+    base = LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 128})).eval()
+    run = lora_run(tmp_path, base).run
+    folder = export(run, tmp_path / "out", format="nf4", dtype=torch.float32)
+    assert any(name.endswith("absmax") for name in load_file(folder / "model.safetensors"))
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    merged = export(run, tmp_path / "merged", merge=True)
+    wanted = AutoModelForCausalLM.from_pretrained(
+        merged, dtype=torch.float32, quantization_config=nf4
+    ).eval()
+    assert torch.equal(logits(found), logits(wanted))
+
+
+def nf4_run(tmp: Path) -> Run:
+    base = tiny_llama()
+    folder = save_base(base, tmp / "base")
+    run = start_run(tmp / "run", folder, LoRA(r=4), quantization="nf4")
+    write_json(run.realised, {"mixed_precision": "no"})
+    save_checkpoint(run, 10, trained_adapter(base))
+    return run
+
+
+def test_a_merge_into_nf4_answers_as_the_quantised_run_does(tmp_path):
+    run = nf4_run(tmp_path)
+    wanted = logits(load(run).model)
+    folder = export(run, tmp_path / "out", merge_into="nf4")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Sums in another order: 1e-6 of the largest was measured.
+    assert relative(logits(model), wanted) < 1e-5
+    plain = export(run, tmp_path / "plain", merge=True)
+    other = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    assert relative(logits(other), wanted) > 1e-2
+
+
+def test_a_merge_into_nf4_is_for_runs_that_trained_on_it(tmp_path):
+    with pytest.raises(FinetuneError, match="trained on a base with quantization=none"):
+        export(lora_run(tmp_path).run, tmp_path / "out", merge_into="nf4")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+def run_with_rows(tmp: Path) -> Run:
+    """A run whose recipe names rows that are on this machine."""
+    trained = lora_run(tmp)
+    rows = tmp / "rows.jsonl"
+    said = {"role": "assistant", "content": "blue"}
+    rows.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{n} birds"}, said]}) + "\n"
+            for n in range(12)
+        )
+    )
+    recipe = json.loads(trained.run.recipe.read_text())
+    recipe["eval_data"] = [{"source": str(rows), "format": "messages"}]
+    write_json(trained.run.recipe, recipe)
+    return trained.run
+
+
+@pytest.mark.parametrize("format", ["adapter", "merged"])
+def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_path, format):
+    folder = export(run_with_rows(tmp_path), tmp_path / "out", format=format, check_rows=5)
+    found = json.loads((folder / "export.json").read_text())["check"]
+    assert (found["rows"], found["prompts_equal"], found["answers_equal"]) == (5, 5, 5)
+    assert found["logits"] < 1e-5
+    assert found["kl"] < 1e-5
+    assert "5 prompts have the token ids of training" in (folder / "README.md").read_text()
+
+
+def test_a_run_whose_rows_are_gone_says_that_nothing_was_compared(tmp_path):
+    run = run_with_rows(tmp_path)
+    (tmp_path / "rows.jsonl").unlink()
+    folder = export(run, tmp_path / "out")
+    told = json.loads((folder / "export.json").read_text())["check"]
+    assert told == "the run's data has no readable prompts on this machine"
+    assert told in (folder / "README.md").read_text()
+
+
+def test_files_of_an_export_follow_the_umask(tmp_path):
+    trained = lora_run(tmp_path)
+    for mask, mode in ((0o022, 0o644), (0o027, 0o640)):
+        before = os.umask(mask)
+        try:
+            folder = export(trained.run, tmp_path / str(mask), merge=True)
+        finally:
+            os.umask(before)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {mode}
+
+
+def test_a_broken_record_is_blamed_and_not_the_target(tmp_path):
+    trained = lora_run(tmp_path)
+    trained.run.metrics.mkdir()
+    with pytest.raises(FinetuneError, match=r"metrics.jsonl: Is a directory"):
+        export(trained.run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- Ollama --------------------------------------------------------------------------------------
+
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'system' %}<<SYS>>{{ m.content }}<</SYS>>{% else %}"
+    "{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+TRIMMED = CHATML.replace("message['content']", "message['content'] | upper")
+DEFAULT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2])
+def test_the_template_for_ollama_renders_what_training_did(template):
+    tokenizer = byte_tokenizer(template)
+    written = ollama.go_template(tokenizer)
+    messages = [
+        {"role": role, "content": f"  words\nof {role} {{x}} "}
+        for role in ("system", "user", "assistant", "user")
+    ]
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ollama.render(written, messages) == wanted
+    assert "{{ range .Messages }}" in written
+
+
+@pytest.mark.parametrize("template", [TRIMMED, DEFAULT], ids=["changes words", "default system"])
+def test_a_template_that_ollama_cannot_say_is_refused(template):
+    with pytest.raises(FinetuneError, match="does more than to put texts round each message"):
+        ollama.go_template(byte_tokenizer(template))
+
+
+def test_a_modelfile_names_every_stop_token_and_the_context():
+    text = ollama.modelfile("m.gguf", "T", ["<|end|>", "<|im_end|>"], 128)
+    assert text.splitlines() == [
+        "FROM ./m.gguf", 'TEMPLATE """T"""', 'PARAMETER stop "<|end|>"',
+        'PARAMETER stop "<|im_end|>"', "PARAMETER num_ctx 128", "PARAMETER temperature 0",
+    ]  # fmt: skip
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
+    trained = lora_run(tmp_path)
+    with pytest.raises(FinetuneError, match=r"git clone .* https://github.com/ggml-org/llama.cpp"):
+        export(trained.run, tmp_path / "out", format="gguf")
+    with pytest.raises(FinetuneError, match=r"it has no convert_hf_to_gguf.py"):
+        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_merge_in_the_order_of_bpe():
+    model = {"vocab": {"a": 0, "b": 1, "ab": 2, "bb": 3, "abb": 4}, "merges": ["b b", ["a", "b"]]}
+    assert merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
+
+
+# --- other servers --------------------------------------------------------------------------------
+
+
+def stand_in(folder: Path, name: str) -> dict[str, str]:
+    """A program that prints its words and key, in front of PATH."""
+    folder.mkdir(exist_ok=True)
+    program = folder / name
+    program.write_text('#!/bin/sh\necho "$@" key=$VLLM_API_KEY\n')
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_another_engine_is_started_with_the_flags_of_the_export(tmp_path, finetune: Finetune):
+    trained = lora_run(tmp_path, r=9)
+    out = export(trained.run, tmp_path / "out", format="vllm")
+    env = stand_in(tmp_path / "bin", "vllm") | {"FINETUNE_API_KEY": "secret"}
+    done = finetune("serve", out, "--engine", "vllm", "--name", "mine", "--port", 9000, env=env)
+    assert done.stdout.strip() == (
+        f"serve {trained.base} --tokenizer {out} --served-model-name mine-base --enable-lora "
+        f"--max-lora-rank 16 --lora-modules mine={out} --chat-template {out}/chat_template.jinja "
+        "--host 127.0.0.1 --port 9000 key=secret"
+    )
+    missing = finetune("serve", out, "--engine", "llama.cpp")
+    assert missing.status == 2
+    assert "holds 0 GGUF files, expected one" in missing.stderr
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A hub that takes uploads; yields its address, and what was sent to it."""
+    sent: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            lines = [json.loads(line) for line in text.splitlines()]
+            sent.append((self.path, lines if "commit" in self.path else lines[0]))
+            answer: dict[str, Any] = {
+                "url": f"{address}/me/tuned",
+                "commitUrl": f"{address}/me/tuned/commit/0",
+            }
+            answer |= {"commitOid": "0" * 40, "commitMessage": "m", "hookOutput": ""}
+            if "preupload" in self.path:
+                files = [file["path"] for file in lines[0]["files"]]
+                how = {"uploadMode": "regular", "shouldIgnore": False}
+                answer = {"files": [{"path": path, **how} for path in files]}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield address, sent
+    finally:
+        server.shutdown()
+
+
+def test_a_push_is_private_and_never_names_a_path_of_this_machine(tmp_path, finetune: Finetune):
+    trained = lora_run(tmp_path)
+    words = ["export", trained.run.root, "--push", "me/tuned", "--to"]
+    with hub() as (address, sent):
+        env = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
+        refused = finetune(*words, tmp_path / "a", env=env)
+        assert refused.status == 2
+        assert f"adapter_config.json names {trained.base}, a path of this machine" in refused.stderr
+        assert sent == []
+        done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env)
+        assert done.status == 0, done.output
+    assert sent[0][0] == "/api/repos/create"
+    # The field of huggingface_hub 1 and its newer name.
+    made = sent[0][1]
+    assert made.get("private") is True or made.get("visibility") == "private"
+    ((_, commit),) = [each for each in sent if "/commit/" in each[0]]
+    files = {line["value"]["path"]: line["value"] for line in commit if line["key"] == "file"}
+    assert files.keys() == {path.name for path in (tmp_path / "b").iterdir()}
+    config = json.loads(base64.b64decode(files["adapter_config.json"]["content"]))
+    assert config["base_model_name_or_path"] == "their/base"
+
+
+def test_a_bundle_is_the_record_of_a_run_without_weights_and_rows(tmp_path, finetune: Finetune):
+    run = run_with_rows(tmp_path)
+    done = finetune("export", run.root, "--bundle", tmp_path / "run.zip")
+    assert done.status == 0, done.output
+    with zipfile.ZipFile(tmp_path / "run.zip") as archive:
+        assert archive.namelist() == ["recipe.json"]
+        assert archive.read("recipe.json") == run.recipe.read_bytes()
+    again = finetune("export", run.root, "--bundle", tmp_path / "run.zip")
+    assert again.status == 2

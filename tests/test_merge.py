@@ -1,0 +1,163 @@
+"""A merge a module at a time gives, bit for bit, what PEFT gives with all of the model in fp32."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_run import (
+    SIZES,
+    disturb,
+    save_base,
+    save_checkpoint,
+    sign,
+    start_run,
+    tiny_llama,
+    tiny_tied_qwen,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from finetune.errors import TrainingFailure
+from finetune.exporters.export import export
+from finetune.models.vocabulary import grow
+from finetune.recipe import LoRA
+from finetune.runs.run import Run
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(5)
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=260, n_positions=128)
+    ).eval()
+
+
+def tiny_experts() -> PreTrainedModel:
+    torch.manual_seed(6)
+    config = Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        tie_word_embeddings=False,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+LINEAR = {"target_modules": "all-linear"}
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
+    "lora": (tiny_llama, LINEAR),
+    "rslora and ranks": (
+        tiny_llama,
+        {
+            **LINEAR,
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"k_proj": 3},
+        },
+    ),
+    "dora": (tiny_llama, {**LINEAR, "use_dora": True}),
+    "whole modules": (tiny_llama, {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
+    "bias": (tiny_gpt2, {"target_modules": ["c_attn"], "lora_bias": True, "fan_in_fan_out": True}),
+    "Conv1D": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "Conv1D with dora": (
+        tiny_gpt2,
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "tied": (tiny_tied_qwen, LINEAR),
+    "experts untouched": (tiny_experts, {"target_modules": ["q_proj", "o_proj"]}),
+    "experts": (
+        tiny_experts,
+        {
+            "target_modules": ["v_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    "trained tokens": (
+        tiny_tied_qwen,
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
+    ),
+}  # fmt: skip
+
+
+def adapter_run(
+    tmp: Path, base: PreTrainedModel, rows: int = 0, shards: str = "5GB", **fields: Any
+) -> tuple[Run, Path]:
+    """A run with a trained adapter on a base in bf16, of several files where `shards` is small."""
+    base = base.to(torch.bfloat16)
+    folder = save_base(base, tmp / "base")
+    base.save_pretrained(folder, max_shard_size=shards)
+    if shards != "5GB":
+        (folder / "model.safetensors").unlink()
+    run = start_run(tmp / "run", folder, LoRA(r=4))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    grow(model, rows)
+    torch.manual_seed(3)
+    trained = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **fields))
+    disturb(trained)
+    save_checkpoint(run, 10, trained)
+    return run, folder
+
+
+def merged_by_peft(run: Run, base: Path, rows: int = 0) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    grow(model, rows)
+    wrapped: Any = PeftModel.from_pretrained(model, str(run.checkpoint(10) / "adapter"))
+    return wrapped.merge_and_unload(safe_merge=True).to(torch.bfloat16).state_dict()
+
+
+def same(folder: Path, wanted: dict[str, torch.Tensor]) -> bool:
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    assert found.keys() == wanted.keys()
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("base", "fields"), CASES.values(), ids=CASES.keys())
+def test_a_merge_is_that_of_peft_in_fp32_rounded_once(tmp_path, base, fields):
+    run, folder = adapter_run(tmp_path, base(), **fields)
+    assert same(export(run, tmp_path / "out", merge=True), merged_by_peft(run, folder))
+
+
+def test_files_of_the_base_and_of_the_result_may_be_cut_anywhere(tmp_path):
+    run, folder = adapter_run(tmp_path, tiny_experts(), shards="50KB", **LINEAR)
+    assert len(list(folder.glob("model-*.safetensors"))) > 5
+    out = export(run, tmp_path / "out", merge=True, shard_size="80KB")
+    parts = list(out.glob("model-*.safetensors"))
+    assert len(parts) > 3
+    assert all(path.stat().st_size < 90_000 for path in parts)
+    assert same(out, merged_by_peft(run, folder))
+    names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names == {name: path.name for path in parts for name in load_file(path)}
+
+
+@pytest.mark.parametrize("fields", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+def test_a_merge_has_rows_for_added_tokens(tmp_path, fields):
+    rows = 263
+    run, folder = adapter_run(tmp_path, tiny_llama(), rows, **LINEAR, **fields)
+    out = export(run, tmp_path / "out", merge=True)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == rows
+    assert same(out, merged_by_peft(run, folder, rows))
+
+
+def test_a_merge_that_is_not_finite_is_refused_and_leaves_nothing(tmp_path):
+    run, _ = adapter_run(tmp_path, tiny_llama(), **LINEAR)
+    path = run.checkpoint(10) / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("k_proj.lora_B.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    sign(run.checkpoint(10), 10)
+    with pytest.raises(TrainingFailure, match=r"k_proj.weight is not finite after merging"):
+        export(run, tmp_path / "out", merge=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["base", "run"]

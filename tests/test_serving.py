@@ -1,0 +1,370 @@
+"""The server answers as the model that was trained does, to OpenAI's own client."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from conftest import Finetune, end_tree, start
+from openai.types.chat import ChatCompletion
+from tiny_run import (
+    CHATML,
+    Trained,
+    lora_run,
+    save_base,
+    save_checkpoint,
+    start_run,
+    tiny_llama,
+    trained_adapter,
+)
+
+from finetune.data.chat.render import load_chat
+from finetune.data.formats import read_row
+from finetune.exporters.export import export
+from finetune.inference.generate import generate, load, load_base, load_folder
+from finetune.recipe import LoRA
+from finetune.runs.run import Run
+from finetune.serving.answer import Answer, UntilStop
+from finetune.serving.bodies import Chat
+from finetune.serving.requests import ChatRequest
+
+ASKED = [{"role": "user", "content": "What is kept?"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@dataclass(frozen=True)
+class Server:
+    trained: Trained
+    url: str
+    client: openai.OpenAI
+
+
+@contextlib.contextmanager
+def running(folder: Path, *words: str, **env: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A server on a free port, and its process."""
+    process = start(["serve", *words, "--port", "0"], folder, **env)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "serving" not in line:
+            raise AssertionError(line + process.communicate()[1])
+        yield line.split(" at ")[1].split("/v1")[0], process
+    finally:
+        if process.poll() is None:
+            end_tree(process.pid)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    trained = lora_run(folder)
+    with running(folder, str(trained.run.root), "--name", "tuned", "--queue", "2") as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield Server(trained, url, client)
+
+
+def post(server: Server, body: Any, path: str = "chat/completions") -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
+
+
+def message_of(reply: httpx.Response) -> str:
+    return reply.json()["error"]["message"]
+
+
+def wanted(server: Server, base: bool = False, most: int = 24) -> str:
+    """The answer of the product's own generation."""
+    run = server.trained.run
+    loaded = load(run)
+    if base:
+        from finetune import catalog
+
+        loaded = load_base(catalog.load(run.recipe), loaded.tokenizer)
+    return generate(loaded, [ASKED], max_new_tokens=most)[0]
+
+
+def test_answers_are_those_of_the_trained_model_and_of_its_base(server):
+    for name in ("tuned", "tuned-base"):
+        reply = server.client.chat.completions.create(model=name, messages=ASKED, max_tokens=24)
+        expected = wanted(server, base=name.endswith("base"))
+        assert reply.choices[0].message.content == expected
+        parts = server.client.chat.completions.create(
+            model=name, messages=ASKED, max_tokens=24, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = list(parts)
+        text = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+        assert text == expected
+        assert chunks[-1].usage == reply.usage
+        assert chunks[-2].choices[0].finish_reason == reply.choices[0].finish_reason
+    assert [model.id for model in server.client.models.list()] == ["tuned", "tuned-base"]
+
+
+def test_the_ids_of_a_request_are_those_of_training(server):
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "x"}]}
+    chat = load_chat(load(server.trained.run).tokenizer, None)
+    ids, trained = (
+        getattr(chat.render(read_row("messages", row), "assistant"), n) for n in ("ids", "trained")
+    )
+    prompt = ids[: trained.index(True)]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is kept?"}]}]
+    for messages in (ASKED, parts):
+        reply = server.client.chat.completions.create(
+            model="tuned", messages=messages, max_tokens=3
+        )
+        assert reply.usage.prompt_tokens == len(prompt)
+    by_ids = server.client.completions.create(model="tuned", prompt=prompt, max_tokens=24)
+    assert by_ids.choices[0].text == wanted(server)
+
+
+def test_log_probabilities_are_the_models_own_whatever_the_temperature(server):
+    asked = {"model": "tuned", "messages": ASKED, "max_tokens": 6}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    greedy = server.client.chat.completions.create(**asked)
+    warm = server.client.chat.completions.create(**asked, temperature=3.0, seed=1)
+    loaded = load(server.trained.run)
+    ids = load_chat(loaded.tokenizer, None).prompt(read_row("messages", {"messages": ASKED}))
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=torch.tensor([ids])).logits[0, -1]
+    best = logits.float().log_softmax(-1).topk(3).values.tolist()
+    for reply in (greedy, warm):
+        first = reply.choices[0].logprobs.content[0]
+        assert [each.logprob for each in first.top_logprobs] == pytest.approx(best, abs=1e-4)
+    old = server.client.completions.create(model="tuned", prompt=ids, max_tokens=6, logprobs=3)
+    assert old.choices[0].logprobs.token_logprobs == pytest.approx(
+        [each.logprob for each in greedy.choices[0].logprobs.content], abs=1e-4
+    )
+
+
+def test_a_seed_repeats_an_answer_and_another_gives_another(server):
+    def sampled(seed: int) -> str:
+        reply = server.client.completions.create(
+            model="tuned", prompt="Once", max_tokens=24, temperature=2.0, seed=seed
+        )
+        return reply.choices[0].text
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_an_answer_ends_before_a_stop_text(server):
+    whole = wanted(server)
+    stop = whole[len(whole) // 2 :][:2]
+    for stream in (False, True):
+        reply = post(
+            server, {"messages": ASKED, "max_tokens": 24, "stop": [stop], "stream": stream}
+        )
+        if stream:
+            lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
+            events = [json.loads(line) for line in lines if line.startswith("{")]
+            choices = [event["choices"][0] for event in events]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            reason = choices[-1]["finish_reason"]
+        else:
+            choice = reply.json()["choices"][0]
+            text, reason = choice["message"]["content"], choice["finish_reason"]
+        assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_what_may_begin_a_stop_text_is_held_back():
+    passed: list[str] = []
+    cut = UntilStop(["END", "ND!"], passed.append)
+    for piece in ("a", "E", "N", "x", "E", "ND", "b"):
+        cut.feed(piece)
+    assert (passed, cut.text, cut.found) == (["a", "ENx"], "aENx", True)
+    open_end = UntilStop(["END"], passed.append)
+    open_end.feed("xEN")
+    open_end.flush()
+    assert open_end.text == "xEN"
+
+
+BAD = {
+    "an unknown field": ({"min_p": 0.1}, "min_p: this server has no such field"),
+    "two answers": ({"n": 2}, "n: "),
+    "a grammar": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "an empty message": ({"messages": [{}]}, "messages[0] has no 'role'"),
+    "no message": ({"messages": []}, "messages: "),
+    "an unknown role": ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean"),
+    "the assistant last": (
+        {"messages": [{"role": "assistant", "content": "x"}]},
+        "the last one is",
+    ),
+    "an image": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "image_url",
+    ),
+    "a long prompt": ({"messages": [{"role": "user", "content": "x" * 500}]}, "leave no room"),
+    "a variable": ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
+    "a temperature": ({"temperature": "hot"}, "temperature: "),
+    "a nested body": ({"messages": [{"role": "user", "content": [[[]]]}]}, "messages[0]"),
+}
+
+
+@pytest.mark.parametrize(("fields", "told"), BAD.values(), ids=BAD.keys())
+def test_a_request_that_cannot_be_honoured_is_refused_by_name(server, fields, told):
+    reply = post(server, {"messages": ASKED, **fields})
+    assert reply.status_code == 400
+    assert told in message_of(reply)
+
+
+def test_the_server_outlives_bodies_that_are_not_requests(server):
+    url = f"{server.url}/v1/chat/completions"
+    for body in (b'{"messages": [', b"\xff\xfe", b"null", b"[" * 100_000, b""):
+        reply = httpx.post(url, content=body, headers={"content-type": "application/json"})
+        assert reply.status_code in (400, 422), (body[:20], reply.text)
+    large = httpx.post(
+        url, content=b"x" * 100_000_000, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert large.status_code == 413
+    assert httpx.post(url, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    other = {"host": "evil.example", "content-type": "application/json"}
+    assert httpx.post(url, content=b"{}", headers=other).status_code == 400
+    assert post(server, {"messages": ASKED, "model": "tunde"}).status_code == 404
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "waiting": 0}
+
+
+def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
+    slow = {"prompt": "Once", "max_tokens": 100, "temperature": 2.0, "seed": 3}
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(post, server, slow, "completions") for _ in range(12)]
+        replies = [each.result() for each in asked]
+    assert {reply.status_code for reply in replies} == {200, 429}
+    assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.is_success}) == 1
+    host = server.url.removeprefix("http://")
+    body = json.dumps({**slow, "stream": True})
+    for _ in range(3):
+        connection = http.client.HTTPConnection(host)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        connection.close()
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{server.url}/health").json()["waiting"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert post(server, {"messages": ASKED, "max_tokens": 2}).status_code == 200
+
+
+def test_a_port_in_use_and_an_open_host_are_refused_before_loading(server, finetune: Finetune):
+    run = server.trained.run.root
+    port = server.url.rpartition(":")[2]
+    taken = finetune("serve", run, "--port", port)
+    assert taken.status == 2
+    assert f"127.0.0.1:{port} cannot be used: Address already in use" in taken.stderr
+    opened = finetune("serve", run, "--host", "0.0.0.0")
+    assert opened.status == 2
+    assert "set a key in FINETUNE_API_KEY" in opened.stderr
+
+
+TOOLS = CHATML.replace(
+    "{% for message", "{% if tools %}{{ tools | tojson }}{% endif %}{% for message", 1
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str], Run]]:
+    """A server with a key, for a run with tools in its template, and one more adapter."""
+    folder = tmp_path_factory.mktemp("guarded")
+    base = save_base(tiny_llama(), folder / "base", TOOLS)
+    run = start_run(folder / "run", base, LoRA(r=4))
+    adapter = trained_adapter(tiny_llama())
+    adapter.peft_config["default"].base_model_name_or_path = str(base)
+    save_checkpoint(run, 10, adapter, TOOLS)
+    other = export(lora_run(folder / "other", use_rslora=True).run, folder / "second")
+    config = json.loads((other / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    words = [str(run.root), "--adapter", f"second={other}"]
+    with running(folder, *words, FINETUNE_API_KEY="secret") as (url, _):
+        yield url, {"authorization": "Bearer secret"}, run
+
+
+def test_a_key_is_asked_for(guarded):
+    url, key, _ = guarded
+    for headers in ({}, {"authorization": "Bearer other"}):
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
+    names = [each["id"] for each in httpx.get(f"{url}/v1/models", headers=key).json()["data"]]
+    assert names == ["run", "second", "run-base"]
+
+
+def test_every_adapter_of_one_base_answers_for_itself(guarded):
+    url, _, run = guarded
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+
+    def said(name: str) -> str:
+        reply = client.chat.completions.create(model=name, messages=ASKED, max_tokens=16)
+        return reply.choices[0].message.content or ""
+
+    own = generate(load(run), [ASKED], max_new_tokens=16)[0]
+    second = load_folder(run.root.parent / "second")
+    assert said("run") == own
+    assert said("second") == generate(second, [ASKED], max_new_tokens=16)[0]
+    assert said("run") == own  # the adapter of the request before is off again
+    assert len({said(name) for name in ("run", "second", "run-base")}) == 3
+
+
+def test_tools_are_rendered_as_in_training(guarded):
+    url, key, run = guarded
+    row = {"messages": ASKED, "tools": [TOOL]}
+    prompt = load_chat(load(run).tokenizer, None).prompt(read_row("messages", row))
+    for choice, length in (("auto", len(prompt)), ("none", len(prompt) - len(json.dumps([TOOL])))):
+        body = {**row, "max_tokens": 2, "tool_choice": choice}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=key, timeout=60)
+        assert reply.json()["usage"]["prompt_tokens"] == length
+
+
+def test_a_written_call_becomes_one_of_the_api():
+    asked = ChatRequest(messages=ASKED, tools=[TOOL])
+    text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": [1]}}\n</tool_call>'
+    reply = Chat(SimpleNamespace(name="m"), asked).whole(Answer(text, [], 3, 4, "stop"))
+    (choice,) = ChatCompletion.model_validate(reply).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
+    assert (call.function.name, call.function.arguments) == ("look", '{"at": [1]}')
+    broken = "<tool_call>{not json}</tool_call>"
+    reply = Chat(SimpleNamespace(name="m"), asked).whole(Answer(broken, [], 3, 4, "stop"))
+    assert reply["choices"][0]["message"]["content"] == broken
+    assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_page_compares_base_and_tuned_answers(server, tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 700})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(server.url)
+        page.get_by_label("max tokens").fill("24")
+        page.get_by_label("message").fill(ASKED[0]["content"])
+        page.get_by_role("button", name="Send").click()
+        sync_api.expect(page.locator(".note")).to_have_count(2, timeout=60_000)
+        shown = [each.text_content() for each in page.locator(".assistant").all()]
+        page.screenshot(path=os.environ.get("FINETUNE_SCREENSHOT", str(tmp_path / "page.png")))
+        page.get_by_label("temperature").fill("99")
+        page.get_by_label("message").fill("again")
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".error").first).to_contain_text("temperature")
+        browser.close()
+    assert [text.strip() for text in shown] == [
+        wanted(server, True).strip(),
+        wanted(server).strip(),
+    ]
+    assert errors == []
