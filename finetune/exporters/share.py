@@ -9,7 +9,7 @@ from finetune.runs.run import Run
 
 RECORD = (
     "recipe.json", "environment.json", "data.json", "realised.json", "metrics.jsonl",
-    "report.html", "loss.png", "final/README.md",
+    "loss.png", "final/README.md",
 )  # fmt: skip
 """Files of a run that hold neither weights nor rows."""
 
