@@ -161,7 +161,10 @@ def not_finite(model: nn.Module) -> list[str]:
     Persistent buffers count where they hold NaN: a mask may be made of infinities.
     """
     found: list[str] = []
+    packed = {id(each.weight) for each in model.modules() if isinstance(each, Linear4bit)}
     for name, parameter in model.named_parameters():
+        if id(parameter) in packed:
+            continue  # two weights a byte, which may look like any number: its scales are read
         values = getattr(parameter, "ds_tensor", parameter.detach())  # ds_tensor: ZeRO-3 only
         if not _is_finite(values):
             found.append(plain_name(name))
