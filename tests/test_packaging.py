@@ -98,7 +98,8 @@ def test_a_set_up_installs_every_optional_part():
     assert project["name"] == DISTRIBUTION
     parts = project["optional-dependencies"]
     (whole,) = [r for r in map(Requirement, parts["dev"]) if r.name == DISTRIBUTION]
-    assert whole.extras == parts.keys() - {"dev"}
+    apart = {"lm-eval"}  # a harness of many parts, whose test is skipped where it is not there
+    assert whole.extras == parts.keys() - {"dev"} - apart
 
 
 @pytest.fixture(scope="module")
