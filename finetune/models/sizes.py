@@ -26,11 +26,12 @@ def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
 def stored(engine: Engine, model: nn.Module) -> dict[str, int]:
     """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
 
+    Those of a teacher inside it are counted, because each process holds its share of them.
+
     `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
     """
     elsewhere = engine.elsewhere(model)
-    named = model.named_parameters()
-    here = [p for n, p in named if id(p) not in elsewhere and not is_of_teacher(n)]
+    here = [p for p in model.parameters() if id(p) not in elsewhere]
     sizes = [(whole_numel(p), p.requires_grad) for p in here]
     limit = 10 * model.config.get_text_config().hidden_size
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
