@@ -433,10 +433,7 @@ class Recipe(Changes, metaclass=Checked):
         raise NotImplementedError
 
     def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        """Terms of the loss in the chosen rows, which any rank can count without the others.
-
-        The sum of `count` over the micro-batches that they are cut into, however they are cut.
-        """
+        """The sum of `count` over the chosen rows, which any rank knows without the others."""
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":

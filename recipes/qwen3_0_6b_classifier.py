@@ -11,7 +11,7 @@ recipe = (
         eval_data=Data("fancyzhx/ag_news", "labelled", split="test", first=2000),
     )
     .with_lora(r=16)
-    .with_batch(rows=64, micro_rows=16, max_length=256, overlong="truncate")
+    .with_batch(rows=64, micro_rows=8, max_length=256, overlong="truncate")
     .with_optim(lr=2e-4)
     .with_evaluation(every=500)
     .with_saving(every=500)

@@ -19,7 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.samples import Judged, Labelled, Preference
+from finetune.data.samples import Judged, Labelled, Preference, Prompt
 from finetune.errors import FinetuneError
 
 
@@ -206,6 +206,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         "oasst",
         {"role": "prompter", "text": "Hi", "replies": []},
         None,
+    ),
+    "a prompt with what a reward reads": (
+        "prompts",
+        {"prompt": "2+2=", "answer": "4"},
+        Prompt(Completion("2+2=", ""), {"answer": "4"}),
     ),
     "a text with a class": (
         "labelled",

@@ -500,7 +500,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "a precision that YAML reads as false": (
         FSDP, {"mixed_precision": False},
-        ["mixed_precision: got False, expected 'bf16' or 'no' (quoted)"],
+        ["mixed_precision: got False, expected 'bf16', 'fp16' or 'no' (quoted)"],
     ),
     "a number of processes that is none": (
         ZERO, {"num_processes": "two"},

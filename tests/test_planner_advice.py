@@ -13,6 +13,7 @@ import pytest
 
 import finetune as ft
 from finetune import catalog
+from finetune.cli import options
 from finetune.cli import plan as arguments
 from finetune.cli import plan_on_machine as command
 from finetune.errors import FinetuneError
@@ -340,6 +341,7 @@ def words(*given: str) -> argparse.Namespace:
         parser.add_argument(name)
     for name in ("--processes", "--shard-size"):
         parser.add_argument(name, type=int)
+    options.axes_words(parser)
     parser.add_argument("--json", action="store_true")
     arguments.add_machine(parser)
     return parser.parse_args(given)

@@ -73,7 +73,7 @@ MEANING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(NOT_TEXT, (is_given, "only text is trained")),
     **dict.fromkeys(
         PREFERENCES,
-        (is_given, "it belongs to a pair of answers, which method 'dpo' learns from"),
+        (is_given, "it belongs to a pair of answers, which methods such as 'dpo' learn from"),
     ),
     "label": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
     "kto_tag": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),

@@ -128,8 +128,8 @@ def fitting_formats(row: Raw) -> list[str]:
         whole = ignored_meaning(name, row, data_format.reads(there)) is None
         if name == "text" and there.intersection(ANSWERS):
             continue  # it would train the question and not the answer
-        if name == "labelled":
-            continue  # other methods would lose the label
+        if name in ("labelled", "prompts"):
+            continue  # other methods would lose the label, or train no answer
         if name == "hh" and not isinstance(row["chosen"] if needed else None, str):
             continue
         if needed and whole:

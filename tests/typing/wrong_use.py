@@ -30,7 +30,7 @@ ft.Data("d.jsonl")  # error
 ft.Optim(lr="fast")  # error
 ft.launch(recipe, backnd="ddp")  # error
 ft.launch(recipe, backend="ddp", processes="two")  # error
-ft.launch(recipe, precision="fp16")  # error
+ft.launch(recipe, precision="fp8")  # error
 ft.launch(recipe, resume="yes")  # error
 ft.train(recipe, outptu="runs/mine")  # error
 ft.plan(recipe, procesess=2)  # error
