@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import finetune as ft
+from finetune.cli import options
 from finetune.cli import plan as arguments
 from finetune.cli import plan_on_machine as command
 from finetune.errors import FinetuneError
@@ -28,6 +29,7 @@ def words(*given: str) -> argparse.Namespace:
         parser.add_argument(name)
     for name in ("--processes", "--shard-size"):
         parser.add_argument(name, type=int)
+    options.axes_words(parser)
     parser.add_argument("--json", action="store_true")
     arguments.add_machine(parser)
     return parser.parse_args(given)

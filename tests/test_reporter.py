@@ -408,8 +408,12 @@ def test_the_card_says_what_was_done(tmp_path: Path) -> None:
     write_json(run.environment, {"python": "3.11.7", "versions": {"torch": "2.13.0"}})
     card = write_card(run, run.final)
     assert card == run.final / "README.md"
-    assert front_of(card) == {
+    front = front_of(card)
+    (measured,) = front.pop("model-index")[0]["results"]
+    assert [metric["value"] for metric in measured["metrics"]] == [1.25]
+    assert front == {
         "base_model": "acme/tiny-llama",
+        "base_model_relation": "adapter",
         "library_name": "peft",
         "pipeline_tag": "text-generation",
         "tags": ["finetune", "sft", "qlora"],
