@@ -262,7 +262,10 @@ def test_a_plan_prints_the_numbers_that_a_document_shows(
 
 def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
     text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M)
+    found = re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M
+    )
+    rows = [(name, *cells) for names, *cells in found for name in re.findall(r"\w+", names)]
     assert sorted(name for name, *_ in rows) == backend.names()
     kinds = [COLUMNS[kind] for kind in ("full", "LoRA", "NF4", "int8")]
     for name, *cells in rows:
@@ -381,8 +384,17 @@ def test_no_block_of_python_is_left_out() -> None:
         path.name: sum(language == "python" for language, _ in blocks(path)) for path in DOCUMENTS
     }
     assert {name: n for name, n in counts.items() if n} == {
-        "README.md": 2, "data.md": 1, "extending.md": 1, "recipes.md": 1,
+        "README.md": 2, "data.md": 1, "extending.md": 1, "online.md": 1, "recipes.md": 1,
     }  # fmt: skip
+
+
+def test_the_reward_of_the_page_scores_completions() -> None:
+    (code,) = [text for kind, text in blocks(ROOT / "docs/online.md") if kind == "python"]
+    given: dict[str, Any] = {}
+    exec(code, given)
+    completions = [[{"content": "It is 4."}], [{"content": "It is 5."}]]
+    scores = given["short_and_right"](["2+2?"] * 2, completions, answer=["4", "4"])
+    assert scores == [1.0, 0.0]
 
 
 def test_the_fields_that_a_continued_run_may_change_are_listed() -> None:

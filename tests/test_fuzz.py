@@ -242,8 +242,8 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("inspect RECIPE --html HOME/data.jsonl/x.html", 2, "Not a directory", {}),
     ("inspect RECIPE", 2, "there is no place for the cache", NOBODY),
     ("inspect RECIPE", 2, "cannot write the prepared data", {"FINETUNE_CACHE": "/proc/x"}),
-    (f"{ASKED} --samples /dev/full", 2, "No space left on device", {}),
-    (f"{ASKED} --samples HOME/model", 2, "Is a directory", {}),
+    (f"{ASKED} --output /proc/x", 2, "No such file or directory", {}),
+    (f"{ASKED} --output HOME/data.jsonl", 2, "holds what no evaluation wrote", {}),
     (ASKED, 2, "there is no place for the cache", NOBODY),
     ("eval HOME/run --data HOME/none.jsonl", 2, "no such file or folder", {}),
     ("export HOME/run --to /proc/x", 1, "could not be written", {}),
@@ -253,7 +253,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("chat HOME/data --prompt a", 2, "neither a model", {}),
     ("report HOME/model", 2, "not a run directory", {}),
     ("report HOME/run --proof HOME/model", 2, "no proof can be read there", {}),
-    ("prove RECIPE --backends single --output /proc/x", 2, "cannot be written", {}),
+    ("prove RECIPE --backends single --output /proc/x", 2, "No such file or directory", {}),
     ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "cannot be written", {}),
 ]
 

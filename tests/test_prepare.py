@@ -125,6 +125,9 @@ def test_the_counts_are_of_what_came_out(tmp_path: Path):
         "unended": 0,
         "duplicates": 0,
         "documents_per_row": 1,
+        "labels": {},
+        "same_label": False,
+        "scored": False,
         "longer_chosen": None,
         "wanted": None,
         "left_out": 0,
@@ -608,8 +611,8 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         f"data.source: no such file or folder: {tmp_path}/no/a.jsonl (there is no folder "
         f"{tmp_path}/no)",
         "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, "
-        "alpaca_preference, hh, kto, messages, oasst, preference, prompt_completion, "
-        "question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)",
+        "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
+        "prompts, question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
         f"data.source: '{tmp_path}/*.xlsx' matches 1 paths and no file that is read; "
         f"{tmp_path}/a.xlsx is not a {known} file",

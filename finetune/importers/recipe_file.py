@@ -66,7 +66,7 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
     lines = [f"# {heading}", *(f"# {' '.join(note.split())}".rstrip() for note in notes)]
     lines += ["# Lines behind # are the defaults; take the # away to change one.", ""]
     lines.append(f"method: {values['method']}")
-    default = catalog.to_fields(type(recipe)())
+    default = _defaults(type(recipe))
     for field in dataclasses.fields(recipe):
         name, value = field.name, values[field.name]
         if name in ("data", "eval_data"):
@@ -74,10 +74,20 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
         elif name == "adapter":
             lines += ["", *_adapter(value)]
         elif dataclasses.is_dataclass(kind := type(getattr(recipe, name))):
-            lines += ["", *_section(name, kind, value, default[name])]
+            lines += ["", *_section(name, kind, value, default[name] or _defaults(kind))]
         else:
             lines += ["", *_field(type(recipe), name, values, default, "")]
     return "\n".join(lines) + "\n"
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """Defaults of the fields that have one: not every method is whole without its own fields."""
+    fields: dict[str, Any] = kind.__pydantic_fields__
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if not field.is_required()
+    }
 
 
 def _sources(name: str, values: list[dict[str, Any]]) -> Iterator[str]:
@@ -122,7 +132,7 @@ def _field(
     needed: bool = False,
 ) -> Iterator[str]:
     """A field with its meaning; it is a comment unless it is needed or not the default."""
-    live = needed or values[name] != default[name]
+    live = needed or name not in default or values[name] != default[name]
     line = f"{indent if live else f'#{indent}'}{_pair(name, values[name])}"
     meaning = _meaning(kind, name)
     if not meaning:
