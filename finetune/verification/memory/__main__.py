@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune import catalog
 from finetune.backend import Backend
+from finetune.backend.axes import Axes
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process.quiet import quiet
@@ -24,7 +25,8 @@ def main(request: Path, answer: Path) -> int:
     transformers_logging.set_verbosity_error()
     asked = json.loads(request.read_text(encoding="utf-8"))
     recipe = catalog.from_fields(asked["recipe"])
-    plan = Plan(recipe, Backend(**asked["backend"]), asked["processes"])
+    given = {**asked["backend"], "axes": Axes(**asked["backend"]["axes"])}
+    plan = Plan(recipe, Backend(**given), asked["processes"])
     try:
         join(plan.processes)
         found = rehearse(plan, asked["config"], asked["layers"])
