@@ -45,6 +45,8 @@ def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[s
 
 def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     """Reasons in a model's config."""
+    if not axes.any:
+        return
     fields = {**fields, **(fields.get("text_config") or {})}
     kind = fields.get("model_type")
     heads = fields.get("num_attention_heads") or 0
