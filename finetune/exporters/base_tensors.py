@@ -148,7 +148,7 @@ def in_memory(model: PreTrainedModel) -> Base:
         network = type(model)(model.config)
     inner: Any = network
     inner._weight_conversions = getattr(model, "_weight_conversions", None)
-    network.generation_config = model.generation_config
+    network.generation_config = getattr(model, "generation_config", None)  # none to give scores
     units: dict[str, list[str]] = {}
     for name in distinct(network):
         units.setdefault(_module(name), []).append(name)
