@@ -25,11 +25,6 @@ def prepare_base(model: PreTrainedModel, recipe: Recipe) -> LoraConfig:
     assert recipe.adapter is not None
     folder = find(recipe.model.adapter)
     config: Any = LoraConfig.from_pretrained(str(folder))
-    if (config.task_type == "SEQ_CLS") != (recipe.scores is not None):
-        raise FinetuneError(
-            f"model.adapter: {folder} has task_type {config.task_type}, and method "
-            f"'{recipe.method}' trains {'scores' if recipe.scores else 'a language model'}"
-        )
     config.init_lora_weights, config.inference_mode = True, False
     config.lora_dropout = recipe.adapter.dropout
     stored = {name: list(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}

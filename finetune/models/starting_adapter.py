@@ -19,6 +19,7 @@ from finetune.recipe import LoRA, Recipe
 from finetune.runs.run import Run, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASKS = ("CAUSAL_LM", "SEQ_CLS")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 TAKEN = {
@@ -108,8 +109,11 @@ def tokenizer_of(name: str) -> Path | None:
     return None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
     """The fields of an adapter's file.
+
+    Args:
+        tasks: by PEFT's names; a file may leave its own out.
 
     Raises:
         FinetuneError: the file cannot be read, or the adapter is not one that can be trained here.
@@ -121,7 +125,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(fields).__name__}")
-    problems = list(_problems(fields))
+    problems = list(_problems(fields, tasks))
     if not (folder / WEIGHTS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
@@ -131,12 +135,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _problems(fields: dict[str, Any]) -> list[str]:
+def _problems(fields: dict[str, Any], tasks: tuple[str, ...]) -> list[str]:
     if fields.get("peft_type") != "LORA":
         return [f"peft_type is {fields.get('peft_type')!r}, expected 'LORA'; {MERGE}"]
     problems: list[str] = []
-    if fields.get("task_type") not in (None, "CAUSAL_LM", "SEQ_CLS"):
-        problems.append(f"task_type is {fields['task_type']!r}, expected 'CAUSAL_LM' or 'SEQ_CLS'")
+    if fields.get("task_type") not in (None, *tasks):
+        expected = " or ".join(map(repr, tasks))
+        problems.append(f"task_type is {fields['task_type']!r}, expected {expected}")
     init = str(fields.get("init_lora_weights", True)).lower()
     if init.startswith(CHANGES_BASE):
         problems.append(
@@ -201,7 +206,7 @@ def settle(recipe: Recipe) -> Recipe:
     if name is None:
         return recipe
     folder = find(name)
-    fields = read_config(folder)
+    fields = read_config(folder, ("CAUSAL_LM" if recipe.scores is None else "SEQ_CLS",))
     if recipe.model.name is None:
         raise FinetuneError(
             f"model.name: none, and model.adapter={name} was trained on "
