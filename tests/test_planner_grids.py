@@ -63,7 +63,7 @@ def test_the_command_prints_a_grid_and_says_that_it_is_arithmetic(finetune: Fine
     assert done.status == 0, done.output
     assert done.stdout.startswith("TP8 x PP2 x DP4 on 64 x H100-80 in 8 nodes: fits")
     assert "bubble   3.0% of a step: 2 stages, 32 micro-batches each" in done.stdout
-    assert "no backend of tensor or pipeline parallel" in done.stdout
+    assert "arithmetic of a layout" in done.stdout
     without = finetune(*words)
     assert without.status == 2
     assert "name a GPU" in without.stderr
