@@ -67,6 +67,8 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         return "it gives scores, and no logits of tokens"
     if kind == "gguf":
         return "a GGUF file is not loaded here"
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return "it is not a folder that transformers or PEFT loads"
     if source.base is not None and kind == "adapter":
         return f"its base is called {source.base}, which is not loaded for a check"
     if source.recipe.model.trust_remote_code:
