@@ -16,7 +16,7 @@ from finetune.data.sources import find_source
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files
-from finetune.exporters.source import Source
+from finetune.exporters.source import Source, is_loadable
 from finetune.inference.generate import Loaded, generate_from_ids, load, load_folder
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
@@ -67,7 +67,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         return "it gives scores, and no logits of tokens"
     if kind == "gguf":
         return "a GGUF file is not loaded here"
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not is_loadable(folder):
         return "it is not a folder that transformers or PEFT loads"
     if source.base is not None and kind == "adapter":
         return f"its base is called {source.base}, which is not loaded for a check"

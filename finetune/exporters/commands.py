@@ -3,17 +3,19 @@
 from pathlib import Path
 
 from finetune.exporters import vllm
-from finetune.exporters.source import Source
+from finetune.exporters.source import Source, is_loadable
 from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
 from finetune.reports.card import Kind
 
 
 def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
-    """Shell commands for the folder of an export, to be run in it."""
+    """Shell commands for the folder of an export, to be run in it; none for what writes no text."""
     if kind == "gguf":
         (weights,) = folder.glob("*.gguf")
         made = ["ollama create tuned -f Modelfile"] if (folder / "Modelfile").is_file() else []
         return [*made, f"llama-server -m {weights.name} --jinja"]
+    if source.recipe.scores is not None or not is_loadable(folder):
+        return []
     own = "finetune serve ."
     if kind != "adapter":
         return [own, "vllm serve ."]

@@ -112,3 +112,8 @@ def _generation(
                 recipe.model.name, revision=recipe.model.revision or "main"
             )
     return generation_config(own, stop_ids(own, tokenizer), tokenizer.pad_token_id)
+
+
+def is_loadable(folder: Path) -> bool:
+    """Whether transformers or PEFT loads a folder; an exporter of one's own may write others."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
