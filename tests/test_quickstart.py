@@ -47,8 +47,13 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
     assert not seen & {row["messages"][0]["content"] for row in held_out}
 
     named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", finished.stdout)]
-    assert [words[0] for words in named] == ["chat", "report", "export"]
-    (chat, report, export) = named
+    assert [words[0] for words in named] == ["eval", "chat", "report", "export"]
+    (measure, chat, report, export) = named
+    measured = finetune(*measure, "--limit", "20", "--json", cwd=folder)
+    assert measured.status == 0, measured.stderr
+    exact = json.loads(measured.stdout)["measures"]["exact"]
+    assert exact["before"] < 0.1
+    assert exact["after"] > 0.8
     question = samples[0]["prompt"]
     answered = finetune(*chat, "--prompt", question, cwd=folder)
     assert answered.status == 0, answered.stderr

@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     print(*check_lines(written["check"]), sep="\n")
-    print(f"exported to {folder}; serve it there with", *written["serve"], sep="\n  ")
+    how = "; serve it there with" if written["serve"] else ""
+    print(f"exported to {folder}{how}", *written["serve"], sep="\n  ")
     if arguments.push is not None:
         print(f"uploaded to {push(folder, arguments.push, private=not arguments.public)}")
     return 0
