@@ -99,7 +99,7 @@ def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> Non
         timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert "the plan has Mesh(replicate=2, shard=2), Accelerate built Mesh(rep" in done.stderr
+    assert "the plan has replicate 2 x shard 2, Accelerate built shard 4" in done.stderr
     assert Run(tmp_path / "run").steps() == []
 
 

@@ -66,6 +66,8 @@ class Mesh:
         named = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " x ".join(named) or "one process"
 
+    __str__ = words
+
 
 def mesh_of(backend: Backend, processes: int) -> Mesh:
     """The mesh of a backend: copies under DDP, shards under FSDP and ZeRO, both under HSDP.
