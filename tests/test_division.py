@@ -64,8 +64,10 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(finetune: Finetune, work: Path, name: str, backend: str, *words: str) -> Run:
-    """A run of a recipe in fp32; `single` is this machine's one process."""
+    """A run of a recipe in fp32, made once; `single` is this machine's one process."""
     run = Run(work / f"{name}-{backend}{''.join(words)}")
+    if run.final.is_dir():
+        return run
     verb = ("train",) if backend == "single" else ("launch",)
     machine = () if backend == "single" else ("--backend", backend)
     shared = ("--precision", "fp32", "--output", run.root, "--no-plot")
