@@ -13,7 +13,7 @@ from conftest import Finetune, Tiny, write_recipe
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_backends import launch
-from test_dpo import pairs
+from test_dpo import pairs, steps_of, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
@@ -71,17 +71,6 @@ def fields(tiny: Tiny, data: Path, teacher: Path, **sections: Any) -> dict[str, 
         merge = isinstance(base.get(name), dict) and isinstance(value, dict)
         base[name] = base[name] | value if merge else value
     return base
-
-
-def train(place: Path, given: dict[str, Any]) -> Run:
-    return ft.train(catalog.from_fields(given), precision="fp32", output=place)
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [
-        {"loss": each["loss"], "grad_norm": each["grad_norm"], **each["metrics"]}
-        for each in run.read_metrics("train")
-    ]
 
 
 def assert_equal(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:

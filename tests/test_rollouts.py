@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Finetune, Tiny, write_recipe
+from test_dpo import train
 
-import finetune as ft
-from finetune import catalog
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.run import Run
 
@@ -78,11 +77,6 @@ def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:
         merge = isinstance(base.get(name), dict) and isinstance(value, dict)
         base[name] = base[name] | value if merge else value
     return base
-
-
-def train(place: Path, given: dict[str, Any], resume: bool = False) -> Run:
-    recipe = catalog.from_fields(given)
-    return ft.train(recipe, precision="fp32", output=place, resume=resume)
 
 
 @pytest.fixture(scope="module")

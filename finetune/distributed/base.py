@@ -182,6 +182,15 @@ class Engine(Ranks):
             if parameter.requires_grad:
                 yield name, parameter
 
+    def owners(self) -> dict[int, torch.optim.Optimizer]:
+        """The optimizer of each trained parameter, without Accelerate's wrapper, by identity."""
+        return {
+            id(parameter): each.optimizer  # type: ignore[attr-defined]
+            for each in self.optimizers
+            for group in each.param_groups
+            for parameter in group["params"]
+        }
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
         """Inside, `from_pretrained` with the yielded words loads what this process holds."""

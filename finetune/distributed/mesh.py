@@ -242,12 +242,7 @@ class MeshEngine(Native):
             yield Fragment(name, 0, values, scalars=scalars, offsets=offsets)
 
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
-        owners = {
-            id(p): o.optimizer  # type: ignore[attr-defined]
-            for o in self.optimizers
-            for g in o.param_groups
-            for p in g["params"]
-        }
+        owners = self.owners()
         for name, parameter in self.trained():
             extra, part = extras(name), local(parameter.data)
             box = Box(self.block(parameter)[1], tuple(part.shape))

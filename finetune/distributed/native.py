@@ -57,12 +57,7 @@ class Native(Engine):
             yield Fragment(name, self.first_element(parameter) + begin, values, whole, scalars)
 
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
-        owners = {
-            id(p): o.optimizer  # type: ignore[attr-defined]
-            for o in self.optimizers
-            for g in o.param_groups
-            for p in g["params"]
-        }
+        owners = self.owners()
         for name, parameter in self.trained():
             extra = extras(name)
             flat, start = _flat(parameter.data), self.first_element(parameter)
