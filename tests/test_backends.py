@@ -270,7 +270,7 @@ def equal_state(first: Path, second: Path) -> bool:
 def test_a_checkpoint_continues_on_another_backend(
     trained: Trained, finetune: Finetune, tmp_path: Path
 ) -> None:
-    """Between every other two: `finetune prove --pairs`, which `make prove` runs."""
+    """Between all of them: `finetune prove --crossings all`; `make prove` runs a ring."""
     straight = trained("full", "fsdp_full_shard")
     resumed = cut_off(straight, tmp_path / "run", step=3)
     launch(finetune, straight.root.parent.parent / "full.json", "zero2", resumed.root, "--resume")

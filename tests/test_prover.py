@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from finetune.recipe import Recipe
 from finetune.runs.run import Run, write_json
 from finetune.verification.proofs import checks, packing
 from finetune.verification.proofs.exports import Delivery, check_deliveries
-from finetune.verification.proofs.matrix import FP32, Request, settle
+from finetune.verification.proofs.matrix import FP32, Request, crossings_of, settle
 from finetune.verification.proofs.proof import Check, Proof, Refused
+from finetune.verification.proofs.prove import named_backends
 from finetune.verification.proofs.runs import Trial
 from finetune.verification.proofs.shrink import shrink
 from finetune.verification.proofs.small_recipe import Shape, Subject, make_subject, of_kind
@@ -445,6 +447,22 @@ def test_every_architecture_shrinks_to_one_of_its_own(assets: Path) -> None:
         assert small.model_type == config["model_type"]
         assert sum(p.numel() for p in model.parameters()) < 600_000, path
         assert small.tie_word_embeddings == config.get("tie_word_embeddings", True), path
+
+
+def test_a_ring_continues_the_checkpoint_of_every_backend_by_two_others(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    subject = subject_of(tiny, tmp_path)
+    names = named_backends("all", subject.recipe, SHAPE)
+    whole = Request(subject.recipe, names, SHAPE, tmp_path, crossings="all")
+    pairs, _ = settle(whole, {"own": subject})
+    names = tuple(pair.backend for pair in pairs)
+    ring = crossings_of(dataclasses.replace(whole, crossings="ring"), pairs)
+    both = {(each.written.backend, each.continued.backend) for each in ring}
+    assert len(both) == 2 * len(names)
+    assert Counter(written for written, _ in both) == dict.fromkeys(names, 2)
+    assert Counter(continued for _, continued in both) == dict.fromkeys(names, 2)
+    assert len(crossings_of(whole, pairs)) == len(names) * (len(names) - 1) // 2
 
 
 # Where a proof goes ------------------------------------------------------------------------------

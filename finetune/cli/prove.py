@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
     parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
     parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
-    parser.add_argument("--pairs", action="store_true", help="resume between every two backends")
+    parser.add_argument(
+        "--crossings",
+        choices=("each", "ring", "all"),
+        default="each",
+        help="whose checkpoints are continued elsewhere: all is between every two backends",
+    )
     parser.add_argument("--jobs", type=options.count, default=1, help="launches at a time")
     parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -82,7 +87,7 @@ def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
         like_mine=arguments.like_mine,
         full=arguments.full,
         kinds=arguments.kinds,
-        every_pair=arguments.pairs,
+        crossings=arguments.crossings,
         jobs=arguments.jobs,
         console=console,
     )

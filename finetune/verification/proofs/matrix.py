@@ -2,9 +2,11 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
@@ -14,6 +16,10 @@ from finetune.recipe import Recipe
 from finetune.verification.proofs.proof import Refused, Tolerance
 from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
 from finetune.version import install
+
+Crossings = Literal["each", "ring", "all"]
+"""Whose checkpoints are continued elsewhere: each pair's by another backend and `single`'s by each
+pair; every backend's by two others, over the kinds in turn; or between every two backends."""
 
 FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
 """About ten times what ten steps of small models were seen to be apart."""
@@ -40,8 +46,7 @@ class Request:
     output: Path
     kinds: tuple[Kind, ...] = ("own",)
     precision: backends.Precision = "fp32"
-    every_pair: bool = False
-    """Continue a checkpoint between every two backends, not between each and another."""
+    crossings: Crossings = "each"
     jobs: int = 1
     """Launches at a time."""
     named: bool = True
@@ -137,8 +142,11 @@ def _missing(machine: backends.Backend) -> str | None:
 
 
 def crossings_of(request: Request, pairs: Sequence[Pair]) -> list[Crossing]:
-    found = _every_pair(pairs) if request.every_pair else _each_with_another(request, pairs)
-    return list(found)
+    if request.crossings == "each":
+        return list(_each_with_another(request, pairs))
+    count = len({pair.backend for pair in pairs})
+    every = itertools.combinations(range(count), 2)
+    return list(_between(pairs, every if request.crossings == "all" else _ring(count)))
 
 
 def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Crossing]:
@@ -171,21 +179,27 @@ def _on(pair: Pair, processes: int) -> Pair | None:
         return None
 
 
-def _every_pair(pairs: Sequence[Pair]) -> Iterator[Crossing]:
-    """Every two backends once, over the kinds in turn, every other time on one process."""
+def _ring(count: int) -> Iterator[tuple[int, int]]:
+    """Each of so many is followed by two others, no two alike: neighbours often share an engine."""
+    strides = [stride for stride in range(1, count) if math.gcd(stride, count) == 1]
+    far = [stride for stride in strides if 2 < stride < count / 2]
+    for stride in (far or strides)[:2]:
+        yield from ((first, (first + stride) % count) for first in range(count))
+
+
+def _between(pairs: Sequence[Pair], edges: Iterable[tuple[int, int]]) -> Iterator[Crossing]:
+    """A crossing for each two backends, over the kinds in turn, every other one on one process."""
     kinds = list(dict.fromkeys(pair.kind for pair in pairs))
     names = list(dict.fromkeys(pair.backend for pair in pairs))
     by = {(pair.kind, pair.backend): pair for pair in pairs}
     number = 0
-    for index, first in enumerate(names):
-        for second in names[index + 1 :]:
-            both = [k for k in kinds if (k, first) in by and (k, second) in by]
-            if not both:
-                continue
-            kind = both[number % len(both)]
-            written, continued = by[kind, first], by[kind, second]
-            if number % 3 == 1:
-                written, continued = continued, written
-            narrow = _on(continued, 1) if number % 2 else None
-            yield Crossing(written, narrow or continued)
-            number += 1
+    for first, second in edges:
+        written, continued = names[first], names[second]
+        both = [k for k in kinds if (k, written) in by and (k, continued) in by]
+        if not both:
+            continue
+        kind = both[number % len(both)]
+        reader = by[kind, continued]
+        narrow = _on(reader, 1) if number % 2 else None
+        yield Crossing(by[kind, written], narrow or reader)
+        number += 1

@@ -11,7 +11,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.reports.proof_page import KINDS
 from finetune.verification.proofs.job import carry_out
-from finetune.verification.proofs.matrix import Request
+from finetune.verification.proofs.matrix import Crossings, Request
 from finetune.verification.proofs.proof import Proof
 from finetune.verification.proofs.small_recipe import Kind, Shape
 
@@ -27,7 +27,7 @@ def prove(
     like_mine: bool = False,
     full: bool = False,
     kinds: str = "own",
-    every_pair: bool = False,
+    crossings: Crossings = "each",
     jobs: int = 1,
     console: Console | None = None,
 ) -> Proof:
@@ -47,7 +47,7 @@ def prove(
         kinds=named_kinds(kinds),
         shape=shape,
         precision="bf16" if bf16 else "fp32",
-        every_pair=every_pair,
+        crossings=crossings,
         jobs=jobs,
     )
     columns = (SpinnerColumn(), TextColumn("proving"), TimeElapsedColumn())
