@@ -55,7 +55,7 @@ BACKENDS = [
     "single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_full_shard_offload",
     "fsdp_shard_grad_op_offload", "hsdp", "hsdp_shard_grad_op", "zero1", "zero2", "zero2_offload",
     "zero3", "zero3_offload", "zero3_nvme", "tp", "tp_fsdp", "pp", "pp_fsdp", "pp_tp",
-    "pp_tp_fsdp", "sp", "sp_fsdp",
+    "pp_tp_fsdp", "sp", "sp_fsdp", "sp_tp", "ep_fsdp", "ep_tp",
 ]  # fmt: skip
 
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

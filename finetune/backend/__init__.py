@@ -5,6 +5,7 @@ the launched process was really given (`launched`) is compared with it before an
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -324,6 +325,8 @@ def divided(
         raise FinetuneError(*problems)
     changed = dataclasses.replace(backend, axes=dataclasses.replace(backend.axes, **asked))
     data = backend.processes // backend.axes.processes
+    if backend.shard != "none":  # more experts than processes so far lie over more of them
+        data = math.lcm(data, changed.axes.experts) if "experts" in asked else data
     return changed, data * changed.axes.processes if processes is None else processes
 
 
@@ -422,6 +425,12 @@ def _refuse_other_product(arrived: Backend) -> None:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return
     copies, shard = (_data_size(os.environ, axis) for axis in ("REPLICATE", "SHARD"))
+    if arrived.engine == "ddp" and shard > 1:
+        raise FinetuneError(
+            f"parallelism_config: {shard} processes hold one copy of the model, but neither FSDP "
+            "nor an axis that divides it was handed on, and each would hold a whole one; use "
+            "accelerate launch --config_file FILE, or finetune launch"
+        )
     divided = f" x {arrived.axes.words()}" if arrived.axes.any else ""
     if copies * shard * arrived.axes.processes != world():
         raise FinetuneError(

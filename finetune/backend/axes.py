@@ -18,15 +18,17 @@ KEYS = {
     "pp": "pipeline",
     "sp": "sequence",
     "tp": "tensor",
+    "ep": "experts",
 }
 """Key in the section and in Accelerate's variables -> field of `Axes`."""
 FLAGS = {
     "pipeline": "stages of a pipeline, each with some of the layers",
     "sequence": "processes that share the tokens of a row",
     "tensor": "processes that share each layer",
+    "experts": "processes that share the experts of a layer",
 }
 """Field of `Axes` -> what it is, for the command line."""
-OURS = ("pp",)
+OURS = ("pp", "ep")
 """Keys that Accelerate 1.15 takes in a file and forgets; `finetune launch` sets their variables."""
 SCHEDULE = "pp_schedule"
 
@@ -41,13 +43,15 @@ class Axes:
     """Processes that share the tokens of a row (Ulysses)."""
     tensor: int = 1
     """Processes that share each layer."""
+    experts: int = 1
+    """Processes that share the experts of a layer: those that share rows, and others besides."""
     schedule: Schedule = "1F1B"
     """Order in which a pipeline takes its micro-batches."""
 
     @property
     def any(self) -> bool:
         """Whether some axis divides the model."""
-        return self.processes > 1
+        return self.processes * self.experts > 1
 
     @property
     def processes(self) -> int:
@@ -101,7 +105,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
     if config.get("distributed_type") != "FSDP" and not (problems or divided):
         return [
             "parallelism_config: belongs to distributed_type: FSDP, or to axes that divide the "
-            "model (tp, pp, sp)"
+            "model (tp, pp, sp, ep)"
         ]
     if divided and config.get("distributed_type") not in ("MULTI_GPU", "MULTI_CPU"):
         problems.append(
@@ -120,6 +124,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
             "copies on one process each are ddp"
         )
     if not problems:
+        problems += _expert_problems(sizes)
         counted = [
             *sorted(DATA_KEYS),
             *(f"parallelism_config_{a}_size" for a in ("pp", "sp", "tp")),
@@ -132,6 +137,27 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
                 f"is {processes}; their product must be that"
             )
     return problems
+
+
+def _expert_problems(sizes: Mapping[str, Any]) -> list[str]:
+    """Experts lie over the processes of the tensor axis, and over shards besides."""
+    key = f"{SECTION}_ep_size"
+    tensor, shard = (sizes.get(f"{SECTION}_{axis}_size", 1) for axis in ("tp", "dp_shard"))
+    problem = experts_problem(sizes.get(key, 1), tensor, shard)
+    return [] if problem is None else [f"{SECTION}.{key}: {problem}"]
+
+
+def experts_problem(experts: int, tensor: int, shard: int) -> str | None:
+    """Why the experts of a layer cannot lie over so many processes."""
+    if experts == 1 or not (experts % tensor or tensor * shard % experts):
+        return None
+    whole = tensor * shard
+    fitting = [n for n in range(max(tensor, 2), whole + 1) if n % tensor == whole % n == 0]
+    instead = f"use {' or '.join(map(str, fitting))}" if fitting else "use more processes"
+    return (
+        f"experts lie over a multiple of the {tensor} tensor parallel processes that divides the "
+        f"{whole} which hold one copy of the model, got {experts}; {instead}"
+    )
 
 
 def _divides(sizes: Mapping[str, Any]) -> bool:

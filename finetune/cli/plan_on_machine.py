@@ -127,7 +127,7 @@ def _divided(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Ma
     if not arguments.json:
         print(settled.explain())
     axes = chosen.axes
-    if recipe.adapter is not None or axes.sequence > 1:
+    if recipe.adapter is not None or axes.sequence * axes.experts > 1:
         told = "memory is predicted of all weights under tensor and pipeline parallel alone"
         print(json.dumps(settled.summary(), indent=2) if arguments.json else f"note         {told}")
         return 0

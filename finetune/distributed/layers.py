@@ -1,11 +1,13 @@
 """Cut a model along a mesh while transformers loads it, so that a process reads its part alone."""
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -13,6 +15,7 @@ from transformers.distributed import DistributedConfig, mixin
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from finetune.backend.axes import Axes
+from finetune.errors import FinetuneError
 
 PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of parameters whose gradient each process has a part of."""
@@ -20,6 +23,7 @@ NAMES = (
     "initialize_distributed_mesh",
     "apply_pipeline_parallelism",
     "apply_tensor_parallelism",
+    "apply_fully_sharded_data_parallelism",
 )
 """Names of `transformers.distributed.mixin` (5.23) that are replaced while a model is cut."""
 
@@ -34,25 +38,45 @@ NAMED = {
 """Axis of a plan's mesh -> its name for transformers and PEFT."""
 
 
-class _Meshes:
-    """Answers what transformers asks its own mesh for."""
+EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
+"""Axes of the mesh of experts: `efsdp` x `ep` are the processes of `fsdp` x `tp`."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+    """The processes of a job along the axes of its layers, and of its experts where they lie apart.
+
+    It answers what transformers asks its own mesh for.
+    """
+
+    layers: DeviceMesh
+    experts: DeviceMesh | None = None
 
     def get_mesh(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        return self.mesh[axes]
+        words = (axes,) if isinstance(axes, str) else axes
+        if self.experts is not None and not {"ep", "efsdp"}.isdisjoint(words):
+            return self.experts[axes]
+        return self.layers[axes]
 
 
 @contextlib.contextmanager
-def cutting(mesh: DeviceMesh, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
+def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
     """Inside, `from_pretrained` with the yielded words loads this process's part alone.
 
-    transformers 5.23 builds a mesh of all processes for itself, which knows no other axes, and
-    sums partial gradients after each micro-batch: both are replaced.
+    transformers 5.23 builds a mesh of all processes for itself, which knows no other axes, sums
+    partial gradients after each micro-batch, and shards before there is an adapter: all replaced.
+
+    Raises:
+        FinetuneError: this version of transformers has no such names.
     """
+    lost = [name for name in NAMES if not hasattr(mixin, name)]
+    if lost:
+        raise FinetuneError(
+            f"transformers {transformers.__version__}: transformers.distributed.mixin has no "
+            f"{', '.join(lost)}, by which models are divided ({axes.words()}); use a version that "
+            "has it (5.23), or fsdp_full_shard"
+        )
     before = {name: getattr(mixin, name) for name in NAMES}
-    meshes = _Meshes(mesh)
 
     def tensor(model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]) -> PreTrainedModel:
         return _tensor(before["apply_tensor_parallelism"], model, along, plan)
@@ -61,27 +85,35 @@ def cutting(mesh: DeviceMesh, device: torch.device, axes: Axes) -> Iterator[dict
         "initialize_distributed_mesh": lambda _: (device, meshes),
         "apply_pipeline_parallelism": lambda model, along: _stages(model, along, axes),
         "apply_tensor_parallelism": tensor,
+        "apply_fully_sharded_data_parallelism": lambda model, *_: model,
     }
     for name, function in replaced.items():
         setattr(mixin, name, function)
     try:
-        if axes.tensor * axes.pipeline == 1:
+        if not _cuts(axes):
             yield {}
             return
-        sizes = {"tp_size": axes.tensor, "pp_size": axes.pipeline}
+        sizes = {"tp_size": axes.tensor, "pp_size": axes.pipeline, "ep_size": axes.experts}
+        if axes.experts > 1:
+            sizes["fsdp_size"] = meshes.layers["fsdp"].size()
         yield {"distributed_config": DistributedConfig(**sizes)}
     finally:
         for name, function in before.items():
             setattr(mixin, name, function)
 
 
-def cut(model: Any, mesh: DeviceMesh, device: torch.device, axes: Axes) -> nn.Module:
+def _cuts(axes: Axes) -> bool:
+    """Whether a process holds a part of some weights, before FSDP2."""
+    return axes.tensor * axes.pipeline * axes.experts > 1
+
+
+def cut(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.Module:
     """What this process holds of a model that was built complete, on its device."""
-    if axes.tensor * axes.pipeline == 1:
+    if not _cuts(axes):
         return model.to(device)
-    with cutting(mesh, device, axes) as words:
-        config, _, meshes = model.prepare_distribute_model(words["distributed_config"])
-        model = model.maybe_distribute_model(model, config, meshes)
+    with cutting(meshes, device, axes) as words:
+        config, _, given = model.prepare_distribute_model(words["distributed_config"])
+        model = model.maybe_distribute_model(model, config, given)
     if model.get_output_embeddings() is not None and not is_elsewhere(
         model.get_output_embeddings()
     ):
@@ -193,6 +225,11 @@ def forget(model: nn.Module) -> None:
     """Leave what transformers noted of the cutting out of the config that is saved."""
     network = network_of(model)
     vars(network.config).pop("distributed_config", None)
+
+
+def experts_of(block: nn.Module) -> list[nn.Module]:
+    """Modules that hold some of the experts of a layer, as transformers marks them."""
+    return [each for each in block.modules() if vars(each).get("_is_expert_parallel")]
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -6,6 +6,7 @@ no experts, and its tensor parallelism needs a class that transformers 5.23 no l
 """
 
 import contextlib
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ from finetune.process.quiet import keep_mesh_from_accelerate
 AXIS = {name: axis for axis, name in NAMED.items()}
 ROWS = "fsdp_sp"
 """Axes of the mesh that share rows, and the tokens of a row, as one."""
+COVERED = {ROWS: {"shard", "sequence"}, "ep": {"shard", "tensor"}, "efsdp": {"shard", "tensor"}}
+"""Axes of a plan's mesh that one of torch's covers, where that is not the one of its name."""
 
 T = TypeVar("T")
 Block = tuple[bool, tuple[int, ...]]
@@ -57,9 +60,18 @@ class MeshEngine(Native):
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, self.plan.mesh.sizes, mesh_dim_names=tuple(NAMED[a] for a in AXES)
         )
+        self.meshes = layers.Meshes(self.mesh, self._of_experts())
         self.place = self.plan.mesh.place(self.rank)
         self.partial: frozenset[str] = frozenset()
         """Names of parameters whose gradient each tensor parallel process has a part of."""
+
+    def _of_experts(self) -> DeviceMesh | None:
+        """The same processes by the experts that they hold; None where no experts are divided."""
+        mesh = self.plan.mesh
+        if mesh.experts == 1:
+            return None
+        sizes = (mesh.pipeline, mesh.replicate, mesh.expert_copies, mesh.experts)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=layers.EXPERTS)
 
     @property
     def averaged(self) -> int:
@@ -99,11 +111,11 @@ class MeshEngine(Native):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
-        with layers.cutting(self.mesh, self.device, self.plan.backend.axes) as words:
+        with layers.cutting(self.meshes, self.device, self.plan.backend.axes) as words:
             yield words
 
     def divide(self, model: nn.Module) -> nn.Module:
-        return layers.cut(model, self.mesh, self.device, self.plan.backend.axes)
+        return layers.cut(model, self.meshes, self.device, self.plan.backend.axes)
 
     def attention(self, config: PreTrainedConfig, core: str) -> str:
         if self.plan.mesh.sequence == 1:
@@ -157,9 +169,27 @@ class MeshEngine(Native):
         else:
             inner = policy
         for block in layers.blocks(model):
+            for experts in layers.experts_of(block):
+                self._shard_experts(experts, inner)
             fully_shard(block, mesh=over, mp_policy=inner)
         for root in self._roots(model):
             fully_shard(root, mesh=over, mp_policy=policy)
+
+    def _shard_experts(self, experts: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Shard a layer's experts over the processes that hold the same ones.
+
+        Their gradient has the tokens of all processes of a copy, so that the sum over copies is
+        divided by all groups that read rows, as every other gradient is.
+        """
+        over = self.meshes.get_mesh("efsdp")
+        if self.plan.mesh.replicate > 1:
+            over = self.meshes.get_mesh(("dp_replicate", "efsdp"))
+        # Of what comes in, the weights of the routes keep their type.
+        kept = dataclasses.replace(policy, cast_forward_inputs=False)
+        module = fully_shard(experts, mesh=over, mp_policy=kept)
+        module.set_gradient_divide_factor(float(self.averaged))
+        if self.plan.mesh.expert_copies > 1:  # other libraries than NCCL divide no sum themselves
+            module.set_force_sum_reduction_for_comms(True)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """Modules whose forward pass is the outermost."""
@@ -171,6 +201,8 @@ class MeshEngine(Native):
         cut = {"tp"} if mesh.tensor > 1 else set[str]()
         cut |= {"fsdp" if mesh.sequence == 1 else ROWS} if self.averaged > 1 else set[str]()
         cut |= {"dp_replicate"} if mesh.replicate > 1 else set[str]()
+        cut |= {"ep"} if mesh.experts > 1 else set[str]()
+        cut |= {"efsdp"} if mesh.experts > 1 and self.averaged > 1 else set[str]()
         found = set[str]()
         for _, parameter in self.module.named_parameters():
             if isinstance(parameter.data, DTensor):
@@ -270,7 +302,7 @@ class MeshEngine(Native):
             named = zip(mesh.mesh_dim_names or (), data.placements, strict=True)
             for name, where in named:
                 if not where.is_replicate():
-                    replicated -= {"shard", "sequence"} if name == ROWS else {AXIS[name]}
+                    replicated -= COVERED.get(name) or {AXIS[name]}
             _, offsets = compute_local_shape_and_global_offset(data.shape, mesh, data.placements)
         empty = not local(data).numel()
         return not empty and not any(self.place[axis] for axis in replicated), tuple(offsets)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.backend import Backend
-from finetune.backend.axes import Axes
+from finetune.backend import Backend, names
+from finetune.backend.axes import Axes, experts_problem
 from finetune.planner.experts import expert_count
 from finetune.planner.limits import fields_of
 from finetune.planner.mesh import mesh_of
@@ -22,6 +22,12 @@ PIPELINE = (
     "phi3", "olmo2", "smollm3",
 )  # fmt: skip
 """Types whose layers take hidden states as they come; Granite scales them in each stage anew."""
+EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
+"""Types whose experts transformers 5.23 divides, and that learned what one process learns."""
+GATHERED = ("olmoe",)
+"""Those of them whose attention gathers what columns gave, which PEFT 0.21 does not know."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Layers of attention in the types whose experts are divided."""
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 """Fields of a config that drop activations at random."""
 
@@ -36,6 +42,11 @@ def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[s
         yield (
             f"{backend.name}: stages of a pipeline whose rows are shared (pp with sp) were not "
             "tried; use pp_tp or sp_fsdp"
+        )
+    if axes.experts > 1 and axes.pipeline * axes.sequence > 1:
+        yield (
+            f"{backend.name}: experts beside stages or shared rows (ep with pp or sp) were not "
+            "tried; use ep_fsdp or ep_tp"
         )
     fields = fields_of(recipe)
     if fields:
@@ -60,16 +71,20 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     if axes.pipeline > 1:
         yield from _of_pipeline(axes, fields)
     if axes.sequence > 1:
-        ways, each = axes.sequence, heads // axes.tensor
+        ways, each, kept = axes.sequence, heads // axes.tensor, keys // axes.tensor
+        beside = " of a tensor parallel process" if axes.tensor > 1 else ""
         if each % ways:
-            yield _does_not_divide("sequence", ways, each, "attention heads")
-        if keys % ways and ways % max(keys, 1):
-            yield _does_not_divide("sequence", ways, keys, "key heads")
+            yield _does_not_divide("sequence", ways, each, f"attention heads{beside}")
+        if kept % ways and ways % max(kept, 1):
+            yield _does_not_divide("sequence", ways, kept, f"key heads{beside}")
+    if axes.experts > 1:
+        yield from _of_experts(axes, fields)
     if axes.tensor > 1:
-        if kind not in TENSOR:
+        known = EXPERTS if expert_count(fields) > 1 else TENSOR
+        if kind not in known:
             yield (
                 f"--tensor {axes.tensor}: the layers of {kind} are not known to divide by "
-                f"columns and rows here; types that do: {', '.join(TENSOR)}; use fsdp_full_shard"
+                f"columns and rows here; types that do: {', '.join(known)}; use fsdp_full_shard"
             )
         if fields.get("use_qk_norm"):
             yield (
@@ -79,6 +94,20 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         for count, what in ((heads, "attention heads"), (keys, "key heads")):
             if count % axes.tensor:
                 yield _does_not_divide("tensor", axes.tensor, count, what)
+
+
+def _of_experts(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    kind, count = fields.get("model_type"), expert_count(fields)
+    if count < 2:
+        yield f"--experts {axes.experts}: {kind} has no experts to divide; use fsdp_full_shard"
+        return
+    if kind not in EXPERTS:
+        yield (
+            f"--experts {axes.experts}: the experts of {kind} are not known to divide here; types "
+            f"that do: {', '.join(EXPERTS)}; use fsdp_full_shard, which shards them"
+        )
+    if count % axes.experts:
+        yield _does_not_divide("experts", axes.experts, count, "experts")
 
 
 def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -104,16 +133,20 @@ def _does_not_divide(axis: str, size: int, count: int, what: str) -> str:
 
 def _processes(backend: Backend, processes: int) -> Iterator[str]:
     found = mesh_of(backend, processes)
+    problem = experts_problem(found.experts, found.tensor, found.shard)
+    if problem is not None:
+        yield f"--experts {found.experts}: {problem}"
     if found.processes != processes:
         yield (
             f"processes: {processes} are not a multiple of {backend.axes.words()} "
             f"({backend.axes.processes} processes)"
         )
     elif backend.shard == "none" and found.replicate > 1:
+        wider = f"{backend.name}_fsdp"
+        others = f"{wider}, whose other processes read rows of their own, or "
         yield (
             f"processes: {backend.name} with {backend.axes.words()} runs {backend.axes.processes}, "
-            f"got {processes}; use {backend.name}_fsdp, whose other processes read rows of their "
-            "own, or a larger axis"
+            f"got {processes}; use {others if wider in names() else ''}a larger axis"
         )
     elif backend.shard != "none" and found.shard < 2:
         yield (
@@ -125,7 +158,7 @@ def _processes(backend: Backend, processes: int) -> Iterator[str]:
 
 def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     axes, model, adapter = backend.axes, recipe.model, recipe.adapter
-    if axes.tensor > 1 and model.quantization != "none":
+    if axes.tensor * axes.experts > 1 and model.quantization != "none":
         yield (
             f"model.quantization: {model.quantization} weights cannot be divided by "
             f"{backend.name} (bitsandbytes packs a matrix across its rows and columns); use none, "
@@ -140,20 +173,17 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"model.activation_checkpointing: offload was not tried under {backend.name}; use true"
         )
-    untried = [
-        what
-        for what, has in (
-            ("a score head", recipe.scores is not None),
-            ("a teacher", recipe.teaches),
-            ("sampling", recipe.sampled is not None),
-        )
-        if has
-    ]
-    if untried:
-        yield (
-            f"method: {recipe.method} needs {untried[0]}, which does not run under {backend.name} "
-            f"({axes.words()}); use fsdp_full_shard"
-        )
+    missing = {
+        "a score head": recipe.scores is not None,
+        "a teacher, whose head is read whole": recipe.teaches,
+        "sampling, for which one process takes the whole model": recipe.sampled is not None,
+    }
+    for what, needed in missing.items():
+        if needed:
+            yield (
+                f"method: {recipe.method} needs {what}; it does not run under {backend.name} "
+                f"({axes.words()}); use fsdp_full_shard"
+            )
     yield from _of_batch(recipe, backend, processes)
     if axes.sequence > 1:
         if not padding(recipe, known_fields(recipe)).free:
@@ -169,10 +199,10 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             )
     if adapter is not None:
         yield from _adapter(recipe, backend)
-    if expert_count(fields_of(recipe)) > 1:
+    if expert_count(fields_of(recipe)) > 1 and axes.experts == 1:
         yield (
-            f"{backend.name}: experts are not divided here ({axes.words()}); use fsdp_full_shard, "
-            "which shards them"
+            f"{backend.name}: experts are not divided here ({axes.words()}); use ep_fsdp, which "
+            "divides them, or fsdp_full_shard, which shards them"
         )
 
 
@@ -206,6 +236,18 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     adapter = recipe.adapter
     assert adapter is not None
     init = adapter.init_lora_weights
+    if backend.axes.experts > 1 and (named := _on_experts(adapter.targets)):
+        yield (
+            f"adapter.targets: '{named}' adapts experts, which {backend.name} divides: PEFT 0.21's "
+            "adapters of experts multiply whole tensors; name layers of attention "
+            "(targets=[q_proj,k_proj,v_proj,o_proj]), or use fsdp_full_shard"
+        )
+    kind = fields_of(recipe).get("model_type")
+    if backend.axes.tensor > 1 and kind in GATHERED:
+        yield (
+            f"adapter: the attention of {kind} under {backend.name} gathers what columns gave, "
+            "which PEFT 0.21 does not adapt; use ep_fsdp, or train all weights"
+        )
     refused = {
         "adapter.use_dora: DoRA needs the norm of whole rows": adapter.use_dora,
         "adapter.trainable_token_indices: PEFT reads whole tables": bool(
@@ -223,3 +265,10 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     for reason, holds in refused.items():
         if holds:
             yield f"{reason}, which {backend.name} does not reproduce; leave it out"
+
+
+def _on_experts(targets: str | tuple[str, ...]) -> str | None:
+    """What of an adapter's targets may mean experts to PEFT; None where it is attention alone."""
+    if isinstance(targets, str):
+        return targets
+    return next((each for each in targets if each.split(".")[-1] not in ATTENTION), None)

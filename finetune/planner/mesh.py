@@ -29,6 +29,8 @@ class Mesh:
     """Processes that share the tokens of a row."""
     tensor: int = 1
     """Processes that share each layer."""
+    experts: int = 1
+    """Processes along `shard` and `tensor` over which the experts of a layer lie."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -38,6 +40,11 @@ class Mesh:
     @property
     def processes(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def expert_copies(self) -> int:
+        """Processes that hold the same experts together."""
+        return self.shard * self.tensor // self.experts
 
     @property
     def data(self) -> int:
@@ -58,13 +65,14 @@ class Mesh:
 
     def summary(self) -> dict[str, int]:
         """Processes along the data axes, and along the others where there are several."""
-        sizes = zip(AXES, self.sizes, strict=True)
+        sizes = (*zip(AXES, self.sizes, strict=True), ("experts", self.experts))
         return {axis: size for axis, size in sizes if axis in DATA or size > 1}
 
     def words(self) -> str:
         """Such as `replicate 2 x shard 4`; axes of one process are left out."""
         named = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " x ".join(named) or "one process"
+        experts = f" (experts over {self.experts})" if self.experts > 1 else ""
+        return (" x ".join(named) or "one process") + experts
 
     __str__ = words
 
@@ -83,4 +91,5 @@ def mesh_of(backend: Backend, processes: int) -> Mesh:
         shard=shard,
         sequence=axes.sequence,
         tensor=axes.tensor,
+        experts=axes.experts,
     )

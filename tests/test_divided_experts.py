@@ -1,0 +1,196 @@
+"""Experts that lie on several processes: the same numbers as one process, and what is refused."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Finetune, Tiny, write_recipe
+from safetensors.torch import load_file
+from test_division import LLAMA, assert_equal, read, refused, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from finetune import backend as backends
+from finetune.errors import FinetuneError
+from finetune.methods.sft import SFT
+from finetune.planner import plan
+from finetune.planner.mesh import Mesh
+from finetune.recipe import Data, Model
+from finetune.runs.run import Run
+
+STEPS, MIDDLE = 4, 2
+EXPERTS = 4
+
+
+@pytest.fixture(scope="module")
+def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recipes of a mixture with q/k norms, whose experts are balanced."""
+    folder = tmp_path_factory.mktemp("experts")
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    config = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer),
+        num_experts=EXPERTS, num_experts_per_tok=2, tie_word_embeddings=True,
+        max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        else:
+            parameter.data.normal_(std=0.08)
+    model.save_pretrained(folder / "moe")
+    tokenizer.save_pretrained(folder / "moe")
+    shared: dict[str, Any] = {
+        "model": {"name": str(folder / "moe"), "router_aux_loss": "0.1"},
+        "max_steps": STEPS,
+        "saving": {"every": MIDDLE},
+        "evaluation": {"every": MIDDLE},
+    }
+    write_recipe(folder / "full.json", tiny.fields(**shared))
+    attention = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=attention))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(work: Path, finetune: Finetune) -> Run:
+    return train(finetune, work, "full", "single")
+
+
+@pytest.fixture(scope="module")
+def divided(work: Path) -> Run:
+    """Expert parallel by plain `accelerate launch`, which knows nothing of this project."""
+    run = Run(work / "full-ep_fsdp")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+         str(ROOT / "accelerate_configs/ep_fsdp.yaml"), "--mixed_precision", "no",
+         "--main_process_port", "0", "-m", "finetune", "train", str(work / "full.json"),
+         "--output", str(run.root), "--no-plot"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run) -> None:
+    """Uneven rows on each process, accumulation, and the load-balancing loss by document."""
+    assert_equal(alone, divided)
+    held = [rank["parameters"] for rank in read(divided.realised)["ranks"]]
+    whole = read(alone.realised)["ranks"][0]["parameters"]
+    assert sum(held) == whole
+    assert max(held) < 0.51 * whole
+    files = (divided.checkpoint(STEPS) / "state").glob("*.safetensors")
+    tensors = [item for path in files for item in load_file(path).items()]
+    assert sum(value.numel() for name, value in tensors if "|weight|" in name) == whole
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = [
+            AutoModelForCausalLM.from_pretrained(each.final, dtype=torch.float32)(ids).logits
+            for each in (alone, divided)
+        ]
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_experts_and_tensor_parallel_go_on_from_shards(
+    work: Path, alone: Run, divided: Run, finetune: Finetune
+) -> None:
+    run = Run(work / "from-shards")
+    shutil.copytree(divided.root, run.root)
+    shutil.rmtree(run.checkpoint(STEPS))
+    shutil.rmtree(run.final)
+    words = ("--backend", "ep_tp", "--precision", "fp32", "--output", run.root, "--no-plot")
+    done = finetune("launch", work / "full.json", *words, "--resume")
+    assert done.status == 0, done.output
+    assert_equal(alone, run)
+
+
+@pytest.mark.slow
+def test_adapters_of_attention_beside_divided_experts(work: Path, finetune: Finetune) -> None:
+    runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
+    assert_equal(*runs)
+
+
+MIXTURE = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "sizes", "problem"),
+    [
+        ("ep_fsdp", {}, {"experts": 4}, "6 experts do not divide over 4 processes; use 2 or 3"),
+        ("ep_tp", {}, {"experts": 3}, "multiple of the 2 tensor parallel processes that divides"),
+        ("ep_fsdp", {"num_experts": 1}, {}, "qwen3_moe has no experts to divide"),
+        ("ep_fsdp", {"model_type": "jamba"}, {}, "the experts of jamba are not known to divide"),
+        ("ep_tp", {"model_type": "jamba"}, {}, "the layers of jamba are not known to divide by"),
+        ("tp", {}, {}, "experts are not divided here (tensor 2); use ep_fsdp, which divides them"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused(
+    backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
+) -> None:
+    assert any(problem in each for each in refused(backend, MIXTURE | fields, sizes))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ({}, "adapter.targets: 'all-linear' adapts experts, which ep_fsdp divides"),
+        ({"targets": ("q_proj", "up_proj")}, "adapter.targets: 'up_proj' adapts experts"),
+        ({"targets": ("q_proj",)}, ""),
+    ],
+)
+def test_adapters_of_divided_experts_are_refused(adapter: dict[str, Any], problem: str) -> None:
+    model = Model(config=MIXTURE, tokenizer="x")
+    recipe = SFT(model).with_data(Data("rows.jsonl", "messages")).with_lora(**adapter)
+    found: list[str] = []
+    try:
+        plan(recipe.with_batch(rows=8, micro_rows=1), "ep_fsdp", 2)
+    except FinetuneError as error:
+        found = list(error.problems)
+    assert [each.startswith(problem) for each in found] == ([True] if problem else [])
+
+
+def test_experts_lie_over_the_processes_that_hold_a_copy() -> None:
+    machine, count = backends.divided(backends.load("ep_fsdp"), None, {"experts": 4})
+    assert (machine.axes.experts, count) == (4, 4)
+    mesh = Mesh(replicate=2, shard=4, tensor=2, experts=4)
+    assert (mesh.processes, mesh.expert_copies) == (16, 2)
+    assert mesh.words() == "replicate 2 x shard 4 x tensor 2 (experts over 4)"
+    assert mesh.summary()["experts"] == 4
+
+
+def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path: Path) -> None:
+    text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("ep_size: 2", "ep_size: 3"))
+    with pytest.raises(FinetuneError, match=r"divides the 2 which hold one copy .* got 3; use 2"):
+        backends.load(str(path))
+
+
+def test_shards_without_their_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose size was lost on the way would train as data parallel."""
+    given = {
+        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FinetuneError, match="2 processes hold one copy of the model, but neither"):
+        backends.launched()
+
+
+def test_a_recipe_is_not_changed_by_the_processes_of_its_experts() -> None:
+    machine = dataclasses.replace(backends.load("ep_fsdp"), precision="fp32")
+    recipe = SFT(Model(config=MIXTURE, tokenizer="x")).with_data(Data("rows.jsonl", "messages"))
+    recipe = recipe.with_batch(rows=8, micro_rows=1)
+    assert plan(recipe, machine, 2).accumulation == plan(recipe, "ddp", 2).accumulation == 4
+    assert plan(recipe, "ep_tp", 2).accumulation == 8
