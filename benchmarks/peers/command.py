@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import environments, report, workload
+from benchmarks.peers import environments, methods, report, workload
 from benchmarks.peers.race import race
 from benchmarks.peers.workload import Job
 from benchmarks.record import ROOT, Circumstances, write
@@ -27,6 +27,8 @@ GPU_PEERS = {name: PEERS[name] for name in PEERS if name != "ours_malloc"} | {"u
 
 
 def main(words: Sequence[str], results: Path) -> int:
+    if any(word.partition("=")[0] == "--method" for word in words):
+        return methods.main(words, results)
     parser = build_parser(results)
     arguments = parser.parse_args(words)
     known = GPU_PEERS if arguments.gpu else PEERS
@@ -66,6 +68,9 @@ def build_parser(results: Path) -> argparse.ArgumentParser:
         "--workload", type=lambda words: words.split(","), default=["short"],
         help=f"of {', '.join(workload.WORKLOADS)}, with commas, or all: rows, what is trained",
     )  # fmt: skip
+    parser.add_argument(
+        "--method", metavar="NAME", help="race a method against TRL instead: see --method all -h"
+    )
     parser.add_argument("--rows", type=int, help="of an optimizer step; else the workload's")
     parser.add_argument(
         "--rows-file", type=Path, help="JSONL of your own rows: input_ids, and labels or none"

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Turns:
             raise SystemExit(0)
         self.begun, self.spent = time.perf_counter(), cpu_seconds()
 
-    def answer(self, loss: float | None) -> None:
-        """Stop the clocks and say what the step took."""
+    def answer(self, loss: float | None, metrics: Mapping[str, float] | None = None) -> None:
+        """Stop the clocks and say what the step took, and what was measured in it."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds, total = time.perf_counter() - self.begun, cpu_seconds()
@@ -57,6 +57,7 @@ class Turns:
                 "seconds_since_start": time.time() - psutil.Process().create_time(),
                 "peak_bytes": peak_bytes(),
                 "loss": loss,
+                "metrics": dict(metrics or {}),
                 "documents": sorted(digest(ids, labels) for ids, labels in found),
             }
         )
@@ -65,8 +66,7 @@ class Turns:
         """Keep what `read` makes of the arguments of each forward pass of a model."""
 
         def keep(_: torch.nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> None:
-            assert not words
-            self.seen.append(read(**named))
+            self.seen.append(read(*words, **named))
 
         model.register_forward_pre_hook(keep, with_kwargs=True)
 

@@ -138,13 +138,22 @@ def make_rows(job: Job) -> list[Row]:
     """Documents of random ids, the same on every machine and with every version of NumPy."""
     made: list[Row] = []
     for number, length in enumerate(lengths(job)):
-        words = CONFIG["vocab_size"] - RESERVED
-        ids = [
-            RESERVED + int(draw) for draw in _draws(job.seed, number + 1, length) % np.uint64(words)
-        ]
+        ids = words_of(job.seed, number + 1, length, CONFIG["vocab_size"])
         prompt = max(1, round(job.workload.prompt * length))
         made.append((ids, [UNTRAINED] * prompt + ids[prompt:]))
     return made
+
+
+def words_of(seed: int, stream: int, count: int, vocabulary: int) -> list[int]:
+    """Random ids of a vocabulary, none of them special."""
+    words = np.uint64(vocabulary - RESERVED)
+    return [RESERVED + int(draw) for draw in _draws(seed, stream, count) % words]
+
+
+def short_tokens(count: int, seed: int, stream: int) -> list[int]:
+    """Tokens of rows as long as those of GSM8K: quantiles, each once, in a drawn order."""
+    sizes = [round(_short((number + 0.5) / count)) for number in range(count)]
+    return [sizes[place] for place in np.argsort(_draws(seed, stream, count), kind="stable")]
 
 
 def rows_of(path: Path, job: Job) -> list[Row]:

@@ -1,0 +1,160 @@
+"""What the contenders of a race of methods train: texts that each of them tokenises for itself.
+
+PLACE/job.json     what a contender is told
+PLACE/rows.jsonl   pairs, judged answers or prompts, in the order in which steps take them
+PLACE/ours.jsonl   the same rows, in the order that the toolkit's own shuffle turns into that one
+PLACE/model/       random weights in fp32, and a tokenizer of whole words
+
+Nothing here imports the toolkit, but for what writes the folder.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import CONFIG, RESERVED, Row, short_tokens, words_of
+
+METHODS = ("dpo", "kto", "orpo", "reward", "grpo")
+PROMPT = 0.38
+"""Share of a row that is its prompt."""
+COMPLETION_TOKENS, PROMPT_TOKENS, GENERATIONS = 48, 64, 8
+"""Of an online method: most tokens of a completion, tokens of a prompt, completions of each."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": CONFIG,
+    "16m": CONFIG
+    | {
+        "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192,
+    },
+}  # fmt: skip
+"""SmolLM2-135M, and a model with its proportions of body and head that a busy CPU can race."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodJob:
+    """What a contender is told; each reads the rest from the same folder."""
+
+    method: str
+    rows: int
+    """Pairs (two answers each), judged answers, or sampled completions of an optimizer step."""
+    steps: int
+    """Optimizer steps, those that are not timed included."""
+    shape: str = "16m"
+    seed: int = 0
+    lr: float = 1e-6
+    r: int = 16
+    alpha: int = 32
+
+    @property
+    def rows_on_disk(self) -> int:
+        """Lines of the file that a step takes."""
+        return self.rows // GENERATIONS if self.method == "grpo" else self.rows
+
+
+Pair = tuple[list[int], list[int], list[int]]
+"""Ids of a prompt and of two answers to it, without the end token."""
+
+
+def pairs(job: MethodJob) -> list[Pair]:
+    """Random words; sequences are as long as rows of GSM8K."""
+    count, made = job.rows_on_disk * job.steps, list[Pair]()
+    vocabulary = SHAPES[job.shape]["vocab_size"]
+    chosen, rejected = (short_tokens(count, job.seed, stream) for stream in (0, 1))
+    for number, lengths in enumerate(zip(chosen, rejected, strict=True)):
+        prompt = max(1, round(PROMPT * lengths[0]))
+        sizes = [max(1, round((1 - PROMPT) * length) - 1) for length in lengths]
+        if job.method == "grpo":
+            prompt = PROMPT_TOKENS
+        parts = (
+            words_of(job.seed, 2 + 3 * number + part, size, vocabulary)
+            for part, size in enumerate((prompt, *sizes))
+        )
+        made.append(tuple(parts))  # type: ignore[arg-type]
+    return made
+
+
+def line_of(job: MethodJob, number: int, pair: Pair) -> dict[str, Any]:
+    """A row of the file, by the column names that TRL and the toolkit share."""
+    prompt, first, second = (" ".join(f"w{each}" for each in ids) for ids in pair)
+    if job.method == "grpo":
+        return {"prompt": prompt}
+    if job.method == "kto":
+        wanted = number % 2 == 0
+        answer = first if wanted else second
+        return {"prompt": prompt, "completion": f" {answer}", "label": wanted}
+    return {"prompt": prompt, "chosen": f" {first}", "rejected": f" {second}"}
+
+
+def documents_of_step(job: MethodJob, step: int) -> list[list[int]]:
+    """Ids of every document that the loss of a step reads."""
+    end = CONFIG["eos_token_id"]
+    start = step * job.rows_on_disk
+    found: list[list[int]] = []
+    for number, pair in enumerate(pairs(job)[start : start + job.rows_on_disk], start):
+        prompt, *answers = pair
+        taken = answers if job.method != "kto" else [answers[number % 2]]
+        found += [[*prompt, *answer, end] for answer in taken]
+    return found
+
+
+def as_row(ids: list[int]) -> Row:
+    """A document whose labels are not compared: no model of a method of pairs is given any."""
+    return ids, ids
+
+
+def read_job(place: Path) -> MethodJob:
+    return MethodJob(**json.loads((place / "job.json").read_text()))
+
+
+def read_lines(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+
+
+def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The reward of an online method: the share of a completion's tokens with an even id."""
+    return [sum(1 - each % 2 for each in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def write(place: Path, job: MethodJob) -> None:
+    """Write the folder; needs torch, transformers and the toolkit."""
+    import numpy as np
+
+    from finetune.data.order import permutation
+
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+    lines = [json.dumps(line_of(job, *each)) + "\n" for each in enumerate(pairs(job))]
+    (place / "rows.jsonl").write_text("".join(lines))
+    places = np.argsort(permutation(len(lines), job.seed, 0))
+    (place / "ours.jsonl").write_text("".join(lines[at] for at in places))
+    if not (place / "model" / "config.json").exists():
+        _write_model(place / "model", SHAPES[job.shape], job.method == "reward")
+
+
+def _write_model(folder: Path, config: dict[str, Any], scores: bool) -> None:
+    """With a score head for reward models, so that all begin with the same one."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
+
+    special = ["<pad>", "<unknown>", "</s>"]
+    words = {**{name: number for number, name in enumerate(special)}}
+    words |= {f"w{number}": number for number in range(RESERVED, config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=special[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], unk_token=special[1],
+        eos_token=special[2], clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)  # fmt: skip
+    torch.manual_seed(0)
+    kind, more = AutoModelForCausalLM, {}
+    if scores:
+        kind, more = AutoModelForSequenceClassification, {"num_labels": 1}
+    made = AutoConfig.for_model("llama", **config, **more)
+    kind.from_config(made, dtype=torch.float32).save_pretrained(folder)

@@ -1,0 +1,126 @@
+"""The toolkit in a race of methods: its worker, as `finetune train` runs it, a step at a time.
+
+`python -m benchmarks.peers.method_ours NAME PLACE`. The pass of a reference, which a run makes
+before its first step, is made again for the rows of each step, in that step's time: so it costs
+what one epoch pays.
+"""
+
+import dataclasses
+import datetime
+import os
+import shutil
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers import method_job
+from benchmarks.peers.method_job import MethodJob, read_job
+from benchmarks.peers.ours import nothing_compiled
+from benchmarks.peers.turns import Turns
+from finetune import catalog
+from finetune.data.order import rows_of_step
+from finetune.data.prepare import Prepared
+from finetune.data.store import Rows, documents_of_rows
+from finetune.distributed.build import build
+from finetune.recipe import Recipe
+from finetune.runs.run import Run
+from finetune.training import reference
+from finetune.training.loop import StepResult, TakesSteps
+from finetune.training.preflight import check_here
+from finetune.training.worker import Options, Training
+
+FORMATS = {"kto": "kto", "grpo": "prompts"}
+LONGEST = 2048
+
+
+class InTurn(Training):
+    """Takes one step for each line."""
+
+    turns: Turns
+
+    def _train(self) -> None:
+        if self.recipe.method != "grpo":
+            self.turns.watch(self.engine.model, read)
+        self.turns.ready()
+        super()._train()
+
+    def _step(self, feed: TakesSteps, measuring: AbstractContextManager[None] | None) -> StepResult:
+        self.turns.wait()
+        if self.recipe.reads_reference:
+            reference.compute(self.engine, self._of_step(), 1, self.pad_id)
+        result = super()._step(feed, None)
+        metrics = dict(result.metrics) | {"num_tokens": result.real_tokens}
+        self.turns.answer(result.loss, metrics)
+        return result
+
+    def _of_step(self) -> Prepared:
+        """The rows of the step that comes, alone."""
+        train, each = self.data.train, self.recipe.documents_per_row
+        chosen = rows_of_step(
+            self.progress.step, len(train), self.recipe.batch.rows, self.recipe.seed
+        )
+        members = train.members[documents_of_rows(chosen, each)]
+        bounds = np.arange(len(chosen) + 1) * each
+        rows = dataclasses.replace(train, members=members, bounds=bounds)
+        none = Rows(train.documents, members[:0], bounds[:1], packed=False)
+        return dataclasses.replace(self.data, train=rows, eval=none)
+
+
+def read(
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_: Any,  # places, targets, boundaries for kernels
+) -> dict[str, Any]:
+    """What a forward pass is given, by the names of `turns.documents`."""
+    return {
+        "ids": input_ids, "labels": input_ids, "mask": attention_mask, "positions": position_ids,
+    }  # fmt: skip
+
+
+def recipe_of(job: MethodJob, place: Path) -> Recipe:
+    """The job with every other default; code is compiled as in a run of many tokens."""
+    fields: dict[str, Any] = {
+        "method": job.method,
+        "model": {"name": str(place / "model")},
+        "data": [
+            {"source": str(place / "ours.jsonl"), "format": FORMATS.get(job.method, "preference")}
+        ],
+        "adapter": {"r": job.r, "alpha": job.alpha},
+        "batch": {"rows": job.rows, "micro_rows": job.rows, "max_length": LONGEST},
+        "optim": {"lr": job.lr, "schedule": "constant", "warmup": 0},
+        "kernels": {"pointwise": "compiled", "allocator": "pooled"},
+        "max_steps": job.steps + 1,  # the line of a step that does not come ends the process
+        "data_checks": "report",
+        "seed": job.seed,
+    }
+    if job.method in ("dpo", "kto"):
+        fields["reference"] = "base"  # so that it is the same at each step
+    if job.method == "grpo":
+        fields |= {
+            "num_generations": method_job.GENERATIONS,
+            "max_completion_length": method_job.COMPLETION_TOKENS,
+            "reward_funcs": ["benchmarks.peers.method_job:even_share"],
+        }
+    return catalog.from_fields(fields)
+
+
+def main(place: Path) -> None:
+    turns, job = Turns(), read_job(place)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    shutil.rmtree(place / "run", ignore_errors=True)
+    with nothing_compiled():
+        settled = check_here(recipe_of(job, place), "single", "fp32")
+        engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
+        racing = InTurn(engine, Run(place / "run"), Options(place / "run", plot=False))
+        racing.turns = turns
+        racing.go()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]))
