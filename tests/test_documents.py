@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import method_matrix
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, Finetune, Tiny, end_tree, start, write_recipe
@@ -261,7 +262,7 @@ def test_a_plan_prints_the_numbers_that_a_document_shows(
 
 
 def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
-    text = (ROOT / "README.md").read_text()
+    text, _, _ = (ROOT / "README.md").read_text().partition(method_matrix.BEGIN)
     found = re.findall(
         r"^\| ((?:`\w+`(?:, )?)+) \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M
     )
@@ -270,6 +271,15 @@ def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
     kinds = [COLUMNS[kind] for kind in ("full", "LoRA", "NF4", "int8")]
     for name, *cells in rows:
         assert cells == ["yes" if works(recipe, name) else "no" for recipe in kinds], name
+
+
+def test_the_readme_says_which_method_runs_where_as_the_planner_does() -> None:
+    assert method_matrix.table() in (ROOT / "README.md").read_text()
+    assert method_matrix.exceptions() == []
+    for tests in method_matrix.RUN.values():
+        for test in tests.values():
+            file, _, name = test.partition("::")
+            assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), test
 
 
 FITS = re.compile(r"^\| (\S+) \| ([\w ]+) \| ([\d,]+) GB \| (\w+) \| (\w+) \| (\w+) \|$", re.M)
