@@ -2,12 +2,16 @@
 
     python -m benchmarks.sampling quickstart/base/final quickstart/data/train.jsonl
 
-Both sample the same number of tokens without a stop, several completions of each prompt as GRPO
-does, in turns; the processor's time counts. At temperature 0 both must give the same tokens.
+Both sample the same number of tokens without a stop in turns, several completions of each prompt as
+GRPO does, and of as many prompts; the processor's time counts. At temperature 0 both must give the
+same tokens.
 """
 
 import argparse
 import json
+import shlex
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from benchmarks.record import Circumstances, Result, write
 from finetune.inference.sampling import Sampler, Wanted
+
+EACH = (8, 1)
+"""Completions of a prompt."""
+
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -24,34 +35,71 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path, help="JSON lines with messages, the first is the prompt")
     parser.add_argument("--rows", type=int, default=128, help="completions at once")
-    parser.add_argument("--each", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--to", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--note", help="a sentence for the record, such as what else was running")
     given = parser.parse_args()
+    words = shlex.join(["python", "-m", "benchmarks.sampling", *sys.argv[1:]])
+    circumstances = Circumstances.now(words, given.note)
     torch.set_num_threads(1)
-    tokenizer: Any = AutoTokenizer.from_pretrained(given.model)
     model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    found = {str(each): measure(model, given, each) for each in EACH}
+    page = write(given.to, "sampling", result(found, given), circumstances)
+    print(page.read_text())
+
+
+def measure(model: Any, given: argparse.Namespace, each: int) -> dict[str, Any]:
+    """A race over prompts of `each` completions."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(given.model)
     prompts = [
         tokenizer(json.loads(line)["messages"][0]["content"])["input_ids"]
-        for line in given.data.read_text().splitlines()[: given.rows // given.each]
-        for _ in range(given.each)
+        for line in given.data.read_text().splitlines()[: given.rows // each]
+        for _ in range(each)
     ]
     racers: dict[str, Callable[[float], list[list[int]]]] = {
         "sampler": lambda heat: ours(model, prompts, given.tokens, heat),
         "generate": lambda heat: theirs(model, prompts, given.tokens, heat),
     }
     greedy = {name: run(0.0) for name, run in racers.items()}
-    same = sum(a == b for a, b in zip(*greedy.values(), strict=True))
-    print(f"greedy: {same} of {given.rows} completions are equal")
-    best = dict.fromkeys(racers, float("inf"))
+    spent: dict[str, list[float]] = {name: [] for name in racers}
     for _ in range(given.turns):
         for name, run in racers.items():
             begun = time.process_time()
             run(1.0)
-            best[name] = min(best[name], time.process_time() - begun)
-    for name, seconds in best.items():
-        print(f"{name}: {given.rows * given.tokens / seconds:,.0f} tokens per CPU-second")
-    print(f"sampler / generate: {best['generate'] / best['sampler']:.2f}")
+            spent[name].append(time.process_time() - begun)
+    turns = zip(spent["generate"], spent["sampler"], strict=True)
+    return {
+        "equal_greedy": sum(a == b for a, b in zip(*greedy.values(), strict=True)),
+        "tokens_per_cpu_second": {
+            name: given.rows * given.tokens / statistics.median(some)
+            for name, some in spent.items()
+        },
+        "sampler_of_generate": statistics.median(theirs / mine for theirs, mine in turns),
+        "cpu_seconds": spent,
+    }
+
+
+def result(found: dict[str, dict[str, Any]], given: argparse.Namespace) -> Result:
+    head = [
+        "", "generate: tokens per CPU-second", "sampler: tokens per CPU-second",
+        "sampler is", "equal at temperature 0",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{int(each)} completions of each prompt",
+            *(f"{values['tokens_per_cpu_second'][name]:,.0f}" for name in ("generate", "sampler")),
+            f"{values['sampler_of_generate']:.2f}x",
+            f"{values['equal_greedy']} of {given.rows}",
+        ]
+        for each, values in found.items()
+    ]
+    how = (
+        f"{given.rows} completions of {given.tokens} tokens at once, at temperature 1 without a "
+        f"stop, by the quickstart's base in fp32 on one thread; medians of {given.turns} turns, "
+        "ratios turn by turn. `generate` is that of transformers, on the same weights and prompts."
+    )
+    return Result("The sampler of online methods", how, found, [head, *rows], [])
 
 
 def ours(model: Any, prompts: list[list[int]], tokens: int, temperature: float) -> list[list[int]]:

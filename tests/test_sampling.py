@@ -7,7 +7,7 @@ import torch
 from tiny_run import sample_ids, tiny_llama
 from transformers import GenerationConfig
 
-from finetune.inference.sampling import Completion, Sampler, Wanted, exponential, philox
+from finetune.inference.sampling import Completion, Sampler, Wanted, draw, exponential, philox
 
 STOPS, PAD, LIMIT = (256, 259), 257, 12
 
@@ -125,3 +125,14 @@ def test_samples_and_entropy_are_of_the_distribution_at_that_temperature(model: 
     assert distance < free + 3 * (2 * free) ** 0.5  # chi-square: three standard deviations
     entropy = -(shares * shares.log()).sum().item()
     assert found[0].entropy == pytest.approx(entropy, rel=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 260, 1537])
+def test_a_token_is_the_largest_share_over_its_noise(vocabulary: int) -> None:
+    names = torch.tensor([[row // 4, row % 4] for row in range(64)])
+    for place, sharpness in enumerate((0.1, 1.0, 5.0, 30.0)):
+        torch.manual_seed(place)
+        shares = (torch.randn(64, vocabulary) * sharpness).softmax(-1)
+        noise = exponential((2**32 - 3, 7), names, place, vocabulary)
+        expected = noise.reciprocal().mul(shares).argmax(-1)
+        assert draw(shares, (2**32 - 3, 7), names, place).equal(expected)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from finetune.kernels.cpu import noise
 from finetune.planner.estimate.sampling import ROOM
 
 ROUNDS = 10
@@ -90,8 +91,7 @@ class Sampler:
             shares, spread = _shares(state.logits, self.temperature or 1.0)
             entropies[alive] += torch.where(ended[alive], 0.0, spread.double())
             if self.temperature:
-                noise = exponential(key, names[alive], place, shares.shape[1])
-                tokens = noise.reciprocal_().mul_(shares).argmax(-1)
+                tokens = draw(shares, key, names[alive], place)
             else:
                 tokens = state.logits.argmax(-1)
             going = ~ended[alive]
@@ -239,6 +239,23 @@ def exponential(
     words = philox((blocks[None], places, names[:, 1:], names[:, :1]), key)
     uniform = torch.cat(words, dim=1)[:, :vocabulary].double()
     return uniform.add_(0.5).mul_(2.0**-32).log_().neg_()
+
+
+def draw(
+    shares: torch.Tensor, key: tuple[int, int], names: torch.Tensor, place: int
+) -> torch.Tensor:
+    """The token of each row with the largest share / noise, (rows,) int64.
+
+    Args:
+        shares: probabilities, (rows, vocabulary) fp32.
+        key: seed and step.
+        names: (rows, 2) int64, as of `exponential`.
+        place: of the token in its completion.
+    """
+    tokens = noise.draw(shares, key, names, place)
+    if tokens is not None:
+        return tokens
+    return exponential(key, names, place, shares.shape[1]).reciprocal_().mul_(shares).argmax(-1)
 
 
 def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:

@@ -1,0 +1,47 @@
+"""Draws tokens on a CPU in one pass over their shares, by code that is compiled when first used."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from finetune.kernels.cpu.compiler import CannotCompile, compiled
+
+WORD = 0xFFFFFFFF
+
+
+def draw(
+    shares: torch.Tensor, key: tuple[int, int], names: torch.Tensor, place: int
+) -> torch.Tensor | None:
+    """The token of each row with the largest share / noise, (rows,) int64.
+
+    The noise is `finetune.inference.sampling.exponential`'s, of which a logarithm is taken only
+    where it can decide. None where there is no compiler, or the shares are on another device.
+
+    Args:
+        shares: probabilities, (rows, vocabulary) fp32.
+        key: seed and step.
+        names: (rows, 2) int64, the number of each row's prompt and of its completion.
+        place: of the token in its completion.
+    """
+    library = _library() if shares.is_cpu else None
+    if library is None:
+        return None
+    shares, names = shares.contiguous(), names.contiguous()
+    tokens = torch.empty(len(shares), dtype=torch.int64)
+    library.draw(
+        *(ctypes.c_void_p(each.data_ptr()) for each in (shares, names)),
+        *map(ctypes.c_int64, shares.shape),
+        *(ctypes.c_uint32(number & WORD) for number in (*key, place)),
+        ctypes.c_void_p(tokens.data_ptr()),
+    )
+    return tokens
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return compiled(Path(__file__).with_name("noise.c"), ())
+    except CannotCompile:
+        return None
