@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from finetune.kernels.cpu import noise
+from finetune.kernels import cpu
 from finetune.planner.estimate.sampling import ROOM
 
 ROUNDS = 10
@@ -252,7 +252,7 @@ def draw(
         names: (rows, 2) int64, as of `exponential`.
         place: of the token in its completion.
     """
-    tokens = noise.draw(shares, key, names, place)
+    tokens = cpu.draw(shares, key, names, place)
     if tokens is not None:
         return tokens
     return exponential(key, names, place, shares.shape[1]).reciprocal_().mul_(shares).argmax(-1)

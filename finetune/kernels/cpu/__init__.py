@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from finetune.kernels.cpu.compiler import COMPILERS, LANGUAGES
     from finetune.kernels.cpu.native import reason_against as reason_against_chains
+    from finetune.kernels.cpu.noise import draw
     from finetune.kernels.cpu.pool import (
         handed_out,
         keep_sizes,
@@ -35,6 +36,7 @@ __all__ = [
     "adapter_products",
     "attention_of_documents",
     "by_products",
+    "draw",
     "handed_out",
     "keep_sizes",
     "longest_served",
@@ -54,6 +56,7 @@ HOMES = {
     "adapter_products": "tiled_adapters.products",
     "attention_of_documents": "attention.attention_of_documents",
     "by_products": "attention.by_products",
+    "draw": "noise.draw",
     "handed_out": "pool.handed_out",
     "keep_sizes": "pool.keep_sizes",
     "longest_served": "attention.longest_served",
