@@ -6,5 +6,9 @@ DISTRIBUTION = "accelerate-finetune"
 
 
 def install(extra: str) -> str:
-    """The command that installs an optional part: deepspeed, eval, plots or trackers."""
+    """The command that installs an optional part: bitsandbytes, deepspeed, eval, plots, ..."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+BITSANDBYTES = f"bitsandbytes, which is not installed: {install('bitsandbytes')}"
+DEEPSPEED = f"DeepSpeed, which is not installed: {install('deepspeed')}"

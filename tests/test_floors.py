@@ -118,6 +118,13 @@ def test_every_module_stands_on_one_floor() -> None:
 
 
 @each_module
+def test_bitsandbytes_is_optional(path: Path) -> None:
+    if path not in (PACKAGE / "kernels/quantised.py", PACKAGE / "training/optim.py"):
+        names = {name.split(".")[0] for name in imported(without_typing(parse(path)))}
+        assert "bitsandbytes" not in names
+
+
+@each_module
 def test_a_module_imports_only_from_lower_floors(path: Path) -> None:
     mine = top(path)
     wrong = {

@@ -176,6 +176,14 @@ sys.exit(main(sys.argv[2:]))
             "pip install 'accelerate-finetune[deepspeed]'\n",
         ),
         (
+            "bitsandbytes",
+            ["train", "RECIPE", "adapter.r=2", "model.quantization=nf4", "optim.name=adamw_8bit"],
+            "error: model.quantization: nf4 needs bitsandbytes, which is not installed: "
+            "pip install 'accelerate-finetune[bitsandbytes]'\n"
+            "error: optim.name: adamw_8bit needs bitsandbytes, which is not installed: "
+            "pip install 'accelerate-finetune[bitsandbytes]'\n",
+        ),
+        (
             "tensorboard",
             ["train", "RECIPE", "trackers=tensorboard"],
             "error: trackers: 'tensorboard' is not installed; run: "
@@ -194,6 +202,22 @@ def test_an_optional_part_that_is_missing_is_named(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_adapters_are_trained_and_merged_without_bitsandbytes(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1, adapter={"r": 2}))
+    run = tmp_path / "run"
+    for words in (
+        ["train", recipe, "--output", run, "--no-plot"],
+        ["export", run, "--merge", "--to", tmp_path / "merged"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT, "bitsandbytes", *map(str, words)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_without_matplotlib_a_picture_names_what_installs_it() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,6 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from finetune.checkpoints.pretrained import in_fp32
 from finetune.errors import FinetuneError
 from finetune.inference.load import base_config, base_model, load_weights, tensor_shapes
+from finetune.kernels.quantised import dequantize_4bit, quantize_4bit
 from finetune.models.load_checks import reading
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.prequantised import stored_kind

@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import QuantState, dequantize_4bit
-from bitsandbytes.nn import Linear4bit, Params4bit
 from peft.tuners import lora
-from peft.tuners.lora.bnb import Linear4bit as AdaptedLinear4bit
 from torch import nn
 
 from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
 from finetune.kernels.precision import compute_dtype
+from finetune.kernels.quantised import (
+    AdaptedLinear4bit,
+    Linear4bit,
+    Params4bit,
+    QuantState,
+    dequantize_4bit,
+)
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of modules of one parent that read the same tensor, in the order of their calls."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.distributed.parameters import partitioned, whole_shape
+from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 
 ROWS = 2
 """Rows of the pass on `meta` tensors."""

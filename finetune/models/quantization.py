@@ -1,17 +1,19 @@
 """Frozen base weights in four or eight bits, by bitsandbytes."""
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
 from finetune.errors import FinetuneError
+from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 from finetune.models.load_checks import full_shape
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
+from finetune.version import BITSANDBYTES
 
 QUANTISED = (Linear4bit, Linear8bitLt)
 MOST_NAMED = 5
@@ -28,6 +30,8 @@ def quantization_config(
     """
     if kind == "none":
         return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise FinetuneError(f"model.quantization: {kind} needs {BITSANDBYTES}")
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if kind != "nf4":

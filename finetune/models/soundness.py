@@ -11,13 +11,13 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed.heartbeat import is_transport
 from finetune.errors import FinetuneError
+from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 from finetune.models.gradients import plain_name
 from finetune.models.meta import logits_of
 

@@ -9,6 +9,7 @@ from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError
 from finetune.models.scoring import head_of
 from finetune.recipe import Optim
+from finetune.version import install
 
 
 def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
@@ -93,7 +94,7 @@ def _bitsandbytes(
         from bitsandbytes import optim as library  # optional: it needs a build for the machine
     except ImportError as error:
         raise FinetuneError(
-            f"optim.name: {optim.name} needs bitsandbytes: pip install bitsandbytes ({error})"
+            f"optim.name: {optim.name} needs bitsandbytes: {install('bitsandbytes')} ({error})"
         ) from None
     rules = {"adamw_8bit": library.AdamW8bit, "paged_adamw_8bit": library.PagedAdamW8bit}
     return rules[optim.name](groups, peak, optim.betas, optim.eps)

@@ -22,7 +22,7 @@ from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 from finetune.rewards.functions import problems as reward_problems
-from finetune.version import install
+from finetune.version import BITSANDBYTES, DEEPSPEED, install
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
@@ -70,7 +70,7 @@ def check(
         settled = plan(recipe, machine, processes, precision)
     except FinetuneError as error:  # some problems are found by both
         raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
-    problems += _missing_engine(settled) if files else []
+    problems += _missing_packages(settled) if files else []
     problems += _rewards(recipe) if files else []
     if problems:
         raise FinetuneError(*problems)
@@ -84,14 +84,25 @@ def _rewards(recipe: Recipe) -> list[str]:
     return reward_problems((*recipe.reward_funcs, *recipe.eval_reward_funcs))
 
 
-def _missing_engine(settled: Plan) -> list[str]:
-    machine = settled.backend
-    if machine.engine != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
-        return []
-    return [f"backend: {machine.name} needs DeepSpeed, which is not installed: {DEEPSPEED}"]
-
-
-DEEPSPEED = install("deepspeed")
+def _missing_packages(settled: Plan) -> list[str]:
+    """Extras that the plan needs and that are not installed."""
+    machine, recipe = settled.backend, settled.recipe
+    missing: list[str] = []
+    if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        missing.append(f"backend: {machine.name} needs {DEEPSPEED}")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        taught_by = recipe.taught_by
+        stored = {
+            "model.quantization": recipe.model.quantization,
+            "teacher.quantization": "none" if taught_by is None else taught_by.quantization,
+            "optim.name": recipe.optim.name if recipe.optim.name.endswith("_8bit") else "none",
+        }
+        missing += [
+            f"{field}: {name} needs {BITSANDBYTES}"
+            for field, name in stored.items()
+            if name != "none"
+        ]
+    return missing
 
 
 def below_a_plan(recipe: Recipe) -> Iterator[str]:

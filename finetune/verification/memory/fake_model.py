@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bitsandbytes import functional as bnb
-from bitsandbytes import matmul_4bit
-from bitsandbytes.nn import Linear4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -19,6 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetune.errors import FinetuneError
 from finetune.kernels.head import LabelledHead
+from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
 from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.planner import Plan
@@ -161,13 +159,13 @@ class Packed(Linear4bit):
         if self.bias is not None:  # loading gives it the type that is computed in
             bias = torch.empty(self.out_features, dtype=self.compute_dtype)
             self.bias = nn.Parameter(bias, False)
-        inner = bnb.QuantState(
+        inner = QuantState(
             absmax=torch.empty(math.ceil(blocks / 256)),
             code=torch.empty(256),
             blocksize=256,
             dtype=torch.float32,
         )
-        self.quant_state = bnb.QuantState(
+        self.quant_state = QuantState(
             absmax=torch.empty(blocks, dtype=torch.uint8),
             shape=torch.Size((self.out_features, self.in_features)),
             code=torch.empty(16),
