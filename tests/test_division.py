@@ -16,18 +16,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from finetune import backend as backends
+from finetune import catalog
 from finetune.backend.axes import Axes
 from finetune.data.collate import Boundaries, MicroBatch
-from finetune.distributed import layers
 from finetune.distributed.filling import padded
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
-from finetune.planner import plan
+from finetune.planner import plan, schedules
+from finetune.planner.estimate import memory, traffic
+from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
 from finetune.recipe import Data, Model
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps, weights_apart
-from finetune.verification.proofs.matrix import FP32
+from finetune.verification.proofs.matrix import BF16, FP32
 from finetune.verification.proofs.runs import steps_of
 
 STEPS, MIDDLE = 4, 2
@@ -35,12 +37,16 @@ STEPS, MIDDLE = 4, 2
 
 @pytest.fixture(scope="module")
 def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
+    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights.
+
+    Its vocabulary makes up most of it: what a process holds is some ten MB, of which buffers that
+    another thread has not freed yet are less than a twentieth.
+    """
     folder = tmp_path_factory.mktemp("division")
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     config = Qwen3Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer), tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=16, vocab_size=4096, tie_word_embeddings=True,
         max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
@@ -63,14 +69,16 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(finetune: Finetune, work: Path, name: str, backend: str, *words: str) -> Run:
-    """A run of a recipe in fp32, made once; `single` is this machine's one process."""
-    run = Run(work / f"{name}-{backend}{''.join(words)}")
+def train(
+    finetune: Finetune, work: Path, name: str, backend: str, *words: str, precision: str = "fp32"
+) -> Run:
+    """A run of a recipe, made once; `single` is this machine's one process."""
+    run = Run(work / f"{name}-{backend}{precision}{''.join(words)}")
     if run.final.is_dir():
         return run
     verb = ("train",) if backend == "single" else ("launch",)
     machine = () if backend == "single" else ("--backend", backend)
-    shared = ("--precision", "fp32", "--output", run.root, "--no-plot")
+    shared = ("--precision", precision, "--output", run.root, "--no-plot")
     done = finetune(*verb, work / f"{name}.json", *words, *machine, *shared)
     assert done.status == 0, done.output
     return run
@@ -106,9 +114,22 @@ def assert_equal(reference: Run, run: Run, first: int = 1) -> None:
     assert here[-1] == pytest.approx(alone[-1], rel=FP32.loss)
 
 
+def assert_planned(run: Run) -> None:
+    """The peak of every process is within a twentieth of what the plan says of it."""
+    counted = list(run.read_metrics("memory"))[-1]
+    processes = read(run.plan)["processes"]
+    assert len(counted["planned"]) == len(counted["peaks"]) == processes
+    assert counted["planned"] == pytest.approx(counted["peaks"], rel=0.05)
+    assert (counted["peak"], counted["predicted"]) == (
+        max(counted["peaks"]),
+        max(counted["planned"]),
+    )
+
+
 def test_tensor_parallel_learns_what_one_process_learns(alone: Run, tensor: Run) -> None:
     """Accumulation 4 and q/k norms: transformers 5.23 alone has the norm wrong by 6e-3."""
     assert_equal(alone, tensor)
+    assert_planned(tensor)
     held = [rank["parameters"] for rank in read(tensor.realised)["ranks"]]
     whole = read(alone.realised)["ranks"][0]["parameters"]
     assert len(held) == 2
@@ -136,6 +157,7 @@ def test_a_pipeline_goes_on_from_tensor_parallel(
     done = finetune("launch", work / "full.json", *words, "--resume")
     assert done.status == 0, done.output
     assert_equal(alone, run)
+    assert_planned(run)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         logits = [
@@ -188,6 +210,7 @@ run()
         ("full", "sp", ()),
         ("full", "pp", ("--schedule", "Interleaved1F1B")),
         ("full", "pp_tp_fsdp", ("batch.rows=16",)),
+        ("full", "sp_fsdp", ()),
     ],
 )
 def test_every_division_learns_what_one_process_learns(
@@ -195,7 +218,116 @@ def test_every_division_learns_what_one_process_learns(
 ) -> None:
     overrides = tuple(word for word in words if "=" in word)
     alone = train(finetune, work, name, "single", *overrides)
-    assert_equal(alone, train(finetune, work, name, backend, *words))
+    run = train(finetune, work, name, backend, *words)
+    assert_equal(alone, run)
+    assert_planned(run)
+
+
+@pytest.mark.slow
+def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
+    work: Path, finetune: Finetune
+) -> None:
+    alone, run = (
+        train(finetune, work, "full", backend, precision="bf16")
+        for backend in ("single", "pp_fsdp")
+    )
+    found = (steps_of(each.metrics) for each in (alone, run))
+    wrong, _ = compare_steps(*found, range(1, STEPS + 1), BF16)
+    assert wrong == []
+    assert_planned(run)
+
+
+@pytest.mark.slow
+def test_the_plan_counts_the_bytes_of_each_axis(work: Path, alone: Run, tmp_path: Path) -> None:
+    """Every collective of a step on four processes, by the ranks of its group."""
+    run, script = Run(work / "full-pp_tp"), tmp_path / "counted.py"
+    script.write_text(COUNTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+         str(ROOT / "accelerate_configs/pp_tp.yaml"), "--mixed_precision", "no",
+         "--main_process_port", "0", str(script), str(tmp_path), "train", str(work / "full.json"),
+         "--output", str(run.root), "--no-plot"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_equal(alone, run)
+    assert_planned(run)
+    recipe, machine = catalog.resolve(str(run.recipe)), backends.load("pp_tp")
+    settled = plan(recipe, dataclasses.replace(machine, precision="fp32"), 4)
+    workload = workload_of(settled, model_source(recipe).shape)
+    for rank in range(4):
+        counted = read(tmp_path / f"counted-{rank}.json")
+        here = dataclasses.replace(
+            memory.at_stage(workload, rank // 2),
+            rows=1,
+            length=counted["tokens"],
+            labelled=counted["labelled"] / counted["tokens"] / workload.accumulation,
+        )
+        for axis, kinds in traffic.payloads(here).items():
+            for kind, size in kinds.items():
+                assert counted[axis][kind] == pytest.approx(size, rel=0.01), (rank, axis, kind)
+
+
+COUNTED = """
+import collections, json, os, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from finetune.cli import run
+from finetune.training import worker
+
+folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
+KINDS = {"all_reduce": "all-reduce", "allreduce_": "all-reduce", "send": "send",
+         "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+
+
+def group_of(arguments):
+    for each in arguments:
+        if isinstance(each, str) and each not in ("sum", "avg", "max"):
+            return torch.distributed.distributed_c10d._resolve_process_group(each)
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return torch.distributed.ProcessGroup.unbox(each)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sizes = collections.defaultdict(lambda: collections.defaultdict(int))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, name = func.name().split("::")
+        kind = KINDS.get(name.split(".")[0])
+        if "c10d" in space and kind:
+            given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            group = group_of(args)
+            ranks = torch.distributed.get_process_group_ranks(group)
+            several = len(ranks) if kind == "all-gather" else 1
+            axis = "tensor" if ranks[-1] - ranks[0] == len(ranks) - 1 else "pipeline"
+            axis = axis if len(ranks) < torch.distributed.get_world_size() else "all"
+            self.sizes[axis][kind] += several * sum(each.nbytes for each in given)
+        return func(*args, **(kwargs or {}))
+
+
+step = worker.train_step
+
+def counted(engine, feed, number, *others):
+    if number:
+        return step(engine, feed, number, *others)
+    taken = []
+    take = feed.take
+    feed.take = lambda at: taken.append(take(at)) or taken[-1]
+    with Counting() as found:
+        result = step(engine, feed, number, *others)
+    feed.take = take
+    batches = taken[0].batches
+    about = {"tokens": batches[0].ids.numel(), "labelled": sum(b.trained_tokens for b in batches)}
+    with open(f"{folder}/counted-{engine.rank}.json", "w") as file:
+        json.dump(about | found.sizes, file)
+    return result
+
+worker.train_step = counted
+run()
+"""
 
 
 # What is refused.
@@ -316,12 +448,12 @@ def test_ranks_lie_along_the_axes() -> None:
 
 def test_stages_have_all_layers_once() -> None:
     two = Axes(pipeline=2)
-    assert layers.spans(5, two) == [range(0, 3), range(3, 5)]
-    assert [layers.chunks_of(stage, two) for stage in range(2)] == [[0], [1]]
+    assert schedules.spans(5, two) == [range(0, 3), range(3, 5)]
+    assert [schedules.parts_of(stage, two) for stage in range(2)] == [[0], [1]]
     ring, v = (Axes(pipeline=2, schedule=s) for s in ("Interleaved1F1B", "ZBVZeroBubble"))
-    assert layers.spans(5, ring) == [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
-    assert [layers.chunks_of(stage, ring) for stage in range(2)] == [[0, 2], [1, 3]]
-    assert [layers.chunks_of(stage, v) for stage in range(2)] == [[0, 3], [1, 2]]
+    assert schedules.spans(5, ring) == [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    assert [schedules.parts_of(stage, ring) for stage in range(2)] == [[0, 2], [1, 3]]
+    assert [schedules.parts_of(stage, v) for stage in range(2)] == [[0, 3], [1, 2]]
 
 
 def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> None:

@@ -17,6 +17,7 @@ from finetune.planner.estimate import advice, changes, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
 from finetune.planner.estimate.callbacks import Measure, Verify
 from finetune.planner.estimate.grids import GridPlan, plan_grid
+from finetune.planner.estimate.parallelism import slow_links
 from finetune.planner.estimate.predict import (
     Prediction,
     config_of,
@@ -85,7 +86,7 @@ def run(
         )  # fmt: skip
     divided = arguments.backend and backends.load(arguments.backend).axes.any
     if machine is not None and divided:
-        return _divided(arguments, recipe, machine)
+        return _divided(arguments, recipe, machine, verify)
     if not divided and (arguments.tensor is not None or arguments.pipeline is not None):
         return _grid(arguments, recipe, machine, arguments.tensor or 1, arguments.pipeline or 1)
     tracer = verify or trace
@@ -118,20 +119,24 @@ def _is_unknown(recipe: Recipe) -> bool:
         return False  # told where the shapes are needed
 
 
-def _divided(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
+def _divided(
+    arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine, verify: Verify | None
+) -> int:
     """A backend that divides the model."""
     chosen, _ = backends.divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
     settled = plan(recipe, chosen, machine.count, arguments.precision)
-    if not arguments.json:
-        print(settled.explain())
-    axes = chosen.axes
-    if recipe.adapter is not None or axes.sequence * axes.experts > 1:
-        told = "memory is predicted of all weights under tensor and pipeline parallel alone"
-        print(json.dumps(settled.summary(), indent=2) if arguments.json else f"note         {told}")
+    if chosen.axes.experts > 1:
+        told = "memory is not predicted of experts that lie over processes"
+        print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
+        if not arguments.json:
+            print(f"note         {told}")
         return 0
-    return _grid(arguments, recipe, machine, axes.tensor, axes.pipeline, by_stage=True)
+    prediction = _predicted(arguments, settled, machine)
+    if problems := slow_links(chosen.axes.tensor, machine.per_node, machine.fast):
+        raise FinetuneError(*problems)
+    return _show(arguments, settled, prediction, verify)
 
 
 def _grid(
@@ -140,13 +145,12 @@ def _grid(
     machine: hardware.Machine | None,
     ways: int,
     stages: int,
-    by_stage: bool = False,
 ) -> int:
     """Tensor, pipeline and data parallel."""
     if machine is None:
         raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
     precision = arguments.precision or "bf16"
-    found = plan_grid(recipe, machine, ways, stages, precision, by_stage)
+    found = plan_grid(recipe, machine, ways, stages, precision)
     print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
     return 0
 

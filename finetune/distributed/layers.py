@@ -16,6 +16,7 @@ from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from finetune.backend.axes import Axes
 from finetune.errors import FinetuneError
+from finetune.planner.schedules import parts_of, spans
 
 PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of parameters whose gradient each process has a part of."""
@@ -142,26 +143,6 @@ def _tensor(
     return found
 
 
-def chunks_of(stage: int, axes: Axes) -> list[int]:
-    """Numbers of the parts of the model that a stage has.
-
-    Two parts lie in a ring (`Interleaved1F1B`: 0 2, 1 3), or in a V (`ZBVZeroBubble`: 0 3, 1 2).
-    """
-    if axes.chunks == 1:
-        return [stage]
-    ranks = axes.pipeline
-    second = 2 * ranks - 1 - stage if axes.schedule == "ZBVZeroBubble" else stage + ranks
-    return [stage, second]
-
-
-def spans(count: int, axes: Axes) -> list[range]:
-    """Layers of each part: as even as can be, fewer at the end, which has the head."""
-    parts = axes.pipeline * axes.chunks
-    base, more = divmod(count, parts)
-    starts = [part * base + min(part, more) for part in range(parts + 1)]
-    return [range(starts[part], starts[part + 1]) for part in range(parts)]
-
-
 class _Owner:
     """Answers transformers' loader which weights this stage reads; others are passed over."""
 
@@ -183,7 +164,7 @@ class _Owner:
 def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
     """Leave on this process the layers of its stages, under their numbers."""
     stage = along.get_local_rank()
-    chunks = chunks_of(stage, axes)
+    chunks = parts_of(stage, axes)
     base = getattr(model, model.base_model_prefix)
     parts = spans(len(base.layers), axes)
     mine = {layer for chunk in chunks for layer in parts[chunk]}

@@ -50,6 +50,8 @@ class MeshEngine(Native):
     """Processes along named axes, each with a part of the model."""
 
     kinds = frozenset({DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
+    widens = True
+    """Whether FSDP2 gives back in fp32 what the outermost module computes in bf16."""
 
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         keep_mesh_from_accelerate()
@@ -163,9 +165,8 @@ class MeshEngine(Native):
         policy = MixedPrecisionPolicy()
         if self.plan.backend.precision == "bf16":
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
+            wide = torch.float32 if self.widens else None
+            policy = dataclasses.replace(inner, output_dtype=wide)
         else:
             inner = policy
         for block in layers.blocks(model):

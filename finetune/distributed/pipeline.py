@@ -22,6 +22,7 @@ from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine
 from finetune.distributed.parameters import local
 from finetune.errors import TrainingFailure
+from finetune.planner import schedules
 from finetune.process import rendezvous
 
 LossOf = Callable[[int, nn.Module], torch.Tensor]
@@ -30,12 +31,14 @@ LossOf = Callable[[int, nn.Module], torch.Tensor]
 class PipelineEngine(MeshEngine):
     """Processes along the pipeline axis hold consecutive layers."""
 
+    widens = False  # the next stage is told what this one computes
+
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)
         self.stages: list[Stage] = []
         self.is_first = self.place["pipeline"] == 0
         axes = self.plan.backend.axes
-        here = layers.chunks_of(self.place["pipeline"], axes)
+        here = schedules.parts_of(self.place["pipeline"], axes)
         self.has_last = axes.pipeline * axes.chunks - 1 in here
         self.ends = _group_of_ends(self.mesh) if axes.pipeline > 1 else None
 
@@ -48,9 +51,9 @@ class PipelineEngine(MeshEngine):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         axes = self.plan.backend.axes
         network = layers.network_of(model)
-        spans = layers.spans(network.config.num_hidden_layers, axes)
+        spans = schedules.spans(network.config.num_hidden_layers, axes)
         total = len(spans)
-        for chunk in layers.chunks_of(self.place["pipeline"], axes):
+        for chunk in schedules.parts_of(self.place["pipeline"], axes):
             self.stages.append(Stage(network, spans[chunk], chunk, total, axes.chunks > 1))
         super().wrap(model, optimizers)
 

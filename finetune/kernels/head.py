@@ -139,7 +139,7 @@ class WithLoss:
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places]  # (labelled, vocabulary)
-            loss = _from_logits(labelled.float() / self.temperature, targets, logps)
+            loss = _from_logits(self._tempered(labelled.float()), targets, logps)
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -161,7 +161,11 @@ class WithLoss:
         scale, cap = self.logits_of_labelled or (1.0, None)
         logits = logits * scale if scale != 1.0 else logits
         logits = (logits / cap).tanh() * cap if cap is not None else logits
-        return _from_logits(logits / self.temperature, targets, logps)
+        return _from_logits(self._tempered(logits), targets, logps)
+
+    def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the temperature, without a copy where that is 1."""
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def _from_logits(logits: torch.Tensor, targets: torch.Tensor, logps: bool) -> torch.Tensor:

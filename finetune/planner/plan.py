@@ -6,8 +6,8 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
+from finetune.planner import schedules
 from finetune.planner.engines import TRAITS, Traits
-from finetune.planner.estimate.parallelism import bubble
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, attention_rule, choices, model_type
 from finetune.planner.limits import fields_of
@@ -150,7 +150,7 @@ class Plan:
         rules = {each.option: each.rule for each in self.kernels}
         if recipe.model.attention == "sdpa" and self.padding.free:
             rules["attention"] = attention_rule(recipe, backend)
-        lines += [f"pipeline     {self._pipeline()}"] if self.mesh.pipeline > 1 else []
+        lines += [f"pipeline     {self.pipeline_words()}"] if self.mesh.pipeline > 1 else []
         lines += [f"             {option}: {rule}" for option, rule in rules.items() if rule]
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
@@ -165,12 +165,12 @@ class Plan:
     @property
     def bubble(self) -> float:
         """Share of a step in which a stage of the pipeline waits; 0 without one."""
-        return bubble(self.mesh.pipeline, self.accumulation, self.backend.axes.chunks)
+        return schedules.bubble(self.backend.axes, self.accumulation)
 
-    def _pipeline(self) -> str:
+    def pipeline_words(self) -> str:
         """How much of a step a stage waits, and what would lower it."""
         axes, count = self.backend.axes, self.accumulation
-        enough = math.floor(9 * (axes.pipeline - 1) / axes.chunks) + 1  # a bubble under a tenth
+        enough = schedules.enough(axes)
         more = f"; under 10 % from {enough} on" if count < enough else ""
         return (
             f"{axes.pipeline} stages, {axes.schedule}: a stage waits {self.bubble:.1%} of a step, "

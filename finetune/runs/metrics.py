@@ -127,6 +127,10 @@ class Measured(Record):
     """Bytes that training allocated at its largest moment, of the process that held most."""
     predicted: int | None
     """What the plan's formulas give for rows of this length; None for an unknown model."""
+    peaks: list[int] = dataclasses.field(default_factory=list[int])
+    """`peak` of every process, by rank."""
+    planned: list[int] = dataclasses.field(default_factory=list[int])
+    """What the formulas give for each of them; empty for an unknown model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,6 +430,7 @@ def _fits(annotation: Any, value: Any) -> bool:
         return isinstance(value, bool)
     if annotation == dict[str, float]:
         return isinstance(value, dict) and all(_fits(float, each) for each in value.values())
-    if annotation == list[str]:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    for item in (str, int):
+        if annotation == list[item]:
+            return isinstance(value, list) and all(type(each) is item for each in value)
     return isinstance(value, str)

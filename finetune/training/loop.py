@@ -239,6 +239,8 @@ def train_step(
     blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1]
+    # Where memory is counted: over the last micro-batch, or over all of a pipeline's.
+    counted = batches if plan.mesh.pipeline > 1 else batches[-1:]
     return StepResult(
         loss=mean,
         balance=balance if balance else math.nan,
@@ -249,8 +251,8 @@ def train_step(
         slots=int(totals[2]),
         shape=final.shape,
         padded=final.attention_mask is not None,
-        labelled=final.trained_tokens,
-        longest=final.boundaries.longest if final.boundaries is not None else 0,
+        labelled=max(batch.trained_tokens for batch in counted),
+        longest=max(batch.boundaries.longest if batch.boundaries else 0 for batch in counted),
         seconds=seconds,
         data_seconds=waited,
         largest=largest,

@@ -199,16 +199,31 @@ class Recorder:
             counted: bytes on this rank; None where they could not be counted.
         """
         mine = [counted or 0, *result.shape, int(result.padded), result.labelled, result.longest]
-        peak, rows, length, padded, labelled, longest = self.engine.largest(mine)
-        if not peak:
+        ranks = self.engine.gather(mine)
+        peaks, rows, length, padded, labelled, longest = map(list, zip(*ranks, strict=True))
+        # Of rows whose tokens are shared each process has a part.
+        shares = self.plan.mesh.sequence
+        rows, length = max(rows), max(length) * shares
+        if not max(peaks):
             return
-        predicted = None
+        planned = list[int]()
         if self.forecast is not None:
-            predicted = self.forecast.peak(rows, length, bool(padded), labelled, longest)
+            planned = self.forecast.peaks(
+                rows, length, any(padded), max(labelled) * shares, max(longest)
+            )
         # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
         each = max(rows, self.plan.recipe.most_micro_rows)
         length = -(-rows * length // each)
-        self.metrics.write(Measured(step=step, length=length, peak=peak, predicted=predicted))
+        self.metrics.write(
+            Measured(
+                step=step,
+                length=length,
+                peak=max(peaks),
+                predicted=max(planned, default=None),
+                peaks=peaks,
+                planned=planned,
+            )
+        )
 
     def evaluated(self, step: int, result: EvalResult, best: bool) -> None:
         self.metrics.write(
@@ -268,8 +283,6 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     Args:
         flops: FLOP/s that one process reaches with matrix products alone.
     """
-    if engine.plan.traits.divides:
-        return None
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
         machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
@@ -300,6 +313,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
         document=float(rows.documents.lengths.mean()) + longest,
         cpu=on_cpu,
         chained=chained,
+        apart=on_cpu and rows.side_by_side and dtype == torch.float32,
         scored=int(rows.documents.lengths.max()) + longest if products else 0,
     )
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from finetune.planner.estimate import communication, memory, timing, totals
+from finetune.planner.estimate import communication, memory, part, timing, totals, traffic
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.memory import Moment
@@ -79,9 +79,10 @@ def scheme_of(layout: Layout, precision: str) -> Scheme:
 
 def option(workload: Workload, machine: Machine) -> Option:
     """Memory, bytes and time of a workload on a machine."""
-    peak = memory.timeline(workload).peak
+    peak = memory.largest(workload).peak
     moved = volume(workload)
-    host = resident.host(workload) * machine.per_node
+    mine = part.here(workload) if workload.layout.axes.any else workload
+    host = resident.host(mine) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)
     alike = timing.times(workload, machine, volume(workload, gradient_width=workload.compute))
@@ -95,6 +96,8 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     Args:
         gradient_width: bytes per reduced gradient, instead of the engine's own.
     """
+    if workload.layout.axes.any:
+        return traffic.volume(workload)
     shape = workload.shape
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
     trained = workload.trained * float(workload.compute)

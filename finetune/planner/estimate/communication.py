@@ -5,6 +5,7 @@ all-reduce twice that (arXiv:1910.02054 section 7; NCCL's ring). Latency is not 
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from finetune.planner.estimate.layout import Layout
 
@@ -19,6 +20,8 @@ class Volume:
     """Reduce-scatters or all-reduces of gradients inside a sharding group."""
     between: float = 0.0
     """All-reduces of gradient shards between replicas (HSDP)."""
+    axes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Along each axis that divides the model."""
 
     @property
     def inside(self) -> float:
@@ -26,7 +29,7 @@ class Volume:
 
     @property
     def total(self) -> float:
-        return self.inside + self.between
+        return self.inside + self.between + sum(self.axes.values())
 
 
 def ring(processes: int) -> float:

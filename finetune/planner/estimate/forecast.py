@@ -29,6 +29,8 @@ class Facts:
     cpu: bool
     chained: bool
     """Whether cheap operations are compiled from C."""
+    apart: bool
+    """Whether each document attends in a call of its own."""
     scored: int
     """Tokens of the longest document, where attention is by products on a CPU; else 0."""
 
@@ -50,15 +52,15 @@ class Forecast:
         """Bytes of one process at the peak of the largest micro-batch."""
         return round(memory.timeline(self.workload).peak.total)
 
-    def peak(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> int:
-        """Bytes of one process at the peak of a micro-batch of `rows` of `length` tokens.
+    def peaks(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> list[int]:
+        """Bytes of each process at its peak, by micro-batches of `rows` of `length` tokens.
 
-        `longest` are the tokens of its longest document, 0 where rows are not side by side.
+        `longest` are the tokens of the longest document, 0 where rows are not side by side.
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
         workload = _of_length(workload, length, padded, labelled)
-        return round(memory.timeline(workload).peak.total)
+        return memory.ranks(workload)
 
     def summary(self) -> dict[str, Any]:
         """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
@@ -85,12 +87,14 @@ class Forecast:
 
 def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
     """What a plan will take, or None where the formulas do not know the model or its adapter."""
+    if plan.backend.axes.experts > 1:
+        return None
     try:
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
     workload = dataclasses.replace(
-        workload, cpu=facts.cpu, chained=facts.chained, scored=facts.scored
+        workload, cpu=facts.cpu, chained=facts.chained, apart=facts.apart, scored=facts.scored
     )
     workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4

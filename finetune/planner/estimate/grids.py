@@ -14,7 +14,6 @@ from finetune.planner.estimate.parallelism import (
     bubble,
     check,
     grid_memory,
-    stages_memory,
 )
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.timing import attained, flops_per_token
@@ -38,8 +37,6 @@ class GridPlan:
     """Seconds of a step, the bubble included and communication left out."""
     source: str
     """Where the shapes of the model were read."""
-    stages: tuple[GridMemory, ...] = ()
-    """Of a GPU of each stage, where a backend of this toolkit runs the layout."""
 
     @property
     def fits(self) -> bool:
@@ -50,7 +47,6 @@ class GridPlan:
         return {
             "grid": dataclasses.asdict(self.grid),
             "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
-            "stages": [{**dataclasses.asdict(each), "total": each.total} for each in self.stages],
             "usable": self.machine.usable,
             "fits": self.fits,
             "microbatches": self.microbatches,
@@ -67,28 +63,17 @@ class GridPlan:
             [
                 f"{self.grid.name} on {page.machine_words(self.machine)}: {fits}",
                 f"  memory   {page.size(held.total)} of {usable} usable on a GPU of the "
-                f"{'largest' if self.stages else 'first'} "
-                f"stage: states {page.size(held.states)}, activations "
+                f"first stage: states {page.size(held.states)}, activations "
                 f"{page.size(held.activations)}, logits {page.size(held.logits)}",
-                *self._by_stage(),
                 f"  bubble   {self.bubble:.1%} of a step: {self.grid.pipeline} stages, "
                 f"{self.microbatches} micro-batches each",
                 f"  compute  {page.duration(self.compute)} a step with it, at "
                 f"{self.machine.gpu.mfu:.0%} of the peak (an assumption), communication left out",
                 f"  shapes   from {self.source}",
-                "  note     arithmetic, which no GPU has confirmed; communication between GPUs is "
-                "not in it"
-                if self.stages
-                else "  note     arithmetic of a layout with ZeRO-1 "
+                "  note     arithmetic of a layout with ZeRO-1 "
                 "over the data parallel groups; docs/parallelism.md has the backends",
             ]
         )
-
-    def _by_stage(self) -> list[str]:
-        if len(self.stages) < 2:
-            return []
-        sizes = ", ".join(page.size(each.total) for each in self.stages)
-        return [f"  stages   {sizes}"]
 
 
 def plan_grid(
@@ -97,12 +82,10 @@ def plan_grid(
     tensor: int,
     pipeline: int,
     precision: backends.Precision = "bf16",
-    by_stage: bool = False,
 ) -> GridPlan:
     """The recipe with its weights split over `tensor` GPUs and its layers over `pipeline` stages.
 
-    What is left of the machine's GPUs is data parallel, with the optimizer sharded (ZeRO-1), or
-    `by_stage` as this toolkit's backends run it.
+    What is left of the machine's GPUs is data parallel, with the optimizer sharded (ZeRO-1).
 
     Raises:
         FinetuneError: the layout cannot be, with every reason and the numbers; or the recipe trains
@@ -136,14 +119,12 @@ def plan_grid(
     )
     rate = machine.count * attained(machine, workload)
     given = (grid, workload.shape, workload.rows, workload.length, count, traces(workload).kept)
-    stages = tuple(stages_memory(*given)) if by_stage else ()
     return GridPlan(
         grid,
         machine,
-        max(stages, key=lambda each: each.total) if stages else grid_memory(*given),
+        grid_memory(*given),
         count,
         waits,
         work * per_token / rate / (1 - waits),
         source.where,
-        stages,
     )

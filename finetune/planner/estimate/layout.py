@@ -4,8 +4,10 @@ import dataclasses
 from typing import Literal
 
 from finetune.backend import Backend, Engine, Offload, Shard
+from finetune.backend.axes import UNDIVIDED, Axes
 from finetune.errors import FinetuneError
 from finetune.planner.engines import TRAITS, Traits
+from finetune.planner.mesh import mesh_of
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -22,7 +24,7 @@ NAMES: dict[tuple[Engine, Shard], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Data parallel training: who holds what."""
+    """Training over processes: who holds what."""
 
     engine: Engine = "single"
     shard: Shard = "none"
@@ -32,6 +34,10 @@ class Layout:
     offload: Offload = "none"
     device: Device = "none"
     """Where offloaded state lives."""
+    axes: Axes = UNDIVIDED
+    """How the model is divided over processes that train on the same rows."""
+    stage: int = 0
+    """Place on the pipeline of the process that is meant."""
 
     def __post_init__(self) -> None:
         if self.processes % self.replicas:
@@ -41,7 +47,9 @@ class Layout:
 
     @property
     def traits(self) -> Traits:
-        """What the engine is like."""
+        """What the engine is like; a mesh shards by FSDP2 or holds what one process does."""
+        if self.axes.any:
+            return TRAITS["fsdp" if self.shard != "none" else "single"]
         return TRAITS[self.engine]
 
     @property
@@ -51,12 +59,21 @@ class Layout:
 
     @property
     def group(self) -> int:
-        """Processes over which state is sharded."""
-        return self.processes // self.replicas
+        """Processes over which state is sharded: those that share a row's tokens are among them."""
+        return self.processes // self.replicas // (self.axes.pipeline * self.axes.tensor)
+
+    @property
+    def data(self) -> int:
+        """Groups of processes that read rows of their own."""
+        return max(1, self.processes // self.axes.processes)
 
     @property
     def name(self) -> str:
         """Name of the backend, as in `accelerate_configs`; HSDP has a name of its own."""
+        if self.axes.any:
+            sizes = {"pp": self.axes.pipeline, "sp": self.axes.sequence, "tp": self.axes.tensor}
+            named = [axis for axis, size in sizes.items() if size > 1]
+            return "_".join([*named, "fsdp"] if self.data > 1 else named)
         name = NAMES[self.engine, self.shard]
         if self.replicas > 1:
             name = "hsdp" if self.shard == "params" else "hsdp_shard_grad_op"
@@ -81,6 +98,12 @@ class Layout:
 
 
 def of_backend(backend: Backend, processes: int) -> Layout:
+    axes = backend.axes
+    if axes.any:
+        mesh = mesh_of(backend, processes)
+        sharded = mesh.data * mesh.sequence > 1
+        shard: Shard = "params" if sharded else "none"
+        return Layout(backend.engine, shard, processes, mesh.replicate, axes=axes)
     replicas = 1 if backend.shard_size is None else processes // backend.shard_size
     return Layout(
         backend.engine, backend.shard, processes, replicas, backend.offload, backend.device

@@ -5,41 +5,49 @@ layers are never alive together.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
+from finetune.planner.estimate import part, stages
 from finetune.planner.estimate.autograd.traces import traces
+from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sharding import deepspeed
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import loading, state
 from finetune.planner.estimate.workload import Workload
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """One moment of a step: bytes by component."""
-
-    name: str
-    parts: Mapping[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """The moments of a step in order."""
-
-    moments: tuple[Moment, ...]
-
-    @property
-    def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total)
-
-
 def timeline(workload: Workload) -> Timeline:
-    """Every moment of a step in the steady state, when the optimizer's moments exist."""
-    return _Step(workload).timeline()
+    """Every moment of a step in the steady state, when the optimizer's moments exist.
+
+    Of a pipeline it is that of one stage (`workload.layout.stage`).
+    """
+    axes = workload.layout.axes
+    if axes.pipeline > 1:
+        return stages.timeline(workload)
+    return _Step(part.here(workload) if axes.any else workload).timeline()
+
+
+def by_stage(workload: Workload) -> list[Timeline]:
+    """The timeline of a process of each stage; of one where there is no pipeline."""
+    places = range(workload.layout.axes.pipeline)
+    return [timeline(at_stage(workload, stage)) for stage in places]
+
+
+def at_stage(workload: Workload, stage: int) -> Workload:
+    """The workload of a process at a place on the pipeline."""
+    layout = dataclasses.replace(workload.layout, stage=stage)
+    return dataclasses.replace(workload, layout=layout)
+
+
+def largest(workload: Workload) -> Timeline:
+    """The timeline of the stage that holds most."""
+    return max(by_stage(workload), key=lambda found: found.peak.total)
+
+
+def ranks(workload: Workload) -> list[int]:
+    """Bytes of each process at its peak, by rank: stages are the outermost axis."""
+    peaks = [round(found.peak.total) for found in by_stage(workload)]
+    each = workload.layout.processes // len(peaks)
+    return [peak for peak in peaks for _ in range(each)]
 
 
 class _Step:
@@ -64,6 +72,9 @@ class _Step:
         self.immediate = immediate
         self.layer_gradient = 0.0 if immediate else per_layer * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
+        if trained and workload.layout.group == 1:
+            # Of a table that tensor parallel cuts the gradient comes whole, and stays so.
+            self.outer_gradient += (workload.shape.ways - 1) * workload.shape.embedding * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
         self.standing = 0.0
         if self.deepspeed:
@@ -253,6 +264,8 @@ class _Step:
             if self.fsdp and workload.root_unit
             else 0.0
         )
+        if shape.ways > 1:  # of a table that tensor parallel cuts the gradient comes whole
+            extra += (shape.ways - 1) * table
         return self.moment(
             "backward: embedding",
             gradients=self._early() if self.deepspeed and self.immediate else self.whole,

@@ -53,3 +53,6 @@ class Numerics:
     a CPU)."""
     grouped_adapters: bool = False
     """Adapted matrices as `kernels.lora` computes them."""
+    rearranged: int = 0
+    """Copies of attention's result in another order, each kept besides it: documents that attended
+    in calls of their own put side by side, heads exchanged for tokens."""

@@ -15,6 +15,8 @@ BAR = 36
 def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     """The whole page as text."""
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
+    if prediction.workload.layout.axes.any:
+        parts.insert(1, division(prediction))
     plan, width = prediction.plan, 2 if prediction.plan.backend.precision == "bf16" else 4
     shape = prediction.source.shape
     sampled = sampling(plan.recipe, shape, plan.processes, width, prediction.machine)
@@ -96,6 +98,23 @@ def verdict(prediction: Prediction) -> str:
         lines.append(f"  host     {size(prediction.host)} per node{limit}")
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
+    return "\n".join(lines)
+
+
+def division(prediction: Prediction) -> str:
+    """Memory by stage, what crosses the links along each axis, and how long stages wait."""
+    plan, step = prediction.plan, prediction.times.step
+    lines = [f"the mesh: {plan.mesh.words()}"]
+    if len(prediction.stages) > 1:
+        sizes = ", ".join(size(found.peak.total) for found in prediction.stages)
+        lines.append(f"  stages      {sizes}")
+        lines.append(f"  schedule    {plan.pipeline_words()}")
+    for link in prediction.links:
+        where = "between nodes" if link.crosses else "inside a node"
+        lines.append(
+            f"  {link.axis:11} {size(link.sent):>9} sent in a step, {where}: "
+            f"{duration(link.seconds)}, {link.seconds / step:.1%} of it"
+        )
     return "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 from finetune.errors import FinetuneError
-from finetune.planner.kernels import CHUNK_ENTRIES
 from finetune.planner.shapes.architecture import Architecture
 
 
@@ -54,19 +53,31 @@ def check(grid: Grid, shape: Architecture, processes: int, per_node: int, fast: 
         problems.append(f"layout: {shape.heads} heads do not divide over {grid.tensor} GPUs")
     elif shape.kv_heads % grid.tensor and grid.tensor % shape.kv_heads:
         problems.append(f"layout: {shape.kv_heads} key heads do not divide over {grid.tensor} GPUs")
-    if grid.tensor > per_node:
-        problems.append(
-            f"layout: tensor parallel over {grid.tensor} GPUs, but a node has {per_node}; its "
-            "all-reduces in every layer must not leave the node"
-        )
-    if grid.tensor > 1 and not fast:
-        problems.append(
-            "layout: tensor parallel needs NVLink between the GPUs of a node; use fsdp_full_shard"
-        )
+    problems += slow_links(grid.tensor, per_node, fast)
     if shape.layers < grid.pipeline:
         problems.append(f"layout: {shape.layers} layers do not fill {grid.pipeline} stages")
     if problems:
         raise FinetuneError(*problems)
+
+
+def slow_links(tensor: int, per_node: int, fast: bool) -> list[str]:
+    """Reasons against tensor parallel over these links: it waits for several sums in every layer.
+
+    Args:
+        per_node: GPUs in a node.
+        fast: whether the GPUs of a node are joined by NVLink or its like.
+    """
+    problems: list[str] = []
+    if tensor > per_node:
+        problems.append(
+            f"layout: tensor parallel over {tensor} GPUs, but a node has {per_node}; its "
+            "all-reduces in every layer must not leave the node"
+        )
+    if tensor > 1 and not fast:
+        problems.append(
+            "layout: tensor parallel needs NVLink between the GPUs of a node; use fsdp_full_shard"
+        )
+    return problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,44 +91,6 @@ class GridMemory:
     @property
     def total(self) -> float:
         return self.states + self.activations + self.logits
-
-
-def stages_memory(
-    grid: Grid, shape: Architecture, rows: int, length: int, microbatches: int, kept: float
-) -> list[GridMemory]:
-    """Bytes on a GPU of each stage, as this toolkit's backends hold them in bf16.
-
-    Weights, gradients and moments are fp32, 16 bytes a parameter, sharded by FSDP2 over the data
-    parallel groups. Stages keep their weights gathered and their gradients unreduced in bf16 until
-    the last micro-batch; without stages one unit is gathered at a time. The gradient of a table
-    that tensor parallel cuts arrives whole, and so do the logits.
-
-    Args:
-        kept: bytes that one layer keeps for one micro-batch without tensor parallelism.
-    """
-    parts, found = grid.pipeline * grid.virtual, list[GridMemory]()
-    table = shape.vocab * shape.hidden
-    for stage in range(grid.pipeline):
-        chunks = range(stage, parts, grid.pipeline)
-        layers = sum(shape.layers // parts + (chunk < shape.layers % parts) for chunk in chunks)
-        first, last = stage == 0, stage == grid.pipeline - 1
-        tables = table * (int(first) + int(last and not (shape.tied and first)))
-        held = (layers * shape.layer_parameters + tables) / grid.tensor
-        if grid.data == 1:
-            states = held * (16 + 2)  # the copies that autocast makes
-        elif grid.pipeline > 1:
-            states = held * (16 / grid.data + 4)
-        else:
-            states = held * 16 / grid.data + 2 * max(shape.layer_parameters, tables) / grid.tensor
-        if grid.tensor > 1 and first:
-            states += 4.0 * table * (1 - 1 / grid.tensor)
-        flying = min(grid.pipeline - stage, microbatches) * grid.virtual
-        activations = layers / grid.virtual * flying * kept / grid.tensor
-        logits = 0.0
-        if last:
-            logits = 12.0 * rows * length * shape.vocab if grid.tensor > 1 else 8.0 * CHUNK_ENTRIES
-        found.append(GridMemory(states, activations, logits))
-    return found
 
 
 def grid_memory(

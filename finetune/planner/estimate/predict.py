@@ -10,12 +10,28 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, communication, hardware, layout, memory, totals
+from finetune.planner.estimate import (
+    advice,
+    communication,
+    hardware,
+    layout,
+    memory,
+    totals,
+    traffic,
+)
 from finetune.planner.estimate.adapters import named_expert_size
 from finetune.planner.estimate.numerics import AttentionKind
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times, forward_share
-from finetune.planner.estimate.workload import CHUNKED, OURS, SCORES, Adapter, Workload, lora
+from finetune.planner.estimate.workload import (
+    CHUNKED,
+    LABELLED,
+    OURS,
+    SCORES,
+    Adapter,
+    Workload,
+    lora,
+)
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.shapes import published
@@ -24,7 +40,7 @@ from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Recipe
 
-LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "scores": SCORES}
+LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "scores": SCORES}
 """By the value of the kernel option `head`."""
 LETTERS = 4
 """Letters of English that a token stands for, on average."""
@@ -163,6 +179,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         teacher_quantization=recipe.taught_by.quantization if recipe.taught_by else "none",
         update=recipe.optim.name,
         accumulation=plan.accumulation,
+        root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),
         ahead=int(recipe.reads_kl),
         wide_gradients=True,
@@ -242,6 +259,13 @@ class Prediction:
     """Optimizer steps of the run, where the number of rows is known."""
     rows: int | None = None
     """Of the training set, where their number is known."""
+    stages: tuple[memory.Timeline, ...] = ()
+    """Of a process of each stage of a pipeline; one where there is none."""
+
+    @property
+    def links(self) -> list[traffic.Link]:
+        """What a process sends along each axis in a step."""
+        return traffic.links(self.volume, self.workload, self.machine)
 
     @property
     def seconds(self) -> float | None:
@@ -306,13 +330,18 @@ class Prediction:
                     for moment in self.timeline.moments
                 ],
                 "peak": self.timeline.peak.name,
+                "stages": [found.peak.total for found in self.stages],
                 **dataclasses.asdict(self.totals),
                 "usable": self.usable,
                 "status": self.status,
                 "host_per_node": self.host,
                 "disk_per_node": self.disk,
             },
-            "communication": {**dataclasses.asdict(volume), "total": volume.total},
+            "communication": {
+                **dataclasses.asdict(volume),
+                "total": volume.total,
+                "links": [dataclasses.asdict(link) for link in self.links],
+            },
             "time": {
                 **dataclasses.asdict(times),
                 "tokens_per_second": times.tokens_per_second,
@@ -353,7 +382,8 @@ def predict(
     source = model_source(plan.recipe)
     workload = workload_of(plan, source.shape)
     option = advice.option(workload, machine)
-    timeline = memory.timeline(workload)
+    stages = memory.by_stage(workload)
+    timeline = max(stages, key=lambda found: found.peak.total)
     return Prediction(
         plan,
         machine,
@@ -369,6 +399,7 @@ def predict(
         option.times,
         steps_of(plan, rows, row_tokens),
         None if plan.recipe.batch.packing else rows,
+        tuple(stages),
     )
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from finetune.planner import schedules
+from finetune.planner.estimate import part, traffic
 from finetune.planner.estimate.autograd.operations import operations
 from finetune.planner.estimate.communication import Volume
 from finetune.planner.estimate.hardware import EFFICIENCY, Bound, Machine
@@ -113,6 +115,8 @@ def attained(machine: Machine, workload: Workload) -> float:
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
     """Seconds that the bytes of a step take on their links."""
+    if workload.layout.axes.any:
+        return sum(link.seconds for link in traffic.links(moved, workload, machine))
     group = workload.layout.group
     across = machine.nodes > 1 and group > machine.per_node
     inside = min(machine.link, machine.network) if across else machine.link
@@ -120,6 +124,14 @@ def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -
     if moved.between:
         seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
     return seconds
+
+
+def blocking_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
+    """Seconds of those in which nothing is computed: each layer, or stage, waits for what comes."""
+    if not workload.layout.axes.any:
+        return 0.0
+    links = traffic.links(moved, workload, machine)
+    return sum(link.seconds for link in links if link.axis in moved.axes)
 
 
 def offload_seconds(workload: Workload, machine: Machine) -> float:
@@ -175,24 +187,30 @@ def times(
         workload.shape, length or workload.length, True, workload.adapter is not None,
         workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
-    tokens = float(workload.tokens * workload.accumulation) if slots is None else slots
+    layout = workload.layout
+    if slots is None:  # of processes that train on the same rows each has its share
+        slots = workload.tokens * workload.accumulation / layout.axes.processes
+    tokens = float(slots)
     if workload.teacher_shape is not None:
         per_token += 2.0 * workload.teacher_shape.multiplied  # one forward pass
     work = per_token * tokens * (1 + workload.ahead / _passes(workload))
     compute = work / attained(machine, workload)
-    rest = operations(workload, tokens)
+    waits = schedules.bubble(layout.axes, workload.accumulation)
+    compute /= 1 - waits
+    rest = operations(part.here(workload) if layout.axes.any else workload, tokens)
     launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)
     moves = rest.moved / machine.gpu.bandwidth if workload.cpu else 0.0
     here = compute + launches + moves if workload.cpu else max(compute, launches)
     links = communication_seconds(moved, machine, workload)
+    blocked = blocking_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
-    moving = links + offload
-    step = max(here, moving) + (1 - overlap) * min(here, moving)
+    moving = links - blocked + offload
+    step = blocked + max(here, moving) + (1 - overlap) * min(here, moving)
     bound: Bound = "launches" if launches > compute else "compute"
-    if moving > here:
+    if blocked + moving > here:
         bound = "offload" if offload > links else "communication"
-    total = round(tokens * workload.layout.processes)
+    total = round(tokens * layout.processes)
     even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
         compute, launches, moves, links, offload, step, bound, total, work, machine.gpu.mfu,

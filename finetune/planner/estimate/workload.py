@@ -42,6 +42,8 @@ class Loss:
     """Held through the whole backward pass by whoever still refers to the output."""
     picked: bool = False
     """Logits of labelled rows are copied before they are made wide, and whole ones stay."""
+    selected: bool = False
+    """Hidden states of labelled rows alone enter the head."""
     logits: bool = True
     """Whether logits are ever whole in memory."""
     chunked: bool = False
@@ -52,6 +54,8 @@ class Loss:
 HF = Loss("hf", exact=True)
 # This toolkit's `kernels.head=whole`: the same operations on labelled rows.
 OURS = Loss("finetune", exact=True, picked=True)
+# `kernels.head=labelled`: hidden states of labelled tokens alone go through the head.
+LABELLED = Loss("finetune_labelled", exact=True, selected=True)
 # The bf16 logits stay referenced by the model's output while the backward pass runs.
 HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
 # Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
@@ -73,7 +77,7 @@ LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         HF, OURS, HF_OUTPUT_KEPT, HF_AUTOCAST, HF_BEFORE_4_45, CHUNKED_8, CHUNKED_8_COMPILED,
-        LITGPT, LINEAR, CHUNKED, SCORES,
+        LITGPT, LINEAR, CHUNKED, LABELLED, SCORES,
     )
 }  # fmt: skip
 
@@ -169,6 +173,8 @@ class Workload:
     teacher_quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
     taught: bool = False
     """The loss compares the head with a teacher's, that runs or is stored."""
+    apart: bool = False
+    """Each document attends in a call of its own, on CPUs in fp32."""
     scored: int = 0
     """Tokens of the longest document whose scores the backward pass of attention holds: on CPUs in
     16 bits, where attention is by products; 0 elsewhere."""
@@ -287,6 +293,7 @@ class Workload:
             fused_rotations=self.fused_rotations,
             chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
+            rearranged=self.apart + (self.layout.axes.sequence > 1),
         )
 
     @property

@@ -86,6 +86,8 @@ class Architecture:
     head: str = "lm_head"
     scores: int = 0
     """Numbers that a score head gives in place of logits; 0 for a language model."""
+    ways: int = 1
+    """Processes that share each matrix: what is here is the part of one."""
 
     @property
     def query(self) -> int:

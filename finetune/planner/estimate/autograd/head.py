@@ -36,6 +36,8 @@ def head(workload: Workload) -> Head:
     """Last norm, head and loss of a workload."""
     if workload.shape.scores:
         return _scores(workload)
+    if workload.loss.selected:
+        return _labelled(workload)
     return _chunked(workload) if workload.loss.chunked else _whole(workload)
 
 
@@ -71,6 +73,44 @@ def _whole(workload: Workload) -> Head:
     projected = trace(tape, source, logits).forward
     found = trace(tape, source, _loss(workload, tape, logits, entries))
     return Head(found, normed.size, projected, max(found.backwards[of_norm:]))
+
+
+def _labelled(workload: Workload) -> Head:
+    """The same where the hidden states of labelled tokens alone enter the head.
+
+    Of a head that tensor parallel cuts the logits are gathered: side by side first, then in the
+    order of the vocabulary.
+    """
+    shape, numerics = workload.shape, workload.numerics
+    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    tape = builder.tape
+    source = Value(float(workload.tokens * shape.hidden * numerics.residual))
+    normed = builder.norm(source)
+    of_norm = len(tape.nodes)
+    picked = tape.run(normed.size * workload.labelled, (normed,))
+    width, trained = _width(workload), workload.trains("head")
+    weight = Value(float(shape.embedding * width), grad=trained, leaf=True)
+    given, compute = picked, numerics.compute
+    if numerics.autocast and picked.size != workload.labelled_tokens * shape.hidden * compute:
+        given = tape.run(picked.size / 2, (picked,), holds=(normed,))
+    if numerics.autocast and width != compute:
+        weight = tape.run(float(shape.embedding * compute), (weight,))
+    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
+    own = float(workload.labelled_tokens * shape.vocab * compute)
+    logits = tape.run(own, (given, weight), keeps, holds=(normed, picked))
+    held = (normed, picked)
+    if shape.ways > 1:
+        beside = tape.run(own * shape.ways, (logits,))
+        logits = tape.run(own * shape.ways, (beside,), holds=(*held, logits))
+    projected = trace(tape, source, logits).forward
+    entries = float(workload.labelled_tokens * shape.vocab * shape.ways)
+    wide = logits if compute == 4 else tape.run(4 * entries, (logits,))
+    if shape.capped_logits:
+        wide = builder.capped(wide)
+    shares = tape.run(4 * entries, (wide,), holds=(wide, *held))
+    tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(shares,))
+    found = trace(tape, source, tape.run(4, (shares,), holds=(wide, *held)))
+    return Head(found, normed.size + picked.size, projected, max(found.backwards[of_norm:]))
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -182,7 +222,7 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     if workload.chained:
         copies = 0
     product = table * trained
-    if workload.cpu:  # torch 2.13 adds bf16 to fp32 through a copy in fp32 there
+    if workload.cpu and compute != 4:  # torch 2.13 adds bf16 to fp32 through a copy there
         product += 4.0 * shape.embedding * trained
     working = max(copies * tile, product)  # a tile is gone before the products are made
     following = chunk if labelled > rows else 0.0

@@ -188,7 +188,10 @@ class Layer:
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
             held = self._scores()
-            return self._attend(q, (query, key, values), [query, key, values, lse], held)
+            mixed = self._attend(q, (query, key, values), [query, key, values, lse], held)
+            for _ in range(self.numerics.rearranged):
+                mixed = self._attend(q, (mixed,), [])
+            return mixed
         if grouped:  # repeated to all heads
             key = tape.run(q, (key,), backward=0)
             values = tape.run(q, (values,), backward=0)

@@ -138,11 +138,14 @@ class _Memory:
         self.peak = max(self.peak, self.live + besides)
 
 
-def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -> Trace:
+def trace(
+    tape: Tape, source: Value, result: Value, source_held: bool = False, accumulated: bool = False
+) -> Trace:
     """Run a tape forwards and backwards, from the gradient of its result to that of its source.
 
     Args:
         source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
+        accumulated: gradients of parameters are added to earlier ones, and gone.
     """
     needed = {node for node in tape.nodes if node.grad}
     passing = _forward(tape, source, result, source_held, set()).peak
@@ -151,7 +154,7 @@ def trace(tape: Tape, source: Value, result: Value, source_held: bool = False) -
     memory.release(result)
     saved = memory.live
     peaks = dict.fromkeys(tape.nodes, 0.0)
-    gradients = _backward(tape, memory, needed, result, peaks)
+    gradients = _backward(tape, memory, needed, result, peaks, accumulated)
     return Trace(saved, forward, passing, memory.peak, gradients, tuple(peaks.values()))
 
 
@@ -179,7 +182,12 @@ def _forward(
 
 
 def _backward(
-    tape: Tape, memory: _Memory, needed: set[Node], result: Value, peaks: dict[Node, float]
+    tape: Tape,
+    memory: _Memory,
+    needed: set[Node],
+    result: Value,
+    peaks: dict[Node, float],
+    accumulated: bool,
 ) -> float:
     """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients.
 
@@ -209,6 +217,8 @@ def _backward(
         for value, new in made:
             if value.leaf:
                 gradients += value.gradient_size  # stays alive: never released
+                if accumulated:
+                    memory.release(new)
                 continue
             old = grads.get(value)
             if old is None:

@@ -69,7 +69,8 @@ class Gathered:
         else:
             units = workload.outer_bytes if workload.root_unit else self._table
         if workload.root_unit:
-            return units
+            # Nothing is gathered after the last layer: the buffer of its gathering stays.
+            return units + workload.unit_bytes
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
     def arriving(self) -> float:

@@ -1,0 +1,27 @@
+"""A timeline of memory: each moment of a step with what is alive in it."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One moment of a step: bytes by component."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The moments of a step in order."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)

@@ -1,0 +1,187 @@
+"""Memory of one stage of a pipeline: its tasks in their order, with what is alive in each.
+
+As torch 2.13 runs a schedule: buffers for the hidden states and gradients of all micro-batches are
+there from the first task to the last, the output of a forward pass is kept until its backward pass,
+and FSDP2 keeps units gathered, and gradients whole, until the last backward pass.
+"""
+
+from finetune.planner import schedules
+from finetune.planner.estimate import part
+from finetune.planner.estimate.autograd.tape import trace
+from finetune.planner.estimate.autograd.traces import layer_of, traces
+from finetune.planner.estimate.moments import Moment, Timeline
+from finetune.planner.estimate.sharding.resident import state
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.schedules import Task
+
+
+def timeline(workload: Workload) -> Timeline:
+    """The largest moments of each kind in a step of the stage `workload.layout.stage`."""
+    return _Stage(workload).timeline()
+
+
+class _Stage:
+    """The quantities of one stage, and what is alive while its tasks run."""
+
+    def __init__(self, workload: Workload) -> None:
+        layout, axes = workload.layout, workload.layout.axes
+        spans = schedules.spans(workload.shape.layers, axes)
+        self.parts = {n: len(spans[n]) for n in schedules.parts_of(layout.stage, axes)}
+        self.first, self.last = 0, len(spans) - 1
+        # From then on a stage repeats itself.
+        count = min(workload.accumulation, 2 * axes.pipeline * axes.chunks)
+        self.tasks = schedules.order(layout.stage, axes, count)
+        self.workload = here = part.here(workload)
+        self.run = traces(here)
+        tape, source, result = layer_of(here).build()
+        self.checkpointed = here.checkpointing in ("full", "attention")
+        self.again = trace(tape, source, result, self.checkpointed, accumulated=True)
+        self.stream = float(here.tokens * here.shape.hidden * here.numerics.residual)
+        self.sharded = layout.group > 1
+        self.flight: dict[tuple[int, int], float] = {}
+        self.made: set[int] = set()
+        """Parts whose gradients there are."""
+        self.open: dict[int, int] = dict.fromkeys(self.parts, 0)
+        """Layers of each part whose weights are gathered."""
+        self.moments: dict[str, Moment] = {}
+        self.largest: dict[str, float] = {}
+        self.base = {**state(here), "hand-overs": self._handed()}
+        self._sizes()
+
+    def _sizes(self) -> None:
+        here, shape = self.workload, self.workload.shape
+        width = float(here.reduce_width if self.sharded else here.gradient_width)
+        adapter = here.adapter
+        if adapter is None:
+            self.layer_gradient = shape.layer_parameters * width
+        else:
+            inside = (adapter.parameters - adapter.whole) / max(1, shape.layers)
+            self.layer_gradient = inside * width
+        # Of a table that tensor parallel cuts the gradient comes whole.
+        self.table = shape.embedding * shape.ways * width if here.trains("embedding") else 0.0
+        self.head_gradient = shape.head_weights * width if here.trains("head") else 0.0
+
+    def _handed(self) -> float:
+        """Buffers of what comes from the stages before and after, for every micro-batch."""
+        count = 0
+        for number in self.parts:
+            alone = set(self.parts)
+            count += number > self.first and number - 1 not in alone
+            count += number < self.last and number + 1 not in alone
+        return count * self.workload.accumulation * self.stream
+
+    # What is there -------------------------------------------------------------------------------
+
+    def _gradients(self) -> float:
+        found = 0.0
+        for number in self.made:
+            found += self.parts[number] * self.layer_gradient
+            found += self.table * (number == self.first)
+            found += self.head_gradient * (number == self.last)
+        return found
+
+    def _units(self) -> float:
+        """Weights that are gathered: the layers that were reached, and what is in no layer."""
+        if not self.sharded:
+            return 0.0
+        return sum(self.open.values()) * self.workload.unit_bytes + self.workload.outer_bytes
+
+    def _note(self, name: str, **parts: float) -> None:
+        kept = sum(self.flight.values())
+        parts["activations"] = parts.get("activations", 0.0) + kept
+        parts["gradients"] = self._gradients() + parts.get("gradients", 0.0)
+        parts["units"] = self._units() + parts.get("units", 0.0)
+        total, known = sum(parts.values()), self.largest.get(name, -1.0)
+        if total > known:
+            self.largest[name] = total
+            self.moments[name] = Moment(name, {**self.base, **parts})
+
+    # Tasks ---------------------------------------------------------------------------------------
+
+    def timeline(self) -> Timeline:
+        for task in self.tasks:
+            {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[
+                task.kind
+            ](task)
+        if self.sharded:
+            # Layer after layer is reduced, and given back, after the last backward pass.
+            self._note("gradients reduced", reduction=self.layer_gradient)
+        self.open = dict.fromkeys(self.parts, 0)
+        last = self._gradients() / self.workload.layout.share("grads")
+        self.made.clear()
+        base = dict(self.base)
+        self.moments["optimizer step"] = Moment("optimizer step", {**base, "gradients": last})
+        return Timeline(tuple(self.moments.values()))
+
+    def _forward(self, task: Task) -> None:
+        layers, run = self.parts[task.part], self.run
+        inside = run.layer.passing if self.checkpointed else run.layer.forward
+        received = self.stream if task.part > self.first else 0.0
+        unit = self.workload.unit_bytes if self.sharded else 0.0
+        self.open[task.part] = 0
+        kept = self._kept(layers - 1) + inside + self.stream - received
+        self._note("forward: last layer", activations=kept, units=2 * unit)
+        flight = self._kept(layers) - received
+        if task.part == self.last:
+            head = run.head
+            self._note("forward: head", activations=flight, loss=max(head.entering, head.projected))
+            self._note("forward: loss", activations=flight, loss=head.trace.forward)
+            flight += head.trace.saved
+        else:
+            flight += self.stream
+        self.flight[task.part, task.micro] = flight
+
+    def _backward(self, task: Task) -> None:
+        layers, run = self.parts[task.part], self.run
+        again = task.part in self.made
+        del self.flight[task.part, task.micro]
+        received = self.stream if task.part > self.first else 0.0
+        output = self.stream if task.part != self.last else 0.0
+        if task.part == self.last:
+            self._note(
+                "backward: loss and head",
+                activations=self._kept(layers) - received,
+                loss=run.head.trace.backward + self.head_gradient * (again and not self.sharded),
+            )
+        for index in range(layers):
+            self.open[task.part] = max(self.open[task.part], index + 1)
+            below = self._kept(layers - index - (0 if self.checkpointed else 1))
+            layer = self.again if again else run.layer
+            transient = layer.backward
+            if self.checkpointed:
+                transient = max(transient, layer.forward + self.stream)
+            early = 0.0
+            if not again:
+                early = index * self.layer_gradient + self.head_gradient * (task.part == self.last)
+            name = "backward: first layer" if index == layers - 1 else "backward: a layer"
+            # The next unit is gathered meanwhile, where it is not there.
+            ahead = self.sharded and index + 1 < layers and self.open[task.part] < index + 2
+            self._note(
+                name,
+                units=self.workload.unit_bytes * ahead,
+                activations=below + transient + output - (received if index < layers - 1 else 0.0),
+                gradients=early,
+            )
+        if task.part == self.first and self.table:
+            early = 0.0 if again else layers * self.layer_gradient
+            self._note(
+                "backward: embedding",
+                activations=self.stream,
+                gradients=early,
+                reduction=self.table,
+            )
+        self.made.add(task.part)
+
+    def _inputs(self, task: Task) -> None:
+        """The half of a backward pass that the stage before waits for; what it kept stays."""
+        flight = self.flight[task.part, task.micro]
+        self._backward(task)
+        self.flight[task.part, task.micro] = flight
+
+    def _weights(self, task: Task) -> None:
+        self._note("backward: weights", reduction=self.layer_gradient)
+        del self.flight[task.part, task.micro]
+
+    def _kept(self, layers: int) -> float:
+        """What the first so many layers of a part keep for the backward pass."""
+        return (layers - 1) * self.run.kept + self.run.first if layers else 0.0

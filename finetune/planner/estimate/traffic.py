@@ -1,0 +1,166 @@
+"""Bytes that one process sends in a step along each axis of a mesh, and how long they take.
+
+Ring collectives, as in `communication`: an all-gather or reduce-scatter of S bytes over N processes
+sends S(N - 1)/N from each, an all-reduce twice that.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from finetune.planner import schedules
+from finetune.planner.estimate import part
+from finetune.planner.estimate.communication import Volume, ring
+from finetune.planner.estimate.hardware import EFFICIENCY, Machine
+from finetune.planner.estimate.workload import Workload
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Matrices that tensor parallel cuts by columns. transformers 5.23 sums the gradient of the input
+of each, one after the other; the results of those that are cut by rows are summed forwards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What a process sends along one axis in a step."""
+
+    axis: str
+    sent: float
+    """Bytes."""
+    seconds: float
+    crosses: bool
+    """Whether some of it leaves a node."""
+
+
+def payloads(workload: Workload) -> dict[str, dict[str, float]]:
+    """Bytes of the tensors of all collectives of a step, by axis and collective.
+
+    Of the process that `workload.layout` means. A tensor is counted whole, as it is after an
+    all-gather and before a reduce-scatter; `send` is what is handed to the next stage or back.
+    """
+    found: dict[str, dict[str, float]] = {}
+    axes, here = workload.layout.axes, part.here(workload)
+    steps = workload.accumulation
+    stream = float(here.tokens * here.shape.hidden)
+    if axes.tensor > 1:
+        found["tensor"] = _tensor(workload, here, stream * steps)
+    if axes.sequence > 1:
+        found["sequence"] = _sequence(workload, here)
+    if axes.pipeline > 1:
+        numbers, last = schedules.parts_of(workload.layout.stage, axes), axes.pipeline * axes.chunks
+        forward = sum(n + 1 < last and n + 1 not in numbers for n in numbers)
+        back = sum(n > 0 and n - 1 not in numbers for n in numbers)
+        sent = (forward + back) * steps * stream * here.numerics.residual
+        found["pipeline"] = {"send": sent}
+        if workload.tied and {0, last - 1} & set(numbers) and not {0, last - 1} <= set(numbers):
+            width = here.gradient_width / workload.layout.share("grads")
+            found["pipeline"]["all-reduce"] = here.shape.embedding * width
+    if workload.layout.group > 1:
+        found["shard"] = _shard(workload, here)
+    if workload.layout.replicas > 1:
+        reduced = here.sharded * float(workload.gradient_width) / workload.layout.group
+        found["replicate"] = {"all-reduce": reduced}
+    return found
+
+
+def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, float]:
+    """Sums of what layers, embedding and head give, and the logits that are gathered.
+
+    `stream` are the elements of the hidden states of a step's micro-batches.
+    """
+    shape, layout = here.shape, workload.layout
+    width = here.numerics.compute
+    names = {matrix.leaf for matrix in shape.matrices}
+    again = workload.checkpointing in ("full", "attention")
+    forward = len(names & set(part.ROWS)) * (1 + again)
+    backward = sum(name in names for name in COLUMNS)
+    sums = stream * shape.layers * (forward + backward) * width
+    found = {"all-reduce": sums}
+    spans = schedules.parts_of(layout.stage, layout.axes)
+    if 0 in spans:
+        found["all-reduce"] += stream * here.numerics.residual
+    if layout.axes.pipeline * layout.axes.chunks - 1 in spans:
+        labelled = float(here.labelled_tokens * workload.accumulation)
+        found["all-reduce"] += labelled * shape.hidden * width
+        found["all-gather"] = labelled * shape.vocab * shape.ways * width
+    return found
+
+
+def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
+    """Ulysses (arXiv:2309.14509): queries, keys, values and results change hands, and come back."""
+    shape = here.shape
+    again = workload.checkpointing in ("full", "attention")
+    each = here.tokens * (2.0 * shape.query + 2.0 * shape.key) * here.numerics.compute
+    return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
+
+
+def _shard(workload: Workload, here: Workload) -> dict[str, float]:
+    """FSDP2: units are gathered before they run, gradients are reduced.
+
+    A stage keeps its units gathered after a backward pass until the next forward pass has run, and
+    reduces once; its embedding, norm and head once a step.
+    """
+    shape, layout = here.shape, workload.layout
+    reduced = here.sharded * float(here.gradient_width if here.scheme != "fsdp" else 4)
+    layers, steps = shape.layers * here.unit_bytes, workload.accumulation
+    if layout.axes.pipeline == 1:
+        again = 2 * layers + here.outer_bytes
+        reduces = steps if workload.synchronise_each else 1
+        return {"all-gather": steps * again, "reduce-scatter": reduces * reduced}
+    gathers, ready = dict.fromkeys(schedules.parts_of(layout.stage, layout.axes), 0), set[int]()
+    for task in schedules.order(layout.stage, layout.axes, steps):
+        if task.kind == "W":
+            continue
+        gathers[task.part] += task.part not in ready
+        (ready.discard if task.kind == "F" else ready.add)(task.part)
+    each = layers / len(gathers)
+    gathered = each * sum(gathers.values()) + here.outer_bytes
+    return {"all-gather": gathered, "reduce-scatter": reduced}
+
+
+def sent(workload: Workload) -> dict[str, float]:
+    """Bytes that a process sends in a step, by axis."""
+    axes, found = workload.layout.axes, dict[str, float]()
+    sizes = {
+        "tensor": axes.tensor,
+        "sequence": axes.sequence,
+        "shard": workload.layout.group,
+        "replicate": workload.layout.replicas,
+    }
+    for axis, kinds in payloads(workload).items():
+        size = sizes.get(axis, 2)
+        ways = {"all-reduce": 2 * ring(size), "send": 1.0}
+        found[axis] = sum(count * ways.get(kind, ring(size)) for kind, count in kinds.items())
+    return found
+
+
+def volume(workload: Workload) -> Volume:
+    """The same of the stage that sends most along all axes."""
+    layout = workload.layout
+    places = [dataclasses.replace(layout, stage=stage) for stage in range(layout.axes.pipeline)]
+    each = [sent(dataclasses.replace(workload, layout=place)) for place in places]
+    most = max(each, key=lambda found: sum(found.values()))
+    return Volume(gradients=most.pop("shard", 0.0), between=most.pop("replicate", 0.0), axes=most)
+
+
+def reaches(workload: Workload, axis: str) -> int:
+    """Processes from the first to the last of a group along an axis, by rank, both counted."""
+    axes, layout = workload.layout.axes, workload.layout
+    inside = {"tensor": axes.tensor, "sequence": axes.tensor * axes.sequence}
+    shard = axes.tensor * layout.group
+    known = inside | {"shard": shard, "replicate": shard * layout.replicas}
+    return known.get(axis, shard * layout.replicas + 1)
+
+
+def links(moved: Volume, workload: Workload, machine: Machine) -> list[Link]:
+    """What is sent along each axis, and how long that takes on the slowest link of the axis."""
+    found: list[Link] = []
+    for axis, count in by_axis(moved).items():
+        crosses = machine.nodes > 1 and reaches(workload, axis) > machine.per_node
+        rate = min(machine.link, machine.network) if crosses else machine.link
+        found.append(Link(axis, count, count / (rate * EFFICIENCY) if count else 0.0, crosses))
+    return found
+
+
+def by_axis(moved: Volume) -> Mapping[str, float]:
+    """Bytes by axis, none left out that sends some."""
+    shards = {"shard": moved.inside, "replicate": moved.between}
+    return {axis: count for axis, count in {**moved.axes, **shards}.items() if count}
