@@ -164,11 +164,13 @@ class _Stage:
             )
         if task.part == self.first and self.table:
             early = 0.0 if again else layers * self.layer_gradient
+            made = self.table
+            if self.sharded and self.workload.compute != 4:
+                # In 16 bits as it comes and as autograd keeps it, before it is added in fp32.
+                shape = self.workload.shape
+                made += 2.0 * shape.embedding * shape.ways * self.workload.compute
             self._note(
-                "backward: embedding",
-                activations=self.stream,
-                gradients=early,
-                reduction=self.table,
+                "backward: embedding", activations=self.stream, gradients=early, reduction=made
             )
         self.made.add(task.part)
 
