@@ -1,5 +1,6 @@
 """Layouts that divide a model, as the plan sees them: schedules, bubbles, traffic, memory."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +149,25 @@ def test_a_plan_of_a_mesh_shows_stages_links_and_the_bubble(finetune: Finetune) 
     assert "4 stages, 1F1B: a stage waits 8.6% of a step, by 32 micro-batches" in done.stdout
     assert "sent in a step, inside a node" in done.stdout
     assert "sent in a step, between nodes" in done.stdout
+
+
+def test_the_page_of_a_plan_draws_every_stage_and_every_task(
+    tmp_path: Path, finetune: Finetune
+) -> None:
+    words = ("plan", "llama3_1_8b_full", "batch.rows=16", "--html", str(tmp_path / "plan.html"))
+    machine = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2")
+    sizes = ("--backend", "pp_tp_fsdp", "--tensor", "2", "--pipeline", "4")
+    done = finetune(*words, *sizes, *machine)
+    assert done.status == 0, done.output
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<title>rank ") == 16
+    assert "rank 5: pipeline 1, shard 0, tensor 1" in page
+    assert all(f"layers {8 * stage} to {8 * stage + 7}" in page for stage in range(4))
+    # 8 micro-batches forwards and backwards on four stages.
+    assert page.count(">forward pass, micro-batch") == 8 * 4
+    assert page.count(">backward pass, micro-batch") == 8 * 4
+    assert "<script" not in page
+    assert "http" not in page
+    alone = finetune(*words)
+    assert alone.status == 2
+    assert "--html: the page is of one backend on a machine" in alone.output

@@ -11,6 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"
+    )
     add_machine(parser)
 
 

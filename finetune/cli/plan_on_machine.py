@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -84,6 +85,11 @@ def run(
             link=arguments.link, network=arguments.network, host_ram=arguments.host_ram,
             price=arguments.price,
         )  # fmt: skip
+    if arguments.html is not None and (machine is None or arguments.backend is None):
+        raise FinetuneError(
+            "--html: the page is of one backend on a machine; give both, such as --backend "
+            "pp_tp_fsdp --gpu H100-80 --gpus 64 --nodes 8"
+        )
     divided = arguments.backend and backends.load(arguments.backend).axes.any
     if machine is not None and divided:
         return _divided(arguments, recipe, machine, verify)
@@ -198,6 +204,10 @@ def _show(
     record = {**settled.summary(), "prediction": prediction.summary()}
     record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
+    if arguments.html is not None:
+        from finetune.reports import plan_page  # jinja: a quarter of a second
+
+        plan_page.write(prediction, Path(arguments.html))
     traced = verify(settled, workload) if verify else None
     if arguments.json:
         record |= {} if fit is None else {"fit": fit}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.planner.mesh import AXES, Mesh
 from finetune.reports.proof_page import proof_tables
 from finetune.reports.tables import Cell, Table, cell_of, tables, words
 from finetune.runs import units
@@ -46,6 +47,7 @@ def _sections(run: Run, history: History) -> Iterator[Section]:
         ("Throughput and memory", run.metrics, lambda: _rates(history)),
         ("Data", run.data, data),
         ("Backend", run.realised, lambda: [*_backend(history), *_realised(run)]),
+        ("Memory of each process", run.metrics, lambda: _processes(run, history)),
         ("Plan", run.plan, lambda: _plan(run, history)),
         ("Proofs", run.proof, lambda: proof_tables(read_object(run.proof))),
         ("Environment", run.environment, environment),
@@ -210,6 +212,25 @@ def _realised(run: Run) -> list[Table]:
     held = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
     built = list(tables(realised))
     return [*built, *tables(held, "elements held by each rank")] if held else built
+
+
+def _processes(run: Run, history: History) -> list[Table]:
+    """What each process held at its peak and what the plan says, with its place on the mesh."""
+    counted = history.measured[-1] if history.measured else None
+    if counted is None or len(counted.peaks) < 2:
+        return []
+    plan = read_object(run.plan)
+    sizes = {axis: plan.get("mesh", {}).get(axis, 1) for axis in AXES}
+    mesh, rows = Mesh(**sizes), list[tuple[Cell, ...]]()
+    for rank, peak in enumerate(counted.peaks):
+        place = mesh.place(rank)
+        at = ", ".join(f"{axis} {place[axis]}" for axis in AXES if sizes[axis] > 1)
+        planned = counted.planned[rank] if counted.planned else None
+        ratio = f"{peak / planned:.2f}" if planned else None
+        told = units.size(planned) if planned else None
+        rows.append((rank, at, told, units.size(peak), ratio))
+    columns = ("rank", "place", "planned", "measured", "measured / planned")
+    return [Table(rows, columns)]
 
 
 def _plan(run: Run, history: History) -> list[Table]:

@@ -1,0 +1,94 @@
+"""A plan as one page: the mesh, memory by stage, what crosses the links, the schedule.
+
+The page needs nothing beside it: no script, no font, no request.
+"""
+
+import time
+from pathlib import Path
+
+from finetune.planner.estimate import page as words
+from finetune.planner.estimate.predict import Prediction
+from finetune.planner.plan import Plan
+from finetune.reports import mesh_drawings as draw
+from finetune.reports.page import templates
+from finetune.reports.tables import Cell, Table
+from finetune.runs.run import write_whole
+
+WORDS = {
+    "safe": "fits",
+    "tight": "fits, but tightly: a longer row may not",
+    "no": "does not fit",
+}
+
+
+def write(prediction: Prediction, path: Path) -> None:
+    """Write the page of a plan on a machine.
+
+    Raises:
+        FinetuneError: the file cannot be written.
+    """
+    write_whole(path, _text(prediction))
+
+
+def _text(prediction: Prediction) -> str:
+    plan, machine = prediction.plan, prediction.machine
+    peaks = draw.peaks_of(prediction)
+    sent = {link.axis: link.sent for link in prediction.links}
+    pipeline = plan.mesh.pipeline > 1
+    return (
+        templates()
+        .get_template("plan.html.jinja")
+        .render(
+            title=f"{prediction.workload.layout.name} on {words.machine_words(machine)}",
+            state=WORDS[prediction.status].split(",")[0],
+            status=prediction.status,
+            verdict=plan.mesh.words(),
+            model=plan.recipe.model.name or "from scratch",
+            tiles=_tiles(prediction),
+            mesh=draw.mesh(plan, prediction.source.shape.layers, sent, machine.per_node),
+            memory=draw.memory(peaks, prediction.usable),
+            parts=draw.parts_of(peaks),
+            links=_links(prediction),
+            schedule=draw.schedule(plan) if pipeline else None,
+            schedule_words=_schedule_words(plan) if pipeline else "",
+            kinds=draw.kinds(plan) if pipeline else [],
+            text=f"{prediction.page()}\n\n{plan.explain()}",
+            made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
+        )
+    )
+
+
+def _schedule_words(plan: Plan) -> str:
+    """The bubble, and how much of the step is drawn."""
+    drawn, count = draw.drawn(plan), plan.accumulation
+    part = f" Drawn are {drawn} of them, which take longer to fill." if drawn < count else ""
+    return f"{plan.pipeline_words()}.{part} A backward pass is taken as two forward passes."
+
+
+def _tiles(prediction: Prediction) -> list[tuple[str, str, str]]:
+    times, plan = prediction.times, prediction.plan
+    peak = prediction.totals.allocated
+    tiles = [
+        ("memory", words.size(peak), f"of {words.size(prediction.usable)} usable"),
+        ("a step", words.duration(times.step), f"bound by {times.bound}"),
+        ("speed", f"{times.tokens_per_second:,.0f}", "tokens a second"),
+        ("sent", words.size(prediction.volume.total), "by a process in a step"),
+    ]
+    if plan.mesh.pipeline > 1:
+        tiles.append(("bubble", f"{plan.bubble:.1%}", f"{plan.accumulation} micro-batches"))
+    return tiles
+
+
+def _links(prediction: Prediction) -> Table:
+    step = prediction.times.step
+    rows: list[tuple[Cell, ...]] = [
+        (
+            link.axis,
+            words.size(link.sent),
+            "between nodes" if link.crosses else "inside a node",
+            words.duration(link.seconds),
+            f"{link.seconds / step:.1%}",
+        )
+        for link in prediction.links
+    ]
+    return Table(rows, ("axis", "sent in a step", "over links", "takes", "share of the step"))
