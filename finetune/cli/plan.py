@@ -11,9 +11,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"
-    )
     add_machine(parser)
 
 
@@ -32,6 +29,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
     parser.add_argument("--row-tokens", type=int, help="tokens of a row on average, for packing")
     parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="trace a step of the real model with fake tensors"
     )
