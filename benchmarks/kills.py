@@ -4,7 +4,9 @@
 
 Starting a process takes many times as long as the run of so small a model. Here one process imports
 everything once and forks the workers of each attempt: the same code, collectives and files, with
-the environment that `accelerate launch` gives them. An attempt is killed at a random moment of its
+the environment that `accelerate launch` gives them; compiled operations are shared, all else of a
+cache is a run's own. `--add` goes on with the counts of the last result, which is written after
+every run. An attempt is killed at a random moment of its
 life, from the preparation of its data to its card, every third one in a save; the
 next goes on with `--resume auto`. All ranks are killed together, or one of them, after which the
 others have to end by themselves.
@@ -21,7 +23,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from finetune.runs.run import Run, write_json
 from finetune.training.worker import train
 
 BACKENDS = tuple(name for name in backends.names() if backends.load(name).device != "nvme")
-STEPS = 40
+STEPS = 12
 BACKGROUND = 3
 """Every so many runs saves in the background."""
 DONE_SECONDS = 180.0
@@ -60,12 +62,19 @@ def main(words: Sequence[str]) -> int:
     command = " ".join(["python -m benchmarks kills", *words])
     circumstances = Circumstances.now(command, arguments.note)
     quiet()
+    import finetune.reports.plot  # noqa: F401  # matplotlib, once for all workers
+
     before = arguments.to / "kills.json"
     earlier = json.loads(before.read_text()) if arguments.add and before.exists() else None
     with tempfile.TemporaryDirectory(prefix="finetune-kills-") as scratch:
-        bench = Bench(Path(scratch), random.Random(arguments.seed))
-        bench.go(arguments.backends, arguments.count, time.monotonic() + arguments.seconds)
-        page = write(arguments.to, "kills", bench.result(earlier), circumstances)
+        bench = Bench(Path(scratch), arguments.seed, earlier)
+
+        def publish() -> Path:
+            return write(arguments.to, "kills", bench.result(), circumstances)
+
+        until = time.monotonic() + arguments.seconds
+        bench.go(arguments.backends, arguments.count, until, publish)
+        page = publish()
     print(f"\n{page.read_text()}\nwrote {page}")
     return 1 if bench.wrong else 0
 
@@ -73,16 +82,23 @@ def main(words: Sequence[str]) -> int:
 class Bench:
     """Runs of each backend, and what became of them."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.folder, self.rng = folder, rng
+    def __init__(self, folder: Path, seed: int, earlier: dict[str, Any] | None = None) -> None:
+        self.folder = folder
         self.counts: dict[str, dict[str, int]] = {}
         self.wrong: list[str] = []
-        self.background = False
+        self.before: dict[str, dict[str, int]] = {}
+        """What earlier parts counted."""
         self.parts: list[dict[str, Any]] = []
+        if earlier is not None:
+            self.add(earlier)
+        self.rng = random.Random(f"{seed} {len(self.parts)}")
+        self.background = False
         self.recipe = write_recipe(folder)
         os.environ["DS_ACCELERATOR"] = "cpu"
 
-    def go(self, names: Sequence[str], count: int, until: float) -> None:
+    def go(
+        self, names: Sequence[str], count: int, until: float, publish: Callable[[], object]
+    ) -> None:
         """Kill `count` times, the backends in turn, each time until a run is complete."""
         straight: dict[str, Outcome] = {}
         number = 0
@@ -97,6 +113,7 @@ class Bench:
                 self.counts[name]["milliseconds"] = int(1e3 * (time.monotonic() - seconds))
             self.one_run(name, number, straight[name], count, until)
             number += 1
+            publish()
 
     @property
     def kills(self) -> int:
@@ -136,7 +153,7 @@ class Bench:
         """Start the workers; returns the kind of their end: None where they came to it."""
         machine = backends.load(backend)
         world = 1 if TRAITS[machine.engine].alone else 2
-        if machine.shard_size is not None:  # several copies of the sharded model
+        if machine.shard_size is not None or machine.axes.any:  # as many as its mesh has places
             world = machine.processes
         environments = worker_environments(backend, world)
         recipe = self.recipe.with_saving(every=2, background=self.background)
@@ -173,8 +190,13 @@ class Bench:
         return phase
 
     def cache(self, run: Run) -> Path:
-        """A cache of its own, so that each run prepares its data."""
-        return self.folder / "caches" / run.root.name
+        """A cache of its own, so that each run prepares its data; what is compiled is shared."""
+        place = self.folder / "caches" / run.root.name
+        if not place.exists():
+            (self.folder / "compiled").mkdir(exist_ok=True)
+            place.mkdir(parents=True)
+            (place / "compiled").symlink_to(self.folder / "compiled")
+        return place
 
     def phase(self, run: Run) -> str:
         """What a run is doing, by the files that are there."""
@@ -186,42 +208,47 @@ class Bench:
             return "save"
         return "finish" if list(run.read_metrics("end")) else "step"
 
-    def add(self, earlier: dict[str, Any]) -> list[str]:
-        """Count what earlier parts found too; returns a remark for each of them."""
+    def add(self, earlier: dict[str, Any]) -> None:
+        """Count what earlier parts found too."""
         found = earlier["results"]
-        for backend, counts in found["backends"].items():
-            mine = self.counts.setdefault(backend, dict.fromkeys(counts, 0))
-            for kind in KINDS:
-                mine[kind] += counts[kind]
-        self.wrong += found["wrong"]
         last = found["kills"] - sum(part["kills"] for part in found["parts"])
         part = {"command": earlier["command"], "commit": earlier["commit"], "kills": last}
         self.parts = [*found["parts"], part]
-        return [
-            f"{p['kills']} kills by `{p['command']}` at commit {p['commit']}" for p in self.parts
-        ]
+        self.before, self.wrong = found["backends"], list(found["wrong"])
 
-    def result(self, earlier: dict[str, Any] | None) -> Result:
-        remarks = self.add(earlier) if earlier else []
+    def totals(self) -> dict[str, dict[str, int]]:
+        """The counts of each backend, earlier parts included."""
+        nothing = dict.fromkeys(KINDS, 0)
+        return {
+            name: {
+                kind: each.get(name, nothing)[kind] + other.get(name, nothing)[kind]
+                for kind in KINDS
+            }
+            for each, other in [(self.before, self.counts)]
+            for name in sorted({*each, *other})
+        }
+
+    def result(self) -> Result:
+        totals = self.totals()
+        kills = sum(counts["kills"] for counts in totals.values())
         head = ["backend", "runs", "right", "kills", *PHASES, "of one rank"]
         rows = [
-            [f"`{name}`", *(str(counts[kind]) for kind in KINDS)]
-            for name, counts in self.counts.items()
+            [f"`{name}`", *(str(counts[kind]) for kind in KINDS)] for name, counts in totals.items()
         ]
         how = (
             f"Runs of {STEPS} steps with a checkpoint after each second one, killed by SIGKILL at "
-            f"random moments and continued with `--resume auto`: {self.kills} kills in all; one of "
+            f"random moments and continued with `--resume auto`: {kills} kills in all; one of "
             f"{BACKGROUND} runs saves in the background. `load` is all that lies between the data "
             "and the first step, `finish` what comes after the last. A run is right where every "
-            "step's and evaluation's loss, `best.json`, the files of its result and their weights "
-            "are, bit for bit, those of a run that was never killed."
+            "step's and evaluation's loss, `best.json`, the files of its result, their weights and "
+            "its card but for the lines of time and memory are, bit for bit, those of a run that "
+            "was never killed."
         )
-        values = {
-            "kills": self.kills,
-            "wrong": self.wrong,
-            "backends": self.counts,
-            "parts": self.parts,
-        }
+        values = {"kills": kills, "wrong": self.wrong, "backends": totals, "parts": self.parts}
+        remarks = [
+            f"{each['kills']} kills by `{each['command']}` at commit {each['commit']}"
+            for each in self.parts
+        ]
         return Result("Killed runs", how, values, [head, *rows], [*self.wrong, *remarks])
 
 
@@ -241,7 +268,14 @@ def outcome(run: Run) -> Outcome:
     found["best"] = json.loads(run.best.read_text()) if run.best.exists() else None
     files = sorted(run.final.glob("*"))
     told = {path.name: sha256(path) if path.suffix == ".safetensors" else "" for path in files}
-    return found | {"result": told}
+    return found | {"result": told, "card": card(run)}
+
+
+def card(run: Run) -> list[str]:
+    """The lines of a result's card that do not depend on how long it took."""
+    page = run.final / "README.md"
+    lines = page.read_text().splitlines() if page.exists() else []
+    return [line for line in lines if not line.startswith(("| Wall time |", "| Peak memory "))]
 
 
 def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:

@@ -50,12 +50,45 @@ def generator(seed: int, subject: str, number: int) -> random.Random:
     return random.Random(f"{seed} {subject} {number}")
 
 
-def run_case(name: str, subject: Subject, seed: int, number: int) -> Fault | str:
+class Originals:
+    """The content of a subject's files, and how each of them looks while it has that content."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.contents = {file: file.read_bytes() for file in subject.files}
+        self._unchanged = {file: _looks(file) for file in self.contents}
+
+    def put_back(self) -> None:
+        """Give files the content that they had; those that nobody touched are not read."""
+        for file, content in self.contents.items():
+            if _looks(file) == self._unchanged[file]:
+                continue
+            if not file.exists():  # a damaged checkpoint was set aside
+                aside = file.parent.with_name(f"damaged-{file.parent.name}")
+                if aside.is_dir():
+                    aside.rename(file.parent)
+            if not file.is_file() or file.read_bytes() != content:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            self._unchanged[file] = _looks(file)
+
+
+def _looks(file: Path) -> tuple[int, int, int] | None:
+    """Inode, size and time of the last change of a file; None where there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def run_case(
+    name: str, subject: Subject, seed: int, number: int, originals: Originals | None = None
+) -> Fault | str:
     """Make a case, read it, and put the file back; returns how it ended: a fault, or a word."""
+    originals = originals or Originals(subject)
     rng = generator(seed, name, number)
     path = rng.choice(list(subject.files))
-    before = {file: file.read_bytes() for file in subject.files}
-    path.write_bytes(subject.change(rng, path.name, before[path]))
+    path.write_bytes(subject.change(rng, path.name, originals.contents[path]))
     subject.finish(rng, path)
     try:
         with limits():
@@ -75,19 +108,7 @@ def run_case(name: str, subject: Subject, seed: int, number: int) -> Fault | str
     except BaseException as error:  # a library in Rust panics with one that is no Exception
         return _fault(name, number, path, error)
     finally:
-        put_back(before)
-
-
-def put_back(before: dict[Path, bytes]) -> None:
-    """Give files the content that they had."""
-    for file, content in before.items():
-        if not file.exists():  # a damaged checkpoint was set aside
-            aside = file.parent.with_name(f"damaged-{file.parent.name}")
-            if aside.is_dir():
-                aside.rename(file.parent)
-        if not file.is_file() or file.read_bytes() != content:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        originals.put_back()
 
 
 def _fault(name: str, number: int, path: Path, error: BaseException) -> Fault:
@@ -130,8 +151,17 @@ class Outcome:
     ends: Counter[str] = dataclasses.field(default_factory=Counter)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    """Processor time of all of them."""
     slowest: float = 0.0
-    """Seconds of the case that took longest."""
+    """That of the case that took longest."""
+
+    def add(self, end: Fault | str, seconds: float) -> None:
+        """Count a case that ended so."""
+        self.seconds, self.slowest = self.seconds + seconds, max(self.slowest, seconds)
+        if isinstance(end, Fault):
+            self.faults.append(end)
+            end = "wrong"
+        self.ends[end] += 1
 
     @property
     def cases(self) -> int:
@@ -140,16 +170,11 @@ class Outcome:
 
 def run_cases(name: str, subject: Subject, seed: int, numbers: range) -> Outcome:
     """Run cases of a subject in this process."""
-    found = Outcome()
+    found, originals = Outcome(), Originals(subject)
     for number in numbers:
-        begun = time.monotonic()
-        end = run_case(name, subject, seed, number)
-        took = time.monotonic() - begun
-        found.seconds, found.slowest = found.seconds + took, max(found.slowest, took)
-        if isinstance(end, Fault):
-            found.faults.append(end)
-            end = "wrong"
-        found.ends[end] += 1
+        begun = time.process_time()
+        end = run_case(name, subject, seed, number, originals)
+        found.add(end, time.process_time() - begun)
     return found
 
 

@@ -7,24 +7,31 @@ of a library ends that process alone, counts as a fault, and the next case goes 
 import argparse
 import atexit
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fuzz.cases import Fault, Outcome, put_back, quiet_process, run_case, run_cases
+from benchmarks.fuzz.cases import Fault, Originals, Outcome, quiet_process, run_case
 from benchmarks.fuzz.subjects import Subject, build, subjects
 from benchmarks.record import Circumstances, Result, write
 
+PARTS = 20
+"""A result is written after each part, in which every subject has its share."""
 BLOCK = 500
 """Cases between two reports of a process."""
+IN_MEMORY = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
+"""Where files are written without a disk; None on machines without such a place."""
 
 
 def main(words: Sequence[str], results: Path) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000, help="in all, shared by the subjects")
+    parser.add_argument("--seconds", type=float, help="begin no other part after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="some of the subjects")
     parser.add_argument("--case", type=int, help="one case of one subject, with its traceback")
@@ -35,7 +42,7 @@ def main(words: Sequence[str], results: Path) -> int:
         shlex.join(["python", "-m", "benchmarks", "fuzz", *words]), given.note
     )
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory(prefix="finetune-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="finetune-fuzz-", dir=IN_MEMORY) as folder:
         home = Path(folder)
         os.environ["FINETUNE_CACHE"] = str(home / "own-cache")
         build(home)
@@ -47,12 +54,15 @@ def main(words: Sequence[str], results: Path) -> int:
             (name,) = chosen
             print(run_case(name, chosen[name], given.seed, given.case))
             return 0
-        found = {
-            name: in_processes(name, chosen[name], given.seed, count)
-            for name, count in shares(chosen, given.cases).items()
-        }
-    result = result_of(found, given.seed)
-    page = write(given.to, "fuzz", result, circumstances)
+        until = time.monotonic() + given.seconds if given.seconds else math.inf
+        found, page = {name: Outcome() for name in chosen}, given.to
+        for part in range(PARTS):
+            for name, count in shares(chosen, given.cases).items():
+                numbers = range(count * part // PARTS, count * (part + 1) // PARTS)
+                in_processes(name, chosen[name], given.seed, numbers, found[name])
+            page = write(given.to, "fuzz", result_of(found, given.seed), circumstances)
+            if time.monotonic() > until:
+                break
     print(page.read_text())
     for outcome in found.values():
         for fault in outcome.faults[:50]:
@@ -68,23 +78,21 @@ def shares(chosen: dict[str, Subject], cases: int) -> dict[str, int]:
     return counts
 
 
-def in_processes(name: str, subject: Subject, seed: int, count: int) -> Outcome:
-    """Run the cases of a subject in forked processes, going on behind a case that ends one."""
-    found, next_case = Outcome(), 0
-    while next_case < count:
-        block = range(next_case, min(count, next_case + BLOCK))
-        outcome, done = _forked(name, subject, seed, block)
+def in_processes(name: str, subject: Subject, seed: int, numbers: range, found: Outcome) -> None:
+    """Run cases of a subject in forked processes, going on behind a case that ends one."""
+    left = numbers
+    while left:
+        outcome, done = _forked(name, subject, seed, left[:BLOCK])
         found.ends.update(outcome.ends)
         found.faults += outcome.faults
         found.seconds += outcome.seconds
         found.slowest = max(found.slowest, outcome.slowest)
-        next_case += done
-        print(f"{name}: {next_case} of {count}, {len(found.faults)} wrong", file=sys.stderr)
-    return found
+        left = left[done:]
+    print(f"{name}: {found.cases:,} cases, {len(found.faults)} wrong", file=sys.stderr)
 
 
 def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outcome, int]:
-    before = {file: file.read_bytes() for file in subject.files}
+    originals = Originals(subject)
     reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -94,30 +102,24 @@ def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outco
         atexit.register(os._exit, 1)  # torch's threads are not there, and are waited for at an end
         with os.fdopen(writer, "w") as told:
             for number in block:
-                outcome = run_cases(name, subject, seed, range(number, number + 1))
-                fault = outcome.faults[0] if outcome.faults else None
-                line = {
-                    "end": next(iter(outcome.ends)), "seconds": outcome.seconds,
-                    "fault": None if fault is None else vars(fault),
-                }  # fmt: skip
-                told.write(json.dumps(line) + "\n")
+                begun = time.process_time()
+                end = run_case(name, subject, seed, number, originals)
+                seconds = time.process_time() - begun
+                fault = vars(end) if isinstance(end, Fault) else None
+                told.write(json.dumps([None if fault else end, seconds, fault]) + "\n")
                 told.flush()
         os._exit(0)
     os.close(writer)
     found, done = Outcome(), 0
     with os.fdopen(reader) as told:
         for line in told:
-            each, done = json.loads(line), done + 1
-            found.ends[each["end"]] += 1
-            found.seconds += each["seconds"]
-            found.slowest = max(found.slowest, each["seconds"])
-            if each["fault"] is not None:
-                found.faults.append(Fault(**each["fault"]))
+            end, seconds, fault = json.loads(line)
+            found.add(end if fault is None else Fault(**fault), seconds)
+            done += 1
     _, status = os.waitpid(child, 0)
+    originals.put_back()
     if done < len(block):
-        put_back(before)
-        found.ends["wrong"] += 1
-        found.faults.append(Fault(name, block[done], "?", f"the process ended by {status}", ""))
+        found.add(Fault(name, block[done], "?", f"the process ended by {status}", ""), 0.0)
         done += 1
     return found, done
 
@@ -139,7 +141,7 @@ def result_of(found: dict[str, Outcome], seed: int) -> Result:
             for name, each in found.items()
         },
     }  # fmt: skip
-    table = [["subject", "cases", "read", "refused", "wrong", "seconds", "slowest case, s"]]
+    table = [["subject", "cases", "read", "refused", "wrong", "CPU s", "slowest case, s"]]
     for name, each in values["subjects"].items():
         numbers = (f"{each[key]:,}" for key in ("cases", "read", "refused", "wrong"))
         table.append([name, *numbers, f"{each['seconds']:,}", f"{each['slowest_seconds']:.2f}"])

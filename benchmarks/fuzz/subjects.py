@@ -68,6 +68,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+PLANNED = ("--json", "--backend", "single", "--gpu", "h100")
+"""For a machine that is named: the speed of this one is not measured anew in each case."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """Files of one kind, and what reads one of them."""
@@ -171,7 +175,7 @@ def subjects(home: Path) -> dict[str, Subject]:
         "overrides": Subject([home / "overrides.txt"], _overrides(home), 10, change=_pairs(recipe)),
         "plans": Subject(
             [home / "recipes/recipe.json"],
-            lambda path: command("plan", path, "--json", "--backend", "single"), 3,
+            lambda path: command("plan", path, *PLANNED), 3,
         ),
         "backends": Subject(_backends(home), _read_backend, 20),
         "reports": Subject(records, lambda _: command("report", run.root), 3),
@@ -392,7 +396,7 @@ def _models(home: Path) -> Callable[[Path], object]:
     def read(_: Path) -> None:
         fingerprint(recipe.model)
         load_chat(load_tokenizer(recipe), None)
-        command("plan", home / "recipes/recipe.json", "--json", "--backend", "single")
+        command("plan", home / "recipes/recipe.json", *PLANNED)
         open_model(home / "model")
 
     return read

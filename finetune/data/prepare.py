@@ -12,6 +12,7 @@ Tokens go to the disk as they are made: memory holds a few numbers per document.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -398,11 +399,16 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
 
 def _code_hash(recipe: Recipe) -> str:
     """A hash of this package and of the method's `encode`: new code, new rows."""
+    encode = repr(_code(type(recipe).encode.__code__))
+    return hashlib.sha256(_package_hash() + encode.encode()).hexdigest()
+
+
+@functools.cache
+def _package_hash() -> bytes:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    digest.update(repr(_code(type(recipe).encode.__code__)).encode())
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def _format_code(name: str) -> str | None:
