@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import data, kernels, memory, saving, scaling, shapes, startup, training
+from benchmarks import checks, data, kernels, memory, saving, scaling, shapes, startup, training
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """The same on GPUs: first what decides most."""
-PARTS = (*EVERYDAY, "data", "kernels", "memory", "saving", "scaling", "shapes")
+PARTS = (*EVERYDAY, "checks", "data", "kernels", "memory", "saving", "scaling", "shapes")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -63,6 +63,8 @@ def measure(
     match part:
         case "startup":
             return startup.measure(scratch, arguments.repeats)
+        case "checks":
+            return checks.measure(scratch / part, arguments.repeats)
         case "data":
             return data.measure(scratch, arguments.rows)
         case "kernels":
