@@ -72,9 +72,9 @@ bench: $(READY) ## Measure start-up and each backend here, then race the peers: 
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks peers $(RACES)
 
-bench-gpu: $(READY) ## Measure on GPUs; without one, skip all of it and say so.
-	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu $(ARGS) && \
-		$(BIN)/python -m benchmarks peers $(RACES) --gpu; \
+bench-gpu: $(READY) ## Measure on GPUs, for 45 minutes at most; without one, skip all of it and say so.
+	@if $(SEES_GPU); then $(BIN)/python -m benchmarks --gpu --minutes 30 $(ARGS) && \
+		timeout --signal=INT 15m $(BIN)/python -m benchmarks peers $(RACES) --gpu || [ $$? = 124 ]; \
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
 clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and models stay.

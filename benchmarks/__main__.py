@@ -1,9 +1,11 @@
 """Measure this machine, a part at a time: `python -m benchmarks [PART ...]`."""
 
 import argparse
+import math
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,20 +47,29 @@ def main(words: Sequence[str]) -> int:
     suffix = "_gpu" if arguments.gpu else ""
     circumstances = Circumstances.now(command, arguments.note)
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as scratch:
+        until = time.monotonic() + 60 * arguments.minutes
         for part in arguments.parts or (ON_GPUS if arguments.gpu else EVERYDAY):
+            left = (until - time.monotonic()) / 60
+            if left <= 0:
+                print(f"{part}: not begun, after {arguments.minutes:g} minutes", flush=True)
+                continue
 
             def publish(result: Result, name: str = part + suffix) -> Path:
                 return write(arguments.to, name, result, circumstances)
 
-            page = publish(measure(part, arguments, Path(scratch), publish))
+            page = publish(measure(part, arguments, Path(scratch), publish, left))
             print(f"\n{page.read_text()}\nwrote {page} and {page.with_suffix('.json').name}\n")
     return 0
 
 
 def measure(
-    part: str, arguments: argparse.Namespace, scratch: Path, publish: Callable[[Result], Path]
-) -> Result:
-    """What one part finds; a long one publishes what it knows meanwhile."""
+    part: str, arguments: argparse.Namespace, scratch: Path, publish: Callable[[Result], Path],
+    left: float = math.inf,
+) -> Result:  # fmt: skip
+    """What one part finds; a long one publishes what it knows meanwhile, and minds what is `left`.
+
+    `left` is in minutes.
+    """
     chosen: Sequence[str] | None = arguments.backends
     match part:
         case "startup":
@@ -76,14 +87,15 @@ def measure(
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
         case "shapes":
-            return shapes.measure(scratch / part, arguments.steps, publish)
+            most = min(left, shapes.MINUTES)
+            return shapes.measure(scratch / part, arguments.steps, publish, minutes=most)
         case "scaling":
             backends = chosen or scaling.BACKENDS
             return scaling.measure(scratch / part, backends, arguments.steps)
         case _:
             backends = chosen or training.BACKENDS
             return training.measure(
-                scratch, backends, arguments.steps, arguments.gpu, arguments.runs
+                scratch, backends, arguments.steps, arguments.gpu, arguments.runs, left
             )
 
 
@@ -101,6 +113,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps", type=positive, default=10, help=f"timed ones, after {training.WARMUP} others"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing after so long"
     )
     parser.add_argument("--to", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--note", help="a sentence for the record, such as what else was running")

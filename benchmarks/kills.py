@@ -66,6 +66,10 @@ def main(words: Sequence[str]) -> int:
 
     before = arguments.to / "kills.json"
     earlier = json.loads(before.read_text()) if arguments.add and before.exists() else None
+    if earlier is not None and not all(
+        each.keys() >= set(KINDS) for each in earlier["results"]["backends"].values()
+    ):
+        parser.error(f"--add: {before} counts other kinds of kills; begin a new one with --to")
     with tempfile.TemporaryDirectory(prefix="finetune-kills-") as scratch:
         bench = Bench(Path(scratch), arguments.seed, earlier)
 

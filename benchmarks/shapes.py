@@ -39,6 +39,8 @@ class Case:
     pointwise: str = "auto"
     tokens: int = 8_192
     """Of a pack, which is a micro-batch and a step."""
+    backend: str = "single"
+    """On all GPUs of the machine; one that shards does so over one, too."""
     expected: str = "not stated"
     """Tokens per second, by roofline arithmetic."""
 
@@ -64,6 +66,9 @@ CASES = (
     Case("0.6B, all weights", QWEN_06, tokens=16_384, expected="60,000 to 90,000"),
     Case("1B, all weights", LLAMA_1, tokens=16_384),
     Case("8B, QLoRA", LLAMA_8, True, "nf4", expected="0.9 of LoRA"),
+    Case("1B, all weights, fsdp_full_shard", LLAMA_1, backend="fsdp_full_shard"),
+    Case("1B, all weights, zero3", LLAMA_1, backend="zero3"),
+    Case("8B, LoRA, fsdp_full_shard", LLAMA_8, True, backend="fsdp_full_shard"),
 )
 """In the order of what they decide."""
 
@@ -100,11 +105,13 @@ def _train(folder: Path, case: Case, steps: int) -> dict[str, Any]:
         config = AutoConfig.for_model(**case.config)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(base)
-    count = max(64, steps * case.tokens // 200)
+    alone = case.backend == "single"
+    processes = 1 if alone else max(1, torch.cuda.device_count())
+    count = max(64, steps * processes * case.tokens // 200)
     recipe = Pretrain(
         Model(str(base), tokenizer=str(place / "tokenizer"), quantization=case.quantization),  # type: ignore[arg-type]
         data=(written(texts(count, DOCUMENTS), place),),
-        batch=Batch(1, 1, case.tokens, "truncate", packing=True),
+        batch=Batch(processes, 1, case.tokens, "truncate", packing=True),
         data_checks="report",
         max_steps=steps,
     ).with_kernels(pointwise=case.pointwise)  # type: ignore[arg-type]
@@ -112,8 +119,11 @@ def _train(folder: Path, case: Case, steps: int) -> dict[str, Any]:
         recipe = recipe.with_lora(r=16)
     run = Run(place / "run")
     words = ["--precision", "bf16", "--no-plot", "--output", run.root]
-    finetune("train", saved(recipe, place), *words, cache=place / "cache")
-    found = read(run, 1)
+    if not alone:
+        words += ["--backend", case.backend, "--processes", str(processes)]
+    verb = "train" if alone else "launch"
+    finetune(verb, saved(recipe, place), *words, cache=place / "cache")
+    found = read(run, processes)
     plans = list(run.read_metrics("memory"))
     return found | {
         "expected": case.expected,
@@ -130,9 +140,9 @@ def _planned(run: Run) -> dict[str, Any]:
 
 def _result(measured: dict[str, dict[str, Any]], remarks: list[str], steps: int) -> Result:
     how = (
-        "Random weights, packs of short documents, one pack a step, in bf16: the median of "
-        f"{steps} steps after {WARMUP} others. What is expected is roofline arithmetic for one "
-        "H100; what is planned is the run's own `plan.json`."
+        "Random weights, packs of short documents, one pack a step and process, in bf16: "
+        f"the median of {steps} steps after {WARMUP} others. What is expected is roofline "
+        "arithmetic for one H100; what is planned is the run's own `plan.json`."
     )
     head = ["model", "tokens/s", "expected", "step", "planned", "peak", "planned peak", "MFU"]
     rows = [

@@ -1,7 +1,9 @@
 """Tokens per second and peak memory of the training loop under each backend."""
 
 import itertools
+import math
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,14 @@ RUNS = 3
 
 
 def measure(
-    folder: Path, backends: Sequence[str], steps: int, gpu: bool, runs: int = RUNS
-) -> Result:
-    """Train `WARMUP` + `steps` optimizer steps on each backend, `runs` times in turns."""
+    folder: Path, backends: Sequence[str], steps: int, gpu: bool, runs: int = RUNS,
+    minutes: float = math.inf,
+) -> Result:  # fmt: skip
+    """Train `WARMUP` + `steps` optimizer steps on each backend, `runs` times in turns.
+
+    No run is begun after `minutes`; what is not begun is a remark.
+    """
+    until = time.monotonic() + 60 * minutes
     shape = LARGE if gpu else SMALL
     recipe = write_job(folder / "job", shape, WARMUP + steps)
     precision = "bf16" if gpu else "fp32"
@@ -48,7 +55,11 @@ def measure(
             print(remarks[-1], flush=True)
         else:
             possible[backend] = count
-    measured = fastest(in_turns(folder, recipe, possible, precision, runs))
+    turns = in_turns(folder, recipe, possible, precision, runs, until)
+    measured = fastest(turns)
+    for backend in possible:
+        if (ran := sum(backend in turn for turn in turns)) < runs:
+            remarks.append(f"`{backend}`: {ran} of {runs} runs, after {minutes:g} minutes")
     add_ratios(measured)
     values = {"precision": precision, "timed_steps": steps, "runs": runs, "backends": measured}
     told = (
@@ -68,7 +79,10 @@ def measure(
 def fastest(turns: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """What the fastest run of each backend says."""
     return {
-        backend: max((turn[backend] for turn in turns), key=lambda each: each["tokens_per_second"])
+        backend: max(
+            (turn[backend] for turn in turns if backend in turn),
+            key=lambda each: each["tokens_per_second"],
+        )
         for backend in turns[0]
     }
 
@@ -79,14 +93,18 @@ def in_turns(
     processes: dict[str, int],
     precision: str,
     runs: int,
+    until: float = math.inf,
 ) -> list[dict[str, dict[str, Any]]]:
     """Train on each backend, one after the other, `runs` times; what each run says, by backend.
 
     Args:
         processes: of each backend.
+        until: moment of `time.monotonic` after which no run is begun.
     """
     measured: list[dict[str, dict[str, Any]]] = [{} for _ in range(runs)]
     for turn, (backend, count) in itertools.product(range(runs), processes.items()):
+        if time.monotonic() > until:
+            break
         run = Run(folder / f"{backend}-{turn}")
         finetune(
             "launch", recipe, "--backend", backend, "--processes", str(count), "--no-plot",

@@ -1,5 +1,6 @@
 """fp16 with a scaled loss: near fp32, alike on every engine, and an overflow leaves no row out."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from test_training import own_cache
 
 import finetune as ft
 from finetune import catalog
+from finetune.checkpoints import checkpoint
 from finetune.distributed import loss_scale
 from finetune.distributed.loss_scale import FIRST, LossScale
 from finetune.errors import FinetuneError
@@ -47,7 +49,8 @@ def test_an_overflow_takes_the_same_step_again(
 
     Scales are powers of two, and these gradients are far from fp16's smallest number.
     """
-    straight = train(tiny, tmp_path / "straight", "fp16", max_steps=3)
+    sections: dict[str, Any] = {"max_steps": 3, "saving": {"every": 1, "keep": 2}}
+    straight = train(tiny, tmp_path / "straight", "fp16", **sections)
     monkeypatch.setattr(loss_scale, "FIRST", 2.0**40)
     lowered = list[float]()
     lower = LossScale.lower
@@ -57,10 +60,20 @@ def test_an_overflow_takes_the_same_step_again(
         return lower(scale)
 
     monkeypatch.setattr(LossScale, "lower", counted)
-    overflowed = train(tiny, tmp_path / "overflowed", "fp16", max_steps=3)
+    overflowed = train(tiny, tmp_path / "overflowed", "fp16", **sections)
     assert lowered[0] == 2.0**40
     assert losses(overflowed) == losses(straight)
     assert not list(overflowed.read_metrics("skipped"))
+
+    # Steps that are taken again go on with the scale of their checkpoint: nothing overflows anew.
+    count, kept = len(lowered), checkpoint.progress_of(overflowed.checkpoint(2)).scale
+    assert kept == {"value": 2.0**40 / loss_scale.FALL**count, "clean": 2}
+    shutil.rmtree(overflowed.checkpoint(3))
+    shutil.rmtree(overflowed.final)
+    recipe = catalog.from_fields(tiny.fields(**sections))
+    resumed = ft.train(recipe, precision="fp16", output=overflowed.root, resume=True)
+    assert len(lowered) == count
+    assert losses(resumed) == losses(straight)
 
 
 def test_the_scale_falls_at_once_and_rises_in_time() -> None:

@@ -66,6 +66,8 @@ class Progress:
     """The rows that the steps count in: see `finetune.data.audit.identity`."""
     base: str | None = None
     """Identity of the adapter's base: see `finetune.checkpoints.base_weights.fingerprint`."""
+    scale: dict[str, float] | None = None
+    """Of the loss with fp16: see `finetune.distributed.loss_scale`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +274,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
 
 
 def load_state(engine: Engine, folder: Path) -> None:
-    """Give a prepared engine the fp32 weights and optimizer state of a checkpoint."""
+    """Give a prepared engine the fp32 weights, optimizer state and loss scale of a checkpoint."""
     scalars = read_manifest(folder)["scalars"]
     with Reader(folder) as reader, torch.no_grad():
 
@@ -281,6 +283,7 @@ def load_state(engine: Engine, folder: Path) -> None:
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 
         engine.restore(reader, extras)
+    engine.scale.restore(progress_of(folder).scale)
 
 
 def compare(engine: Engine, folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ checkpoint is being written: the next one waits for it. The thread meets the oth
 a process group of its own, so that its collectives never mix with those of the training.
 """
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -46,6 +47,7 @@ class Saver:
         """
         self.finish()
         begun = time.perf_counter()
+        progress = dataclasses.replace(progress, scale=self._engine.scale.state())
         taken = checkpoint.take(self._engine)
         if not self._saving.background:
             self._write(taken, progress, best, begun, None)

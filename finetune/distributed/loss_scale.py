@@ -37,6 +37,15 @@ class LossScale:
         if self.used and self._clean >= PATIENCE and self.value < FIRST:
             self.value, self._clean = 2 * self.value, 0
 
+    def state(self) -> dict[str, float] | None:
+        """What a checkpoint keeps of it; None where the factor stays 1."""
+        return {"value": self.value, "clean": self._clean} if self.used else None
+
+    def restore(self, state: dict[str, float] | None) -> None:
+        """Go on from what a checkpoint kept; one of another precision kept nothing."""
+        if self.used and state is not None:
+            self.value, self._clean = state["value"], int(state["clean"])
+
     def lower(self) -> bool:
         """After a gradient that is not finite: whether a lower factor may make it so."""
         self._clean = 0
