@@ -33,7 +33,7 @@ GROUPS = {
     "`tp`": ("tp", "tp_fsdp"),
     "`pp`": ("pp", "pp_fsdp"),
     "`pp_tp`": ("pp_tp", "pp_tp_fsdp"),
-    "`sp`": ("sp", "sp_fsdp", "sp_tp"),
+    "`sp`": ("sp", "sp_fsdp", "sp_tp", "cp"),
     "`ep`": ("ep_fsdp", "ep_tp"),
 }  # fmt: skip
 """Backends that answer alike for every method; the first is the one that tests train on."""

@@ -14,19 +14,23 @@ import torch
 from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.distributed import mixin
 
 from finetune import backend as backends
 from finetune import catalog
 from finetune.backend.axes import Axes
 from finetune.data.collate import Boundaries, MicroBatch
+from finetune.distributed import layers
+from finetune.distributed.context import attention_of_part
 from finetune.distributed.filling import padded
 from finetune.errors import FinetuneError
-from finetune.methods.sft import SFT
+from finetune.methods import GRPO, KTO, SFT, Classifier, Distill, RewardModel
+from finetune.models.packed_attention import attend
 from finetune.planner import plan, schedules
 from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Data, Model
+from finetune.recipe import Batch, Data, Model, Recipe, Teacher
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
@@ -60,6 +64,7 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation": {"every": MIDDLE},
     }
     write_recipe(folder / "full.json", tiny.fields(**shared))
+    write_recipe(folder / "packed.json", tiny.fields(**shared, batch={"packing": True}))
     adapter = {"r": 4, "targets": "all-linear"}
     write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=adapter))
     return folder
@@ -165,6 +170,23 @@ def test_a_pipeline_goes_on_from_tensor_parallel(
     assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
+@pytest.mark.slow
+def test_zero_goes_on_from_tensor_parallel_and_a_pipeline_from_zero(
+    work: Path, alone: Run, tensor: Run, finetune: Finetune
+) -> None:
+    """Blocks of rows and columns, ranges of flat buffers, and layers of their own."""
+    run = Run(work / "from-tensor-by-zero")
+    shutil.copytree(tensor.root, run.root)
+    for backend in ("zero2", "pp"):
+        shutil.rmtree(run.checkpoint(STEPS))
+        shutil.rmtree(run.final)
+        words = ("--backend", backend, "--precision", "fp32", "--output", run.root, "--no-plot")
+        done = finetune("launch", work / "full.json", "saving.every=1", *words, "--resume")
+        assert done.status == 0, done.output
+        assert_equal(alone, run)
+    assert [each["resumed_from"] for each in run.read_metrics("start")] == [None, 2, 3]
+
+
 def test_a_refusal_on_one_rank_is_said_once_with_its_place(
     work: Path, tmp_path: Path, finetune: Finetune
 ) -> None:
@@ -205,7 +227,8 @@ run()
     ("name", "backend", "words"),
     [
         ("lora", "tp_fsdp", ()),
-        ("full", "sp", ()),
+        ("packed", "sp_tp", ()),
+        ("packed", "cp", ()),
         ("full", "pp", ("--schedule", "Interleaved1F1B")),
         ("full", "pp_tp_fsdp", ("batch.rows=16",)),
         ("full", "sp_fsdp", ()),
@@ -330,6 +353,67 @@ run()
 
 # What is refused.
 
+
+def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.17 has no such name; its loader would fail in the middle of a model."""
+    monkeypatch.delattr(mixin, "initialize_distributed_mesh")
+    meshes: Any = None
+    with (
+        pytest.raises(FinetuneError, match=r"mixin has no initialize_distributed_mesh, by which"),
+        layers.cutting(meshes, torch.device("cpu"), Axes(tensor=2)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "problem"),
+    [
+        ("tp", {"dropout": 0.1}, "adapter.dropout: each process would drop other elements"),
+        ("cp", {"dropout": 0.1}, "adapter.dropout: each process would drop other elements"),
+        ("pp_tp", {"use_dora": True}, "adapter.use_dora: DoRA needs the norm of whole rows"),
+        ("pp", {"modules_to_save": ("lm_head",)}, "adapter.modules_to_save: copies of modules"),
+        ("sp", {"init_lora_weights": "pissa"}, "'pissa' reads whole base weights"),
+        ("pp", {}, ""),
+        ("cp", {}, ""),
+    ],
+)
+def test_an_adapter_that_does_not_divide_is_refused(
+    backend: str, change: dict[str, Any], problem: str
+) -> None:
+    recipe = BASE.with_lora(**({"dropout": 0.0} | change)).with_batch(rows=16, micro_rows=1)
+    found: list[str] = []
+    try:
+        plan(recipe, backend)
+    except FinetuneError as error:
+        found = list(error.problems)
+    assert [problem in each for each in found] == ([True] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "problem"),
+    [
+        (Classifier(labels=("a", "b")), "pp", "needs a score head"),
+        (RewardModel(), "tp", "needs a score head"),
+        (Distill(teacher=Teacher("models/large")), "tp", "needs a teacher, whose head is read"),
+        (GRPO(), "tp", "needs sampling, for which one process takes the whole model"),
+        (KTO(), "pp", ""),
+        (KTO(), "cp", "reads whole documents, and under cp no process has all tokens of one"),
+    ],
+)
+def test_a_method_that_does_not_divide_is_refused(
+    method: Recipe, backend: str, problem: str
+) -> None:
+    recipe = dataclasses.replace(
+        method, model=Model("models/small"), batch=Batch(rows=16, micro_rows=1)
+    )
+    found: list[str] = []
+    try:
+        plan(recipe.with_data(Data("rows.jsonl", "messages")), backend)
+    except FinetuneError as error:
+        found = [each for each in error.problems if each.startswith("method: ")]
+    assert [problem in each for each in found] == ([True] if problem else [])
+
+
 BASE = SFT(Model("models/small")).with_data(Data("rows.jsonl", "messages"))
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 6,
@@ -359,6 +443,10 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
         ("tp", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1 draws other numbers"),
         ("pp", {}, {"pipeline": 7}, "6 layers do not fill 7 stages"),
         ("pp", {"model_type": "granite"}, {}, "granite is not known to compute the same in stages"),
+        ("cp", {"model_type": "gemma2"}, {}, "attention of gemma2 is not known to be plain here"),
+        ("cp", {"sliding_window": 64}, {}, "sliding_window=64, and keys are gathered of all"),
+        ("sp_tp", {}, {}, "3 attention heads of a tensor parallel process do not divide over 2"),
+        ("sp", {}, {"sequence": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(
@@ -417,6 +505,38 @@ def test_a_file_with_a_wrong_axis_is_refused(lines: str, problem: str, tmp_path:
     with pytest.raises(FinetuneError) as refusal:
         backends.load(str(path))
     assert problem in "; ".join(refusal.value.problems)
+
+
+def test_megatron_lm_is_refused_in_a_file_and_at_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate's launcher sets this variable, and its flags would otherwise train as DDP."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  tp_degre: 2\n")
+    with pytest.raises(FinetuneError, match="Megatron-LM has no backend here"):
+        backends.load(str(path))
+    for name in ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.setenv(name, {"ACCELERATE_MIXED_PRECISION": "no"}.get(name, "true"))
+    with pytest.raises(FinetuneError, match="--use_megatron_lm: Megatron-LM has no backend here"):
+        backends.launched()
+
+
+@pytest.mark.parametrize("ways", [1, 2, 3, 6])
+def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways: int) -> None:
+    """Documents that lie within a part, and ones that began on another process."""
+    made = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 12, 8, generator=made) for heads in (4, 2, 2))
+    ends = (0, 3, 8, 11, 12)
+    whole, _ = attend(
+        torch.nn.Identity(), query, key, value, None, max_length_q=5, document_ends=ends,
+        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32),
+    )  # fmt: skip
+    parts = query.split(12 // ways, dim=2)
+    found = [
+        attention_of_part(part, key, value, rank * 12 // ways, ends)
+        for rank, part in enumerate(parts)
+    ]
+    assert torch.allclose(torch.cat(found, dim=2).transpose(1, 2), whole, atol=1e-6)
 
 
 def test_an_axis_that_a_worker_did_not_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

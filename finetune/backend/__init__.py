@@ -145,7 +145,8 @@ def load(name: str) -> Backend:
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)
-    problems = _key_problems(config)
+    problems = [] if config.get("distributed_type") != "MEGATRON_LM" else [sections.MEGATRON]
+    problems = problems or _key_problems(config)
     if not problems:
         problems = _value_problems(config)
     if problems:
@@ -390,6 +391,8 @@ def launched() -> Backend | None:
             f"WORLD_SIZE={world()}: set without RANK, as by accelerate.debug_launcher; use "
             "accelerate.notebook_launcher, finetune launch or torchrun"
         )
+    if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":
+        raise FinetuneError(f"accelerate launch --use_megatron_lm: {sections.MEGATRON}")
     arguments = launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
     asked = load(named[0]) if named else None

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import did_you_mean
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
@@ -16,6 +16,7 @@ SECTION = "parallelism_config"
 DATA_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
 KEYS = {
     "pp": "pipeline",
+    "cp": "context",
     "sp": "sequence",
     "tp": "tensor",
     "ep": "experts",
@@ -23,7 +24,8 @@ KEYS = {
 """Key in the section and in Accelerate's variables -> field of `Axes`."""
 FLAGS = {
     "pipeline": "stages of a pipeline, each with some of the layers",
-    "sequence": "processes that share the tokens of a row",
+    "context": "processes that share the tokens of a row, and gather its keys and values",
+    "sequence": "processes that share the tokens of a row, and exchange them for heads",
     "tensor": "processes that share each layer",
     "experts": "processes that share the experts of a layer",
 }
@@ -39,8 +41,10 @@ class Axes:
 
     pipeline: int = 1
     """Stages, each with some of the layers."""
+    context: int = 1
+    """Processes that share the tokens of a row, and gather its keys and values."""
     sequence: int = 1
-    """Processes that share the tokens of a row (Ulysses)."""
+    """Processes that share the tokens of a row, and exchange them for heads (Ulysses)."""
     tensor: int = 1
     """Processes that share each layer."""
     experts: int = 1
@@ -56,7 +60,12 @@ class Axes:
     @property
     def processes(self) -> int:
         """Processes that train on the same rows."""
-        return self.pipeline * self.sequence * self.tensor
+        return self.pipeline * self.parts * self.tensor
+
+    @property
+    def parts(self) -> int:
+        """Processes that share the tokens of a row."""
+        return self.context * self.sequence
 
     @property
     def chunks(self) -> int:
@@ -105,7 +114,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
     if config.get("distributed_type") != "FSDP" and not (problems or divided):
         return [
             "parallelism_config: belongs to distributed_type: FSDP, or to axes that divide the "
-            "model (tp, pp, sp, ep)"
+            "model (tp, pp, sp, cp, ep)"
         ]
     if divided and config.get("distributed_type") not in ("MULTI_GPU", "MULTI_CPU"):
         problems.append(
@@ -127,7 +136,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
         problems += _expert_problems(sizes)
         counted = [
             *sorted(DATA_KEYS),
-            *(f"parallelism_config_{a}_size" for a in ("pp", "sp", "tp")),
+            *(f"parallelism_config_{a}_size" for a in ("pp", "cp", "sp", "tp")),
         ]
         factors = [sizes[key] for key in counted if key in sizes]
         processes = config.get("num_processes", 2)
@@ -165,17 +174,7 @@ def _divides(sizes: Mapping[str, Any]) -> bool:
 
 
 def from_variables(environment: Mapping[str, str]) -> Axes:
-    """The axes of a process, by the variables that its launcher set.
-
-    Raises:
-        FinetuneError: an axis that this toolkit does not run.
-    """
-    ring = environment.get(_variable("cp_size"), "1")
-    if ring != "1":
-        raise FinetuneError(
-            f"{SECTION}_cp_size {ring}: this toolkit runs no such axis; leave it at 1, and share "
-            f"the tokens of a row by {SECTION}_sp_size"
-        )
+    """The axes of a process, by the variables that its launcher set."""
     sizes = {
         field: int(environment.get(_variable(f"{key}_size"), "1")) for key, field in KEYS.items()
     }

@@ -4,6 +4,12 @@ from typing import Any, Literal
 
 Shard = Literal["none", "optimizer", "grads", "params"]
 
+MEGATRON = (
+    "Megatron-LM has no backend here: Accelerate's plugin needs a GPU and a source checkout of "
+    "Megatron-LM, whose engine takes the loss and the step over from this toolkit; for the same "
+    "axes use pp_tp_fsdp, sp_tp or ep_tp (--pipeline, --tensor, --sequence, --experts)"
+)
+
 ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
 
 

@@ -133,8 +133,8 @@ def _divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
     settled = plan(recipe, chosen, machine.count, arguments.precision)
-    if chosen.axes.experts > 1:
-        told = "memory is not predicted of experts that lie over processes"
+    if chosen.axes.experts * chosen.axes.context > 1:
+        told = "memory is not predicted of divided experts and of gathered keys"
         print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
         if not arguments.json:
             print(f"note         {told}")

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedConfig
 
 from finetune.data.collate import MicroBatch
-from finetune.distributed import layers, sequence
+from finetune.distributed import context, layers, sequence
 from finetune.distributed.boxes import Box
 from finetune.distributed.compare import DIVIDED, Compare
 from finetune.distributed.filling import padded
@@ -123,6 +123,8 @@ class MeshEngine(Native):
         if self.plan.mesh.sequence == 1:
             return core
         group = self.mesh.get_group("sp")
+        if self.plan.backend.axes.context > 1:
+            return context.register(group)
         return sequence.register(config, core, group, self.plan.mesh.tensor)
 
     def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:

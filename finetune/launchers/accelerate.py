@@ -109,6 +109,7 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
         command += ["--parallelism_config_dp_shard_size", str(mesh.shard)]
     if axes.any:
         command += ["--parallelism_config_tp_size", str(axes.tensor)]
+        command += ["--parallelism_config_cp_size", str(axes.context)]
         command += ["--parallelism_config_sp_size", str(axes.sequence)]
     if machines(flags) > 1:
         command += settled.traits.several_machines

@@ -22,6 +22,8 @@ PIPELINE = (
     "phi3", "olmo2", "smollm3",
 )  # fmt: skip
 """Types whose layers take hidden states as they come; Granite scales them in each stage anew."""
+CONTEXT = ("llama", "mistral", "qwen2", "qwen3")
+"""Types whose attention needs keys, values and causality alone."""
 EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 """Types whose experts transformers 5.23 divides, and that learned what one process learns."""
 GATHERED = ("olmoe",)
@@ -38,14 +40,19 @@ def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[s
     if not axes.any:
         return
     yield from _processes(backend, processes)
-    if axes.pipeline > 1 and axes.sequence > 1:
+    if axes.pipeline > 1 and axes.parts > 1:
         yield (
-            f"{backend.name}: stages of a pipeline whose rows are shared (pp with sp) were not "
-            "tried; use pp_tp or sp_fsdp"
+            f"{backend.name}: stages of a pipeline whose rows are shared (pp with sp or cp) were "
+            "not tried; use pp_tp or sp_fsdp"
         )
-    if axes.experts > 1 and axes.pipeline * axes.sequence > 1:
+    if axes.context > 1 and axes.sequence * axes.tensor > 1:
         yield (
-            f"{backend.name}: experts beside stages or shared rows (ep with pp or sp) were not "
+            f"{backend.name}: rows that are shared in two ways, or beside divided layers (cp with "
+            "sp or tp), were not tried; use cp or sp_tp"
+        )
+    if axes.experts > 1 and axes.pipeline * axes.parts > 1:
+        yield (
+            f"{backend.name}: experts beside stages or shared rows (ep with pp, sp or cp) were not "
             "tried; use ep_fsdp or ep_tp"
         )
     fields = fields_of(recipe)
@@ -70,6 +77,8 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         )
     if axes.pipeline > 1:
         yield from _of_pipeline(axes, fields)
+    if axes.context > 1:
+        yield from _of_context(axes, fields)
     if axes.sequence > 1:
         ways, each, kept = axes.sequence, heads // axes.tensor, keys // axes.tensor
         beside = " of a tensor parallel process" if axes.tensor > 1 else ""
@@ -108,6 +117,20 @@ def _of_experts(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         )
     if count % axes.experts:
         yield _does_not_divide("experts", axes.experts, count, "experts")
+
+
+def _of_context(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    kind = fields.get("model_type")
+    if kind not in CONTEXT:
+        yield (
+            f"--context {axes.context}: attention of {kind} is not known to be plain here (no "
+            f"window, cap or sink); types that are: {', '.join(CONTEXT)}; use sp"
+        )
+    elif fields.get("sliding_window") and fields.get("use_sliding_window", True):
+        yield (
+            f"--context {axes.context}: sliding_window={fields['sliding_window']}, and keys are "
+            "gathered of all tokens before; use sp"
+        )
 
 
 def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -185,7 +208,7 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
                 f"({axes.words()}); use fsdp_full_shard"
             )
     yield from _of_batch(recipe, backend, processes)
-    if axes.sequence > 1:
+    if axes.parts > 1:
         if not padding(recipe, known_fields(recipe)).free:
             yield (
                 f"batch.padding_free: {backend.name} shares rows that are side by side, and these "

@@ -89,7 +89,7 @@ def mesh_of(backend: Backend, processes: int) -> Mesh:
         pipeline=axes.pipeline,
         replicate=max(1, data // shard),
         shard=shard,
-        sequence=axes.sequence,
+        sequence=axes.parts,
         tensor=axes.tensor,
         experts=axes.experts,
     )

@@ -1,0 +1,134 @@
+"""Context parallel: processes share the tokens of a row, and gather the keys of all of them.
+
+As Llama 3 was trained (arXiv:2407.21783, section 3.3.2): each process computes its own tokens'
+queries against the keys and values of the tokens before them, whose gradients are summed back to
+where they came from. Heads need not divide, as they must where tokens are exchanged for heads.
+
+    tokens    a b c d | e f g h    the second process has e to h: e sees a to e, f a to f, ...
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface
+
+from finetune.errors import FinetuneError
+
+GATHERED = "gathered_keys"
+"""Name of the attention for transformers."""
+
+
+class Gathered(torch.autograd.Function):
+    """The parts of all processes, along the first dimension; its gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        ways = torch.distributed.get_world_size(group)
+        whole = part.new_empty(ways * part.shape[0], *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ways = torch.distributed.get_world_size(ctx.group)
+        part = grad.new_empty(grad.shape[0] // ways, *grad.shape[1:])
+        torch.distributed.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+def register(group: Any) -> str:
+    """Let transformers gather keys and values before attention; returns its name.
+
+    Args:
+        group: of the processes that share a row, in the order of its tokens.
+    """
+    rank = torch.distributed.get_rank(group)
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        document_ends: Sequence[int] | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """As `packed_attention.attend`, of the tokens of one process; (1, own tokens, heads, size).
+
+        Raises:
+            FinetuneError: the model did not hand on where documents end.
+        """
+        if document_ends is None or attention_mask is not None:
+            raise FinetuneError(
+                f"batch.padding_free: {type(module).__name__} does not say where documents end; "
+                "use a backend that does not share rows"
+            )
+        both = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3)  # (tokens, 1, key heads, sizes)
+        whole = Gathered.apply(both.to(value.dtype), group).permute(1, 2, 0, 3)
+        keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+        start = rank * query.shape[2]
+        mixed = attention_of_part(
+            query.to(value.dtype), keys, values, start, document_ends, scaling
+        )
+        return mixed.transpose(1, 2), None
+
+    AttentionInterface.register(GATHERED, attend)
+    return GATHERED
+
+
+def attention_of_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    ends: Sequence[int],
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Causal attention within documents, of the queries from `start` on.
+
+    Args:
+        query: (1, heads, own tokens, head size).
+        key: (1, key heads, tokens, head size).
+        value: as `key`.
+        start: place of the first query among the tokens.
+        ends: 0 and the end of each document, on the host; the last is the number of tokens.
+        scaling: factor of the scores; by default 1 / sqrt(head size).
+
+    Returns:
+        (1, heads, own tokens, head size).
+    """
+    stop = start + query.shape[2]
+    parts: list[torch.Tensor] = []
+    for begin, end in itertools.pairwise(ends):
+        first, last = max(begin, start), min(end, stop)
+        if first >= last:
+            continue
+        queries, seen = query[:, :, first - start : last - start], slice(begin, last)
+        # Of a document that began on another process, the last query sees all that is seen.
+        mask = None if first == begin else _lower_right(last - first, last - begin, query.device)
+        parts.append(
+            F.scaled_dot_product_attention(
+                queries,
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """What the last `queries` of `keys` tokens see: on a GPU no mask is written out."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
