@@ -223,6 +223,18 @@ def test_a_run_without_held_out_rows_says_what_to_give(tmp_path):
         of_run(empty)
 
 
+def test_only_what_passes_the_gate_is_exported(run, capsys, tmp_path):
+    words = ["export", str(run.root), "--to", str(tmp_path / "out"), "--check-rows", "0"]
+    assert cli.main([*words, "--require", "exact>=0.8"]) == 1
+    told = capsys.readouterr()
+    assert "FAILED     exact>=0.8: 1, 95 % interval 0.4385 to 1, 3 rows" in told.out
+    assert f"step {run.newest()} falls short, and nothing was exported" in told.err
+    assert not (tmp_path / "out").exists()
+    assert cli.main([*words, "--require", "exact>=0.4"]) == 0
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    assert json.loads((run.root / "eval/export/results.json").read_text())["gate"][0]["passed"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

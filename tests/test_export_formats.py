@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from finetune.errors import FinetuneError
 from finetune.exporters import ollama, vllm
 from finetune.exporters.export import export
-from finetune.exporters.gguf import merge_scores
 from finetune.inference.generate import load
 from finetune.recipe import LoRA
 from finetune.runs.run import Run, write_json
@@ -227,23 +226,6 @@ def test_a_modelfile_names_every_stop_token_and_the_context():
         "FROM ./m.gguf", 'TEMPLATE """T"""', 'PARAMETER stop "<|end|>"',
         'PARAMETER stop "<|im_end|>"', "PARAMETER num_ctx 128", "PARAMETER temperature 0",
     ]  # fmt: skip
-
-
-# --- GGUF ----------------------------------------------------------------------------------------
-
-
-def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
-    trained = lora_run(tmp_path)
-    with pytest.raises(FinetuneError, match=r"git clone .* https://github.com/ggml-org/llama.cpp"):
-        export(trained.run, tmp_path / "out", format="gguf")
-    with pytest.raises(FinetuneError, match=r"it has no convert_hf_to_gguf.py"):
-        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=tmp_path)
-    assert not (tmp_path / "out").exists()
-
-
-def test_scores_merge_in_the_order_of_bpe():
-    model = {"vocab": {"a": 0, "b": 1, "ab": 2, "bb": 3, "abb": 4}, "merges": ["b b", ["a", "b"]]}
-    assert merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
 
 
 # --- other servers --------------------------------------------------------------------------------

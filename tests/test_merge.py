@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from tiny_run import (
     SIZES,
@@ -29,7 +30,9 @@ from transformers import (
 )
 
 from finetune.errors import TrainingFailure
+from finetune.exporters import low_rank
 from finetune.exporters.export import export
+from finetune.exporters.merge import ADAPTER
 from finetune.models.vocabulary import grow
 from finetune.recipe import LoRA
 from finetune.runs.run import Run
@@ -127,6 +130,26 @@ def same(folder: Path, wanted: dict[str, torch.Tensor]) -> bool:
 def test_a_merge_is_that_of_peft_in_fp32_rounded_once(tmp_path, base, fields):
     run, folder = adapter_run(tmp_path, base(), **fields)
     assert same(export(run, tmp_path / "out", merge=True), merged_by_peft(run, folder))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "plain"), [(2048, 1024, True), (1088, 1600, True), (70, 64, False)]
+)
+def test_a_product_in_pieces_is_that_of_peft_bit_for_bit(rows, columns, plain):
+    torch.manual_seed(1)
+    base = torch.nn.Linear(columns, rows, bias=False)
+    stored = base.weight.data.bfloat16()
+    base.weight.data = stored.float()
+    config = LoraConfig(r=12, lora_alpha=7)
+    layer = Linear(base, ADAPTER, config=config, r=12, lora_alpha=7)
+    torch.nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    assert low_rank.is_plain(layer, ADAPTER) is plain
+    if plain:
+        exact = low_rank.add_product(stored, layer, ADAPTER, torch.float32)
+        half = low_rank.add_product(stored, layer, ADAPTER, torch.bfloat16)
+        layer.merge()
+        assert torch.equal(exact, base.weight.data)
+        assert torch.equal(half, base.weight.data.bfloat16())
 
 
 def test_files_of_the_base_and_of_the_result_may_be_cut_anywhere(tmp_path):

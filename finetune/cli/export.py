@@ -4,12 +4,19 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.cli import options
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import EXPORTERS
 
+if TYPE_CHECKING:
+    from finetune.exporters.export import Gate
+    from finetune.runs.run import Run
+
 SUMMARY = "write a run's result as a model that loads everywhere"
+EVALUATION = "export"
+"""Name of the evaluation that `--require` writes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=options.count, help="checkpoint, instead of the best or last one"
     )
 
+    parser.add_argument(
+        "--require",
+        help="bounds on the held-out rows, such as 'exact>=0.8'; else nothing is written",
+    )
     parser.add_argument("--push", metavar="OWNER/NAME", help="repository of the hub to upload to")
     parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
     parser.add_argument(
@@ -56,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise FinetuneError("--to: name the folder to write, or a --bundle")
     if arguments.public and arguments.push is None:
         raise FinetuneError("--public: says how --push uploads; leave it away")
+    if arguments.require is not None and arguments.to is None:
+        raise FinetuneError("--require: says what is exported; name the folder with --to")
     run = open_run(arguments.run)
     from finetune.exporters.share import bundle, push
 
@@ -79,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         llama_cpp=arguments.llama_cpp,
         gguf_type=arguments.gguf_type,
         base=arguments.base,
+        gate=None if arguments.require is None else _gate(run, arguments.require),
     )
     written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     print(*check_lines(written["check"]), sep="\n")
@@ -87,3 +101,33 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.push is not None:
         print(f"uploaded to {push(folder, arguments.push, private=not arguments.public)}")
     return 0
+
+
+def _gate(run: "Run", text: str) -> "Gate":
+    """What measures a checkpoint on the run's held-out rows, and refuses one that falls short."""
+    from finetune.evaluation import gate, results
+    from finetune.evaluation.evaluation import NO_COMPARISON, Request, evaluate
+
+    required = tuple(gate.bounds(text))
+    compares = any(bound.name == "forgetting" for bound in required)
+
+    def measure(step: int) -> None:
+        found = evaluate(
+            Request(
+                subject=str(run.root),
+                against=None if compares else NO_COMPARISON,
+                step=step,
+                require=required,
+            )
+        )
+        folder = results.folder_of(found, EVALUATION)
+        verdicts = results.write(found, folder)["gate"]
+        for each in verdicts:
+            print(f"{'passed' if each['passed'] else 'FAILED'}     {each['said']}")
+        if not all(each["passed"] for each in verdicts):
+            raise TrainingFailure(
+                f"--require {text}: step {step} falls short, and nothing was exported; "
+                f"{folder / results.PAGE} shows its answers"
+            )
+
+    return measure

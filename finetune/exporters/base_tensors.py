@@ -110,14 +110,17 @@ def through_nf4(weight: torch.Tensor) -> torch.Tensor:
 
 def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Tensors as the files have them: in a dtype, but for those that transformers keeps in fp32."""
-    strict: Any = network._keep_in_fp32_modules_strict or ()
     values = {
-        name: value
-        if not value.is_floating_point()
-        else value.to(torch.float32 if in_fp32(name, strict) else dtype)
+        name: value.to(result_dtype(network, name, dtype)) if value.is_floating_point() else value
         for name, value in tensors.items()
     }
     return dict(revert_weight_conversion(network, values))
+
+
+def result_dtype(network: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a floating tensor in files of a dtype: fp32 where transformers keeps it so."""
+    strict: Any = network._keep_in_fp32_modules_strict or ()
+    return torch.float32 if in_fp32(name, strict) else dtype
 
 
 def base_files(recipe: Recipe) -> list[Path]:

@@ -29,6 +29,9 @@ Exporter = Callable[[Source, Path], Kind]
 Tokenizer, card and file modes are written after it.
 """
 
+Gate = Callable[[int], None]
+"""Called with the step of a checkpoint before it is exported; raises where it must not be."""
+
 MergeInto = Literal["nf4"]
 
 GENERATING = ("vllm", "nf4", "gguf", "ollama")
@@ -51,6 +54,7 @@ def export(
     llama_cpp: str | Path | None = None,
     gguf_type: str = "q8_0",
     base: str | None = None,
+    gate: Gate | None = None,
 ) -> Path:
     """Write the result of a run in a format that others load, with its tokenizer and card.
 
@@ -67,6 +71,7 @@ def export(
         llama_cpp: a checkout of llama.cpp, for `gguf` and `ollama`.
         gguf_type: how the numbers of a GGUF file are stored, such as q8_0 or q4_k_m.
         base: name by which others find the base of an adapter; by default as the run has it.
+        gate: called with the step before anything is written; what it raises stops the export.
 
     Raises:
         FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, what the
@@ -99,6 +104,8 @@ def export(
             f"{_usual(source, merge)}"
         )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
+    if gate is not None:
+        gate(source.step)
     with _replacing(to) as folder:
         kind = write(source, folder)
         if kind != "gguf":

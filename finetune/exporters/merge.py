@@ -1,8 +1,8 @@
 """Merge an adapter into its base, a module at a time: the size of the model does not matter.
 
 Base and adapter are put together on the meta device. Then each module in turn gets its weights, in
-fp32 where the adapter changes them; PEFT's own layers merge them; they are rounded once, written
-and forgotten.
+fp32 where the adapter changes them; PEFT's own layers merge them, or `low_rank` where the adapter
+is a plain LoRA; they are rounded once, written and forgotten.
 """
 
 import copy
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys, persistent_buffers
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.base_tensors import Base, Tensors, rounded
+from finetune.exporters.base_tensors import Base, Tensors, result_dtype, rounded
+from finetune.exporters.low_rank import add_product, is_plain
 from finetune.inference.load import (
     ADAPTER_WEIGHTS,
     RECOMPUTED,
@@ -70,6 +71,12 @@ class Merge:
         self.kinds = {name: tensor.dtype for name, tensor in grown.items()}
         self.model, self.tables = _with_adapter(network, adapter, plain_lora(self.config))
         self.wrappers = dict(_wrappers(self.model.get_base_model()))
+        changes = changes_base(self.config)
+        self.plain = {
+            path: wrapper
+            for path, wrapper in self.wrappers.items()
+            if not changes and is_plain(wrapper, ADAPTER)
+        }
         self.untied = [names for names in self.aliases.values() if not self._stay_tied(names)]
 
     def skeleton(self) -> Tensors:
@@ -113,21 +120,33 @@ class Merge:
             if self._first(name) in read
         }
         changed: dict[str, Wrapper] = {}
+        merged: Tensors = {}
         for name in self._named(unit):
             module, _, last = name.rpartition(".")
             path = self._wrapper(module)
             value = self._grown(name, read[self._first(name)])
+            if path in self.plain:
+                merged[name] = self._added(path, name, value)
+                continue
             if path is not None:
                 changed[path] = self.wrappers[path]
                 if value.is_floating_point():
                     value = value.to(torch.float32, copy=True)
             put(self.originals[module], last, value)
         results = {path: self._unload(path, wrapper) for path, wrapper in changed.items()}
-        merged = {name: self._result(name, results) for name in self._written(unit)}
+        written = self._written(unit)
+        merged |= {name: self._result(name, results) for name in written if name not in merged}
         for name in self._named(unit):
             module, _, last = name.rpartition(".")
             put(self.originals[module], last, read[self._first(name)].to("meta"))
-        return merged
+        return {name: merged[name] for name in written}
+
+    def _added(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of a linear layer with a plain LoRA: the weight is changed, its bias is not."""
+        if not name.endswith(".weight"):
+            return value
+        dtype = result_dtype(self.base.network, name, self.dtype)
+        return add_product(value, self.plain[path], ADAPTER, dtype)
 
     def _unload(self, path: str, wrapper: Wrapper) -> nn.Module:
         """The module that PEFT leaves in place of one with an adapter (`merge_and_unload`)."""

@@ -1,0 +1,264 @@
+"""A GGUF file reads the token ids of training, answers as trained, and stops where training did."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_server
+import numpy as np
+import pytest
+import torch
+from tiny_run import SIZES, lora_run, save_checkpoint, sign, start_run, trained_adapter
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from finetune.errors import FinetuneError
+from finetune.exporters import gguf, ollama
+from finetune.exporters.export import export
+from finetune.inference.generate import load
+from finetune.recipe import LoRA
+from finetune.runs.run import Run
+
+INSTRUCT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
+    "{{ eos_token }}{% else %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]{% endif %}{% endfor %}"
+)
+WORDS = (
+    "the cat and dog ran over a blue hill while rain fell on naïve houses in Zürich together they "
+    "understand everything wonderful beautiful something another whatever remembered"
+).split()
+ANSWER = 24
+"""Tokens of a compared answer at most."""
+TIES = 0.01
+"""Between logits of tokens that llama.cpp may swap: its cache of keys and values is in fp16."""
+
+
+def sentences(count: int) -> Iterator[str]:
+    rng = random.Random(5)
+    for number in range(count):
+        words = rng.choices(WORDS, k=rng.randint(1, 12))
+        yield f"{' '.join(words).capitalize()}:  {number}{rng.choice(['.', '?', ' 鳥', chr(10)])}"
+
+
+def llama_tokenizer(template: str | None = INSTRUCT) -> PreTrainedTokenizerFast:
+    """BPE over characters with bytes for the unknown ones, as Llama 2's and Mistral's."""
+    space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = normalizers.Sequence(space)
+    learned.train_from_iterator(
+        [text for text in sentences(300) if text.isascii()],
+        trainers.BpeTrainer(vocab_size=150, show_progress=False),
+    )
+    model = json.loads(learned.to_str())["model"]
+    words = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: id for id, word in enumerate([*first, *words])}
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(space)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(first[:3])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+# --- with the package gguf alone -----------------------------------------------------------------
+
+
+def sentence_piece_ids(text: str, tokens: dict[str, int], scores: list[float]) -> list[int]:
+    """Ids as llama.cpp's SentencePiece reads them: the pair with the highest score is merged."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (-scores[tokens[left + right]], place)
+            for place, (left, right) in enumerate(itertools.pairwise(parts))
+            if left + right in tokens
+        ]
+        if not pairs:
+            break
+        _, place = min(pairs)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    known = [
+        [part] if part in tokens else [f"<0x{b:02X}>" for b in part.encode()] for part in parts
+    ]
+    return [tokens[each] for part in known for each in part]
+
+
+def converted(tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
+    """The vocabulary as llama.cpp's converter writes it: every token has the same score."""
+    from gguf import GGUFWriter
+
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def read_scores(path: Path) -> list[float]:
+    from gguf import GGUFReader
+
+    field: Any = GGUFReader(path).get_field("tokenizer.ggml.scores")
+    return [float(np.asarray(field.parts[place])[0]) for place in field.data]
+
+
+@pytest.mark.parametrize("name", ["made", "mistral-v3", "stories260K"])
+def test_the_scores_of_a_gguf_file_give_the_ids_of_training(
+    tmp_path, request: pytest.FixtureRequest, name: str
+):
+    if name == "made":
+        tokenizer: Any = llama_tokenizer()
+    else:
+        folder = request.getfixturevalue("assets") / "tokenizers" / name
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path)
+    path = converted(tokenizer, tmp_path / "vocabulary.gguf")
+    flat = read_scores(path)
+    assert gguf.repair_scores(path, tmp_path / "tokenizer.json")
+    scores = read_scores(path)
+    texts = list(sentences(40))
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    tokens = tokenizer.get_vocab()
+    assert [sentence_piece_ids(text, tokens, scores) for text in texts] == wanted
+    assert [sentence_piece_ids(text, tokens, flat) for text in texts] != wanted
+
+
+def test_scores_merge_in_the_order_of_bpe():
+    model = {"vocab": {"a": 0, "b": 1, "ab": 2, "bb": 3, "abb": 4}, "merges": ["b b", ["a", "b"]]}
+    assert gguf.merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
+
+
+def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
+    trained = lora_run(tmp_path)
+    with pytest.raises(FinetuneError, match=r"git clone .* https://github.com/ggml-org/llama.cpp"):
+        export(trained.run, tmp_path / "out", format="gguf")
+    with pytest.raises(FinetuneError, match=r"it has no convert_hf_to_gguf.py"):
+        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+CONVERTERS = {
+    "another version": (
+        "import argparse; argparse.ArgumentParser().parse_args()",
+        "unrecognized arguments: .* --vocab-only",
+    ),
+    "an unknown tokenizer": (
+        "raise NotImplementedError('BPE pre-tokenizer was not recognized')",
+        "NotImplementedError: BPE pre-tokenizer was not recognized",
+    ),
+    "one that writes nothing": ("pass", "it wrote no vocabulary.gguf"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), CONVERTERS.values(), ids=CONVERTERS.keys())
+def test_what_a_checkout_cannot_convert_is_refused_before_anything_is_merged(tmp_path, text, told):
+    """A merge would fail on the missing base; it is not reached."""
+    trained = lora_run(tmp_path)
+    (trained.base / "model.safetensors").unlink()
+    checkout = tmp_path / "llama.cpp"
+    checkout.mkdir()
+    (checkout / gguf.CONVERTER).write_text(text)
+    with pytest.raises(FinetuneError, match=told):
+        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=checkout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "llama.cpp", "run"]
+
+
+# --- with llama.cpp ------------------------------------------------------------------------------
+
+
+def trained_run(tmp: Path) -> tuple[Run, PreTrainedTokenizerBase]:
+    """A run on a Llama whose answers often end."""
+    tokenizer = llama_tokenizer()
+    torch.manual_seed(1)
+    fields = {**SIZES, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    base = LlamaForCausalLM(LlamaConfig(**{**fields, "max_position_embeddings": 512})).eval()
+    base.lm_head.weight.data[2] *= 1.5
+    base.save_pretrained(tmp / "base")
+    tokenizer.save_pretrained(tmp / "base")
+    run = start_run(tmp / "run", tmp / "base", LoRA(r=4))
+    checkpoint = save_checkpoint(run, 10, trained_adapter(base))
+    tokenizer.save_pretrained(checkpoint / "tokenizer")
+    sign(checkpoint, 10)
+    return run, tokenizer
+
+
+def rows() -> Iterator[list[dict[str, str]]]:
+    """Conversations of one and of several turns."""
+    texts = list(sentences(400))
+    for number in range(100):
+        turns = [{"role": "system", "content": texts[number]}] * (number % 3 == 0)
+        for turn in range(1 + number % 2):
+            asked, said = texts[100 + 2 * number + turn], texts[200 + number + turn]
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": said})
+        yield turns
+
+
+def furthest(model: torch.nn.Module, prompt: list[int], said: list[int]) -> float:
+    """How far a token of an answer is from the most likely one, relative to the largest logit."""
+    with torch.inference_mode():
+        found = model(input_ids=torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+    chosen = found.gather(1, torch.tensor(said)[:, None])[:, 0]
+    return ((found.max(1).values - chosen).max() / found.abs().max()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(llama_server.missing() is not None, reason=str(llama_server.missing()))
+def test_llama_cpp_reads_answers_and_stops_as_training_did(tmp_path, monkeypatch):
+    run, tokenizer = trained_run(tmp_path)
+    checkout = Path(str(llama_server.checkout()))
+    out = export(run, tmp_path / "out", format="ollama", gguf_type="f32", llama_cpp=checkout)
+    server = llama_server.Server(out / "model-f32.gguf", context=512)
+    prompts: list[list[int]] = []
+    for turns in rows():
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert server.ids(text.removeprefix("<s>")) == wanted
+        text = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert server.ids(server.template(turns[:-1])) == prompts[-1]
+        for_ollama = ollama.render(str(ollama.go_template(tokenizer)), turns[:-1])
+        assert server.ids(for_ollama) == prompts[-1]
+    answers = [server.answer(prompt, ANSWER) for prompt in prompts[:50]]
+    model = load(run).model
+    for prompt, (said, by_stop) in zip(prompts, answers, strict=False):
+        assert furthest(model, prompt, said) < TIES
+        assert by_stop == (said[-1] == tokenizer.eos_token_id)
+    ended = sum(by_stop for _, by_stop in answers)
+    assert 5 < ended < 50
+    assert 'PARAMETER stop "</s>"' in (out / "Modelfile").read_text()
+    for kind in ("q8_0", "q4_k_m"):
+        if kind not in gguf.TYPES and not llama_server.has_quantiser():
+            continue
+        small = export(run, tmp_path / kind, format="gguf", gguf_type=kind, llama_cpp=checkout)
+        server = llama_server.Server(small / f"model-{kind}.gguf", context=512)
+        assert server.ids(server.template(list(rows())[1][:-1])) == prompts[1]
+        assert server.answer(prompts[0], ANSWER)[0]
