@@ -9,14 +9,25 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import checks, data, kernels, memory, saving, scaling, shapes, startup, training
+from benchmarks import (
+    checks,
+    data,
+    kernels,
+    memory,
+    saving,
+    scaling,
+    serving,
+    shapes,
+    startup,
+    training,
+)
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """The same on GPUs: first what decides most."""
-PARTS = (*EVERYDAY, "checks", "data", "kernels", "memory", "saving", "scaling", "shapes")
+PARTS = (*EVERYDAY, "checks", "data", "kernels", "memory", "saving", "scaling", "serving", "shapes")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -86,6 +97,8 @@ def measure(
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
+        case "serving":
+            return serving.measure(scratch, arguments.repeats)
         case "shapes":
             most = min(left, shapes.MINUTES)
             return shapes.measure(scratch / part, arguments.steps, publish, minutes=most)

@@ -72,7 +72,9 @@ def running(folder: Path, *words: str, **env: str) -> Iterator[tuple[str, "subpr
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     trained = lora_run(folder)
-    with running(folder, str(trained.run.root), "--name", "tuned", "--queue", "2") as (url, _):
+    with running(
+        folder, str(trained.run.root), "--name", "tuned", "--rows", "4", "--queue", "2"
+    ) as (url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         yield Server(trained, url, client)
 
@@ -159,6 +161,26 @@ def test_a_seed_repeats_an_answer_and_another_gives_another(server):
     assert sampled(1) == sampled(1) != sampled(2)
 
 
+def test_answers_do_not_depend_on_what_else_is_answered(server):
+    """Greedy and seeded, of the adapter and of its base, of several lengths, ending at several."""
+    asked = [
+        {"prompt": "Once upon a time"[: 3 + 2 * n], "max_tokens": 8 + 5 * n, "seed": n,
+         "temperature": 1.5 * (n % 2), "top_p": 0.9, "model": ("tuned", "tuned-base")[n % 3 // 2]}
+        for n in range(6)
+    ]  # fmt: skip
+
+    def said(body: dict[str, Any]) -> str:
+        return post(server, body, "completions").json()["choices"][0]["text"]
+
+    alone = [said(body) for body in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(said, asked)) == alone
+        assert list(pool.map(said, reversed(asked))) == alone[::-1]
+    assert len(set(alone)) == len(alone)
+    greedy = generate(load(server.trained.run), [asked[0]["prompt"]], max_new_tokens=8)
+    assert alone[0] == greedy[0]
+
+
 def test_an_answer_ends_before_a_stop_text(server):
     whole = wanted(server)
     stop = whole[len(whole) // 2 :][:2]
@@ -236,7 +258,7 @@ def test_the_server_outlives_bodies_that_are_not_requests(server):
     other = {"host": "evil.example", "content-type": "application/json"}
     assert httpx.post(url, content=b"{}", headers=other).status_code == 400
     assert post(server, {"messages": ASKED, "model": "tunde"}).status_code == 404
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "waiting": 0}
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "requests": 0}
 
 
 def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
@@ -253,7 +275,7 @@ def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         connection.close()
     deadline = time.monotonic() + 30
-    while httpx.get(f"{server.url}/health").json()["waiting"]:
+    while httpx.get(f"{server.url}/health").json()["requests"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert post(server, {"messages": ASKED, "max_tokens": 2}).status_code == 200

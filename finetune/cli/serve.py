@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another program that serves an export, with the right flags",
     )
     parser.add_argument(
-        "--queue", type=options.count, default=16, help="requests that may wait for their turn"
+        "--rows", type=options.count, default=8, help="requests that are answered at once"
+    )
+    parser.add_argument(
+        "--queue", type=options.count, default=16, help="further requests, which wait"
     )
 
 
@@ -53,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         name=arguments.name,
         adapters=_adapters(arguments.adapter),
+        rows=arguments.rows,
         queue=arguments.queue,
         key=key,
     )

@@ -1,8 +1,10 @@
 """Talk to a model in a terminal, its answers appearing while they grow."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -27,32 +29,84 @@ def _write(text: str) -> None:
 class TextStream(BaseStreamer):
     """Writes an answer while it grows, without its stop token and without half a character.
 
-    What a token adds is written with the token after it: a decoder may still change the end of a
-    text, as one that joins words does.
+    A decoder that may still change the end of a text, as one that joins words does, has what a
+    token adds written with the token after it.
     """
 
     def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
-        self.loaded, self.prompt, self.write = loaded, prompt, write
-        self.ids: list[int] | None = None
-        self.text = self.decoded = ""
+        self.loaded, self.write = loaded, write
+        self.text = ""
+        self._appends = only_appends(loaded.tokenizer)
+        self._before = _tail(loaded.tokenizer, prompt) if self._appends else prompt
+        """Tokens with some text, that those of `_open` follow."""
+        self._open: list[int] = []
+        self._settled = self._decoded = ""
+        self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.ids is None:  # the first call brings the prompt
-            self.ids = []
-            return
-        self.ids += [id for id in value.flatten().tolist() if id not in self.loaded.stops]
-        text = new_text(self.loaded.tokenizer, self.prompt, self.ids)
-        same = os.path.commonprefix([self.decoded, text])  # noqa: RUF071, of characters
-        self._show(same.rstrip("\ufffd"))
-        self.decoded = text
+        """Take what `generate` brings: the prompt first, then the tokens one by one."""
+        if self._begun:
+            self.append([id for id in value.flatten().tolist() if id not in self.loaded.stops])
+        self._begun = True
+
+    def append(self, ids: list[int]) -> None:
+        """Take tokens, none of which is a stop token."""
+        self._open += ids
+        text = new_text(self.loaded.tokenizer, self._before, self._open)
+        if not self._appends:
+            same = os.path.commonprefix([self._decoded, text])  # noqa: RUF071, of characters
+            self._show(same.rstrip("\ufffd"))
+        elif text.strip() and not text.endswith("\ufffd"):
+            self._settled += text
+            self._before, self._open = self._open, []
+            self._show(self._settled)
+        else:
+            self._show(self._settled + text.rstrip("\ufffd"))
+        self._decoded = text
 
     def end(self) -> None:
-        self._show(new_text(self.loaded.tokenizer, self.prompt, self.ids or []))
+        self._show(self._settled + new_text(self.loaded.tokenizer, self._before, self._open))
 
     def _show(self, text: str) -> None:
         if len(text) > len(self.text):
             self.write(text[len(self.text) :])
             self.text = text
+
+
+APPENDING = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse"}
+"""Decoders of `tokenizers` that leave the text of earlier tokens as it is, but for broken bytes."""
+
+
+def only_appends(tokenizer: Any) -> bool:
+    """Whether a further token leaves the decoded text before it as it is, up to half a character.
+
+    False where that is not known: a decoder in Python, one that joins words or removes spaces.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None or tokenizer.clean_up_tokenization_spaces:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return all(map(_only_appends, steps))
+
+
+def _only_appends(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return len(step["pattern"].get("String", "  ")) == 1
+    if step["type"] == "Strip":
+        return step["stop"] == 0
+    return step["type"] in APPENDING
+
+
+def _tail(tokenizer: Any, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, as many as have a text that is not blank."""
+    length = 8
+    while length < len(prompt):
+        tail = prompt[-length:]
+        if str(tokenizer.decode(tail, skip_special_tokens=True)).strip(" \n\ufffd"):
+            return tail
+        length *= 2
+    return prompt
 
 
 def stream(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from finetune.errors import FinetuneError
 from finetune.inference.chat import TextStream
@@ -76,39 +77,105 @@ def room(served: Served, question: Question) -> int:
     return left
 
 
-def answer(
-    served: Served,
-    question: Question,
-    write: Callable[[str], None],
-    cancelled: threading.Event,
-) -> Answer:
-    """Generate, writing the text as it becomes certain; stops early once `cancelled` is set."""
-    loaded = served.loaded
-    cut = UntilStop(question.stops, write)
-    scores = None if question.likelihoods is None else Likelihoods(question.likelihoods)
-    stream = Stream(served, question.ids, cut.feed, scores)
-    if question.seed is not None:
-        torch.manual_seed(question.seed)
-    with served.answering():
-        continue_rows(
-            loaded,
-            [question.ids],
-            room(served, question),
-            question.temperature,
-            question.top_p,
-            stream,
-            stopping=[Ended(cut, cancelled)],
-            processors=[scores] if scores is not None else [],
+class Growing:
+    """An answer under way: takes tokens, and passes its text on as that becomes certain."""
+
+    def __init__(self, served: Served, question: Question, write: Callable[[str], None]) -> None:
+        """Raises FinetuneError for a prompt that leaves no room to answer, as `room` does."""
+        self.served, self.question = served, question
+        self.room = room(served, question)
+        self._cut = UntilStop(question.stops, write)
+        self._stream = TextStream(served.loaded, question.ids, self._cut.feed)
+        self._tokens: list[Token] = []
+        self._count = 0
+        self._stopped = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes: a stop token or text, or the limit."""
+        return self._stopped or self._cut.found or self._count >= self.room
+
+    def take(self, id: int, logits: torch.Tensor) -> None:
+        """Append a token, which was chosen by the model's logits, (vocabulary,)."""
+        self._count += 1
+        self._stopped = id in self.served.loaded.stops
+        if self._stopped:
+            return
+        if self.question.likelihoods is not None:
+            self._tokens.append(_likely(id, logits, self.question.likelihoods))
+        self._stream.append([id])
+
+    def finished(self) -> Answer:
+        """The answer, all of whose text has been passed on."""
+        self._stream.end()
+        self._cut.flush()
+        return Answer(
+            text=self._cut.text,
+            tokens=self._tokens,
+            prompt_tokens=len(self.question.ids),
+            new_tokens=self._count,
+            finish_reason="stop" if self._stopped or self._cut.found else "length",
         )
-    cut.flush()
-    ended = stream.ended or cut.found
-    return Answer(
-        text=cut.text,
-        tokens=stream.tokens,
-        prompt_tokens=len(question.ids),
-        new_tokens=stream.count,
-        finish_reason="stop" if ended else "length",
+
+
+def _likely(id: int, logits: torch.Tensor, count: int) -> Token:
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(min(count, len(logs)))
+    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Token(id, logs[id].item(), pairs)
+
+
+def answer_alone(growing: Growing, cancelled: threading.Event) -> None:
+    """Fill an answer with `generate` of transformers, for a model whose rows share no cache."""
+    served, question = growing.served, growing.question
+    scores = _Scores()
+    continue_rows(
+        served.loaded,
+        [question.ids],
+        growing.room,
+        question.temperature,
+        question.top_p,
+        _Feeder(growing, scores),
+        stopping=[_Ended(growing, cancelled)],
+        processors=[scores],
     )
+
+
+class _Scores(LogitsProcessor):
+    """The model's own logits at the newest place, before temperature and top_p."""
+
+    newest = torch.empty(0)  # (vocabulary,)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.newest = scores[0]
+        return scores
+
+
+class _Feeder(BaseStreamer):
+    """Gives an answer the tokens of `generate`, whose first call brings the prompt."""
+
+    def __init__(self, growing: Growing, scores: _Scores) -> None:
+        self.growing, self.scores = growing, scores
+        self._begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._begun:
+            self.growing.take(int(value.flatten()[0]), self.scores.newest)
+        self._begun = True
+
+    def end(self) -> None:
+        pass
+
+
+class _Ended(StoppingCriteria):
+    """Whether a stop text was found, or nobody wants the answer any more."""
+
+    def __init__(self, growing: Growing, cancelled: threading.Event) -> None:
+        self.growing, self.cancelled = growing, cancelled
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        ends = self.growing.ended or self.cancelled.is_set()
+        return torch.full((len(input_ids),), ends, device=input_ids.device)
 
 
 class UntilStop:
@@ -152,58 +219,3 @@ class UntilStop:
         self.text += passed
         if passed:
             self.write(passed)
-
-
-class Likelihoods(LogitsProcessor):
-    """Log-probabilities of the model itself at the newest place, before temperature and top_p."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.newest: torch.Tensor | None = None  # (vocabulary,)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.newest = scores[0].float().log_softmax(-1)
-        return scores
-
-    def of(self, id: int) -> Token:
-        assert self.newest is not None
-        best = self.newest.topk(min(self.count, len(self.newest)))
-        pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return Token(id, self.newest[id].item(), pairs)
-
-
-class Stream(TextStream):
-    """Text of an answer while it grows, with its tokens."""
-
-    def __init__(
-        self,
-        served: Served,
-        prompt: list[int],
-        write: Callable[[str], None],
-        likelihoods: Likelihoods | None,
-    ) -> None:
-        super().__init__(served.loaded, prompt, write)
-        self.likelihoods = likelihoods
-        self.tokens: list[Token] = []
-        self.count = 0
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.ids is not None:
-            for id in value.flatten().tolist():
-                self.count += 1
-                self.ended = id in self.loaded.stops
-                if self.likelihoods is not None and not self.ended:
-                    self.tokens.append(self.likelihoods.of(id))
-        super().put(value)
-
-
-class Ended(StoppingCriteria):
-    """Whether a stop text was found, or nobody wants the answer any more."""
-
-    def __init__(self, cut: UntilStop, cancelled: threading.Event) -> None:
-        self.cut, self.cancelled = cut, cancelled
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        ends = self.cut.found or self.cancelled.is_set()
-        return torch.full((len(input_ids),), ends, device=input_ids.device)

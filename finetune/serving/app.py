@@ -1,12 +1,11 @@
-"""The HTTP server: OpenAI's routes, a chat page, one answer at a time behind a bounded queue."""
+"""The HTTP server: OpenAI's routes and a chat page, behind a bounded queue."""
 
 import asyncio
 import contextlib
 import json
 import secrets
-import threading
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.answer import Answer, Question, answer, room
+from finetune.serving.answer import Answer, Question
 from finetune.serving.bodies import Chat, Completion, Reply
 from finetune.serving.models import Served
 from finetune.serving.prompts import chat_question, text_question
 from finetune.serving.requests import ChatRequest, TextRequest
+from finetune.serving.scheduler import Job, Scheduler
 
 PAGE = Path(__file__).parent / "page.html"
 LARGEST_BODY = 8 * 2**20
@@ -29,14 +29,13 @@ LARGEST_BODY = 8 * 2**20
 
 
 class Answers:
-    """Answers questions one after another: a model computes for one caller at a time."""
+    """The models by name, and the places for those who ask them."""
 
-    def __init__(self, models: Mapping[str, Served], queue: int) -> None:
-        self.models, self.queue = models, queue
+    def __init__(self, models: Mapping[str, Served], rows: int, queue: int) -> None:
+        self.models, self.places = models, rows + queue
         self.first = next(iter(models))
-        self.waiting = 0
-        self.closing = threading.Event()
-        self._worker = ThreadPoolExecutor(1, "answers")
+        self.scheduler = Scheduler(rows)
+        self.taken = 0
 
     def find(self, name: str | None) -> Served:
         if name is not None and name not in self.models:
@@ -46,37 +45,26 @@ class Answers:
             )
         return self.models[name or self.first]
 
-    def enter(self) -> None:
-        """Take a place in the queue, which `run` gives back."""
-        if self.waiting > self.queue:
-            raise HTTPException(429, f"{self.waiting} requests are waiting; ask again later")
-        self.waiting += 1
-
-    async def run(self, served: Served, question: Question, pieces: "asyncio.Queue[str]") -> Answer:
-        """The answer, whose text is put into `pieces` while it grows; cancelling ends it."""
+    def begin(self, served: Served, question: Question, pieces: "asyncio.Queue[str]") -> Job:
+        """Take a place, and begin an answer, whose text is put into `pieces` while it grows."""
+        if self.taken >= self.places:
+            raise HTTPException(429, f"{self.taken} requests are waiting; ask again later")
         loop = asyncio.get_running_loop()
-        cancelled = threading.Event()
 
         def write(text: str) -> None:
-            if self.closing.is_set():
-                cancelled.set()
             loop.call_soon_threadsafe(pieces.put_nowait, text)
 
-        def work() -> Answer:
-            return answer(served, question, write, cancelled)
+        def leave(answer: "Future[Answer]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._leave)
 
-        future = loop.run_in_executor(self._worker, work)
-        future.add_done_callback(self._leave)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
+        job = self.scheduler.submit(served, question, write)
+        self.taken += 1
+        job.answer.add_done_callback(leave)
+        return job
 
-    def _leave(self, future: "asyncio.Future[Answer]") -> None:
-        self.waiting -= 1
-        if not future.cancelled():
-            future.exception()  # a caller that hung up does not fetch it
+    def _leave(self) -> None:
+        self.taken -= 1
 
 
 class LimitBody:
@@ -112,23 +100,29 @@ class LimitBody:
 
 
 def build_app(
-    models: Mapping[str, Served], *, queue: int = 16, key: str | None = None, local: bool = True
+    models: Mapping[str, Served],
+    *,
+    rows: int = 8,
+    queue: int = 16,
+    key: str | None = None,
+    local: bool = True,
 ) -> FastAPI:
     """The application.
 
     Args:
         models: by name, the first is the default.
-        queue: requests that may wait; another is answered with status 429.
+        rows: requests that are answered at once.
+        queue: further ones that may wait; another is answered with status 429.
         key: that callers of /v1 must send as `Authorization: Bearer KEY`.
         local: answer only requests that were sent to this machine by its own names, so that no
             page of another site can ask.
     """
-    answers = Answers(models, queue)
+    answers = Answers(models, rows, queue)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        answers.closing.set()
+        answers.scheduler.close()
 
     app = FastAPI(title="finetune", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.answers = answers
@@ -163,7 +157,7 @@ def build_app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": answers.waiting}
+        return {"status": "ok", "requests": answers.taken}
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:
@@ -216,43 +210,43 @@ def _model(name: str) -> dict[str, Any]:
 async def _reply(
     answers: Answers, request: Request, served: Served, question: Question, reply: Reply
 ) -> Response:
-    room(served, question)
-    answers.enter()
     pieces: asyncio.Queue[str] = asyncio.Queue()
-    task = asyncio.create_task(answers.run(served, question, pieces))
+    job = answers.begin(served, question, pieces)
     if reply.asked.stream:
-        return StreamingResponse(_events(task, pieces, reply), media_type="text/event-stream")
+        return StreamingResponse(_events(job, pieces, reply), media_type="text/event-stream")
+    answer = asyncio.wrap_future(job.answer)
     try:
-        while not (await asyncio.wait([task], timeout=0.5))[0]:
+        while not (await asyncio.wait([answer], timeout=0.5))[0]:
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has hung up")
+        return JSONResponse(reply.whole(answer.result()))
+    except (RuntimeError, MemoryError) as error:  # torch raises them where memory does not suffice
+        return problem(500, f"{type(error).__name__}: {error}")
     finally:
-        task.cancel()
-    return JSONResponse(reply.whole(task.result()))
+        job.cancelled.set()
 
 
-async def _events(
-    task: "asyncio.Task[Answer]", pieces: "asyncio.Queue[str]", reply: Reply
-) -> AsyncIterator[str]:
-    """Server-sent events of an answer. The task ends with them, also where the client hangs up."""
+async def _events(job: Job, pieces: "asyncio.Queue[str]", reply: Reply) -> AsyncIterator[str]:
+    """Server-sent events of an answer, which ends with them also where the client hangs up."""
+    answer = asyncio.wrap_future(job.answer)
     try:
         for event in reply.opening():
             yield _event(event)
-        while not task.done() or not pieces.empty():
+        while not answer.done() or not pieces.empty():
             piece = asyncio.ensure_future(pieces.get())
-            await asyncio.wait([piece, task], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([piece, answer], return_when=asyncio.FIRST_COMPLETED)
             if not piece.done():
                 piece.cancel()
             elif not reply.at_once:
                 yield _event(reply.piece(piece.result()))
         try:
-            for event in reply.closing(task.result()):
+            for event in reply.closing(answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is sent already: only an event can tell
             yield _event(json.loads(bytes(problem(500, f"{type(error).__name__}: {error}").body)))
         yield "data: [DONE]\n\n"
     finally:
-        task.cancel()
+        job.cancelled.set()
 
 
 def _event(value: Mapping[str, Any]) -> str:

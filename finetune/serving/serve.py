@@ -17,6 +17,7 @@ def serve(
     port: int = 8000,
     name: str | None = None,
     adapters: Mapping[str, Path] | None = None,
+    rows: int = 8,
     queue: int = 16,
     key: str | None = None,
 ) -> None:
@@ -26,7 +27,8 @@ def serve(
         port: 0 takes a free one.
         name: of the model in requests; by default that of its folder.
         adapters: more adapters on the same base, by name.
-        queue: requests that may wait while another is answered.
+        rows: requests that are answered at once, each with its keys and values in memory.
+        queue: further requests, which wait; beyond them status 429.
         key: that callers must send; needed where the host is not this machine.
 
     Raises:
@@ -46,9 +48,9 @@ def serve(
         models = open_models(path, name, adapters)
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{taken.getsockname()[1]}"
-        app = build_app(models, queue=queue, key=key, local=host in LOCAL)
+        app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL)
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
-        print("one answer at a time, for trying out; Ctrl-C ends it", flush=True)
+        print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[taken])
 

@@ -1,0 +1,165 @@
+"""How fast `finetune serve` answers: eight requests at once, and the first token of one."""
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from benchmarks.commands import start
+from benchmarks.job import DEEP, texts, written
+from benchmarks.record import Result
+
+REQUESTS = 8
+TOKENS = 32
+THREADS = 1
+HOW = (
+    f"{REQUESTS} greedy completions of {TOKENS} tokens, whose prompts have 100 to 240 tokens, over "
+    "HTTP: one after another, then all at once. The first token is that of one streamed request "
+    "with a prompt of 512 tokens, from sending it to its first text, against `generate` of plain "
+    "transformers with `max_new_tokens=1` on the same ids in this process. A Llama of 35 million "
+    "parameters with random weights in fp32, one thread; LoRA has r=16 on every linear layer. "
+    "In turns; the median of each. The server's CPU time is given too: a shared machine's wall "
+    "time is not its own."
+)
+
+
+def measure(folder: Path, turns: int) -> Result:
+    """Serve a model, and an adapter on it, and ask both."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    written(texts(64, 32), folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    ids = [id for text in texts(64, 32) for id in tokenizer(text)["input_ids"]]
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**DEEP.config()))
+    model.eval().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "model")
+    adapted.save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
+    values: dict[str, Any] = {}
+    for name, plain in (("model", model), ("adapter", adapted.eval())):
+        with serving(folder / name, folder) as (port, process):
+            values[name] = race(port, process, plain, ids, turns)
+        print(name, json.dumps(values[name]), flush=True)
+    columns = [
+        "served", "one after another", "at once", "ratio", "ratio of CPU time",
+        "first token", "of plain transformers", "ratio",
+    ]  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{found['tokens_per_second_one_by_one']:.1f} tokens/s",
+            f"{found['tokens_per_second_at_once']:.1f} tokens/s",
+            f"{found['at_once_ratio']:.2f}",
+            f"{found['at_once_cpu_ratio']:.2f}",
+            f"{1e3 * found['first_token_seconds']:.0f} ms",
+            f"{1e3 * found['plain_first_token_seconds']:.0f} ms",
+            f"{found['first_token_ratio']:.2f}",
+        ]
+        for name, found in values.items()
+    ]
+    return Result("Serving", HOW, values, [columns, *rows], [])
+
+
+@contextlib.contextmanager
+def serving(model: Path, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
+    """A server of a model: its port, and its process."""
+    log = folder / f"{model.name}.log"
+    words = ["finetune", "serve", str(model), "--port", "0", "--rows", str(REQUESTS)]
+    process = start(words, log, folder / "cache", THREADS)
+    try:
+        while " at http" not in log.read_text():
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text()[-2_000:])
+            time.sleep(0.2)
+        url = log.read_text().split(" at http://")[1].split("/v1")[0]
+        yield int(url.rpartition(":")[2]), psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def race(
+    port: int, process: psutil.Process, plain: Any, ids: list[int], turns: int
+) -> dict[str, float]:
+    prompts = [ids[1_000 * n :][: 100 + 20 * n] for n in range(REQUESTS)]
+    taken: dict[str, list[float]] = {}
+
+    def keep(name: str, value: float) -> None:
+        taken.setdefault(name, []).append(value)
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        for turn in range(turns + 1):  # the first warms up
+            for name, workers in (("one_by_one", 1), ("at_once", REQUESTS)):
+                begun, cpu = time.perf_counter(), _cpu(process)
+                ask = pool.map if workers > 1 else map
+                done = sum(ask(lambda prompt: _complete(port, prompt), prompts))
+                if turn:
+                    keep(name, done / (time.perf_counter() - begun))
+                    keep(f"{name}_cpu", done / (_cpu(process) - cpu))
+            for _ in range(2):
+                first, theirs = _first_token(port, ids[:512]), _plain_first_token(plain, ids[:512])
+                if turn:
+                    keep("first", first)
+                    keep("plain_first", theirs)
+    middle = {name: sorted(each)[len(each) // 2] for name, each in taken.items()}
+    return {
+        "tokens_per_second_one_by_one": middle["one_by_one"],
+        "tokens_per_second_at_once": middle["at_once"],
+        "at_once_ratio": middle["at_once"] / middle["one_by_one"],
+        "at_once_cpu_ratio": middle["at_once_cpu"] / middle["one_by_one_cpu"],
+        "first_token_seconds": middle["first"],
+        "plain_first_token_seconds": middle["plain_first"],
+        "first_token_ratio": middle["first"] / middle["plain_first"],
+    }
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _send(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection.getresponse()
+
+
+def _complete(port: int, prompt: list[int]) -> int:
+    """Tokens that were answered."""
+    reply = json.loads(_send(port, {"prompt": prompt, "max_tokens": TOKENS}).read())
+    return int(reply["usage"]["completion_tokens"])
+
+
+def _first_token(port: int, prompt: list[int]) -> float:
+    """Seconds from sending a request to the first text of its answer."""
+    begun = time.perf_counter()
+    reply = _send(port, {"prompt": prompt, "max_tokens": 2, "stream": True})
+    while line := reply.readline():
+        if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+            seconds = time.perf_counter() - begun
+            reply.read()
+            return seconds
+    raise RuntimeError("the answer has no text")
+
+
+def _plain_first_token(model: Any, prompt: list[int]) -> float:
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(input_ids=torch.tensor([prompt]), generation_config=config)
+    return time.perf_counter() - begun

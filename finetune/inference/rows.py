@@ -1,0 +1,164 @@
+"""Rows that one model continues together: each joins after its prompt, and leaves at its end.
+
+Rows are aligned at their last token. A row's answer is that of the row alone: padding is masked,
+positions count from the row's own first token, and each row draws with noise of its own. Logits
+differ by rounding only, since a product of several rows adds in another order.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from finetune.inference.sampling import GrowingLayer
+from finetune.planner.estimate.sampling import ROOM
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest row of a batch (transformers 5.23)."""
+SHAREABLE = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose whole state is keys and values, masked by place."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+def can_share(model: Any) -> bool:
+    """Whether rows of different lengths can share a cache of this model, and none changes another.
+
+    Not those with recurrent states, whose padding cannot be masked away, and not those that turn
+    positions by the length of the longest row.
+    """
+    network = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = network.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    if any(each.get("rope_type") in LENGTH_DEPENDENT for each in ropes):
+        return False
+    if not set(getattr(config, "layer_types", None) or ()) <= SHAREABLE:
+        return False
+    if getattr(network, "_is_stateful", False):
+        return False
+    taken = inspect.signature(network.forward).parameters
+    if not {"attention_mask", "past_key_values"} <= set(taken):
+        return False
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
+    return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+class Rows:
+    """Rows of one model between two tokens.
+
+    Attributes:
+        logits: (rows, vocabulary), of the next token of each row.
+    """
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int) -> None:
+        """Read prompts of at least one token, together.
+
+        Args:
+            model: one that `can_share`.
+            pad: any token id; it fills rows on the left, where it is masked.
+        """
+        network = model.get_base_model() if isinstance(model, PeftModel) else model
+        taken = inspect.signature(network.forward).parameters
+        self.model = model
+        self._positioned = "position_ids" in taken
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._cache: Any = DynamicCache()  # without a config every layer keeps all of its tokens
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(self.lengths.max())
+        ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        self.logits = self._forward(torch.tensor(ids), self.lengths)
+        for layer in self._cache.layers:
+            if type(layer) is DynamicLayer and layer.is_initialized:
+                layer.__class__ = GrowingLayer
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def join(self, others: "Rows") -> None:
+        """Take in rows of the same model, after these."""
+        for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
+            if mine.is_initialized:
+                mine.keys = _below(mine.keys, theirs.keys)
+                mine.values = _below(mine.values, theirs.values)
+        self.lengths = torch.cat([self.lengths, others.lengths])
+        self.logits = torch.cat([self.logits, others.logits])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Some of the rows by number, at least one, without padding that none of them needs."""
+        chosen = torch.tensor(rows)
+        self.lengths = self.lengths[chosen]
+        width = int(self.lengths.max())
+        moved = chosen.to(self.logits.device)
+        for layer in self._cache.layers:
+            if layer.is_initialized:
+                layer.keys = _of_rows(layer.keys, moved, width)
+                layer.values = _of_rows(layer.values, moved, width)
+        self.logits = self.logits[moved]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Append one token to each row."""
+        self.lengths = self.lengths + 1
+        self.logits = self._forward(torch.tensor(tokens)[:, None], self.lengths)
+
+    def _forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token of each row, which has `lengths` tokens with those of `ids`."""
+        device, width = self.model.device, int(lengths.max())
+        given: dict[str, Any] = dict(self._last_only)
+        if bool((lengths != width).any()):
+            mask = torch.arange(width) >= (width - lengths)[:, None]  # (rows, width)
+            given["attention_mask"] = mask.long().to(device)
+        if self._positioned:
+            places = torch.arange(width - ids.shape[1], width) - (width - lengths)[:, None]
+            given["position_ids"] = places.clamp(0).to(device)
+        output = self.model(
+            input_ids=ids.to(device), past_key_values=self._cache, use_cache=True, **given
+        )
+        return output.logits[:, -1]
+
+
+def _below(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Rows of `one`, then of `other`, aligned at the end: (rows, heads, tokens, head size)."""
+    width = max(one.shape[2], other.shape[2])
+    shape = (len(one) + len(other), one.shape[1], width + ROOM, one.shape[3])
+    whole = one.new_zeros(shape)  # what is masked counts 0 times, which needs a number
+    whole[: len(one), :, width - one.shape[2] : width] = one
+    whole[len(one) :, :, width - other.shape[2] : width] = other
+    return whole[:, :, :width]
+
+
+def _of_rows(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
+    """The last `width` tokens of some rows: (rows, heads, width, head size)."""
+    whole = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
+    whole[:, :, :width] = held[rows, :, held.shape[2] - width :]
+    return whole[:, :, :width]
+
+
+class Draw:
+    """Chooses the tokens of one row, with noise that is a function of its seed alone."""
+
+    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
+        """`temperature` 0 takes the likeliest token."""
+        self.temperature, self.top_p = temperature, top_p
+        self._noise = torch.Generator()  # of the CPU: the same numbers for every device
+        self._noise.manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """The next token, from logits (vocabulary,).
+
+        The token with the largest probability / noise, the noise exponential, is a draw from the
+        probabilities. Below `top_p` 1 only the likeliest tokens remain, until they have that share.
+        """
+        if not self.temperature:
+            return int(logits.argmax())
+        shares = (logits.float() / self.temperature).softmax(-1)
+        if self.top_p < 1:
+            falling, order = shares.sort(descending=True)
+            before = falling.cumsum(-1) - falling
+            shares[order[before >= self.top_p]] = 0
+        uniform = torch.rand(len(shares), generator=self._noise, dtype=torch.float64)
+        noise = uniform.neg_().add_(1).log_().neg_().clamp_min_(TINY).to(shares.device)
+        return int((shares / noise).argmax())
