@@ -32,6 +32,7 @@ from tiny_run import (
 )
 
 from finetune.data.chat.render import load_chat
+from finetune.data.chat.written_calls import HERMES
 from finetune.data.formats import read_row
 from finetune.exporters.export import export
 from finetune.inference.generate import generate, load, load_base, load_folder
@@ -352,13 +353,17 @@ def test_tools_are_rendered_as_in_training(guarded):
 def test_a_written_call_becomes_one_of_the_api():
     asked = ChatRequest(messages=ASKED, tools=[TOOL])
     text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": [1]}}\n</tool_call>'
-    reply = Chat(SimpleNamespace(name="m"), asked).whole(Answer(text, [], 3, 4, "stop"))
+    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
+        Answer(text, [], 3, 4, "stop")
+    )
     (choice,) = ChatCompletion.model_validate(reply).choices
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
     assert (call.function.name, call.function.arguments) == ("look", '{"at": [1]}')
     broken = "<tool_call>{not json}</tool_call>"
-    reply = Chat(SimpleNamespace(name="m"), asked).whole(Answer(broken, [], 3, 4, "stop"))
+    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
+        Answer(broken, [], 3, 4, "stop")
+    )
     assert reply["choices"][0]["message"]["content"] == broken
     assert reply["choices"][0]["finish_reason"] == "stop"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.written_calls import call_form
 from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Question
@@ -33,7 +34,8 @@ class Answer:
     """Whether it was still going on after the most tokens that it may have."""
     tokens: int
     calls: tuple[dict[str, Any], ...] | None = None
-    """Tool calls that a server took out of the text; None where the text holds them."""
+    """Tool calls that a server took out of the text, or that the text holds in the form of its
+    template; None where there are none of these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +80,26 @@ def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) ->
     found = continue_ids(
         loaded, prompts, asking.max_new_tokens, asking.batch_rows, asking.temperature
     )
+    texts = [each.text.strip().removeprefix(scaffold).strip() for each in found]
+    calls = _calls(chat, questions, texts)
     return [
-        Answer(each.text.strip().removeprefix(scaffold).strip(), each.cut, each.tokens)
-        for each in found
+        Answer(text, each.cut, each.tokens, of_text)
+        for text, each, of_text in zip(texts, found, calls, strict=True)
+    ]
+
+
+def _calls(
+    chat: Chat, questions: Sequence[Question], texts: Sequence[str]
+) -> list[tuple[dict[str, Any], ...] | None]:
+    """Tool calls of answers, in the form that the template writes; None where there are none."""
+    asked = [question.tools if isinstance(question, Conversation) else () for question in questions]
+    form = call_form(chat) if any(asked) else None
+    if form is None:
+        return [None] * len(texts)
+    return [
+        tuple({"name": call.name, "arguments": call.arguments} for call in form.read(text, tools))
+        or None
+        for text, tools in zip(texts, asked, strict=True)
     ]
 
 

@@ -1,18 +1,15 @@
 """Answers in the form of OpenAI's API, complete or piece by piece."""
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from finetune.data.chat.written_calls import WrittenCall
 from finetune.serving.answer import Answer, Token
 from finetune.serving.models import Served
 from finetune.serving.requests import ChatRequest, TextRequest
-
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""A tool call as Qwen's and Hermes' templates write it."""
 
 
 class Reply:
@@ -105,22 +102,13 @@ class Chat(Reply):
         """Text and calls of an answer; what is no valid call stays in the text."""
         if not self.asked.tools:
             return answer.text, []
-        calls: list[dict[str, Any]] = []
-
-        def take(found: re.Match[str]) -> str:
-            try:
-                call = json.loads(found[1])
-                name, arguments = call["name"], call.get("arguments", {})
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return found[0]
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            function = {"name": name, "arguments": written}
-            id = f"call_{secrets.token_hex(8)}"
-            calls.append({"id": id, "type": "function", "function": function})
-            return ""
-
-        text = CALL.sub(take, answer.text)
-        return (text.strip() or None, calls) if calls else (answer.text, calls)
+        found = self.served.call_form.read(answer.text, self.asked.tools)
+        kept, at = "", 0
+        for call in found:
+            kept += answer.text[at : max(at, call.start)]
+            at = call.end
+        text = kept + answer.text[at:]
+        return (text.strip() or None, list(map(_call, found))) if found else (text, [])
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self.asked.likelihoods is None:
@@ -139,6 +127,11 @@ class Chat(Reply):
     def _likely(self, id: int, logprob: float) -> dict[str, Any]:
         word = self._word(id)
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def _call(call: WrittenCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
 class Completion(Reply):

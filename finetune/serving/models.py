@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from peft import PeftModel
 
 from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.written_calls import HERMES, CallForm, call_form
 from finetune.errors import FinetuneError
 from finetune.inference.generate import Loaded, folder_stops, open_model
 from finetune.inference.load import adapter_config, changes_base, check_adapter, load_tokenizer
@@ -27,6 +29,11 @@ class Served:
     chat: Chat
     adapter: str | None
     """PEFT's name of the adapter that answers; None for a whole model, or the base alone."""
+
+    @functools.cached_property
+    def call_form(self) -> CallForm:
+        """The form of tool calls: that of the template, or `HERMES` where it writes none."""
+        return call_form(self.chat) or HERMES
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

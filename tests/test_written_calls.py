@@ -1,0 +1,115 @@
+"""Tool calls are read in the form in which each chat template writes them."""
+
+import json
+from typing import Any
+
+import pytest
+from test_render import MARKS, NO_TOOLS, real_chat
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.chat.render import load_chat
+from finetune.data.chat.written_calls import CallForm, call_form
+from finetune.data.samples import Conversation
+
+TURN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+TURN += "<|{{ m.role }}|>{{ m.content }}CALLS<|end|>{% endfor %}"
+HEADER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+LOOP = "{% for c in m.tool_calls or [] %}{% set f = c.function %}ONE{% endfor %}"
+EACH = "{% for k, v in f.arguments.items() %}ONE{% endfor %}"
+TEXT = "{{ v if v is string else v | tojson }}"
+FORMS = {
+    "deepseek": "function<sep>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```<stop>",
+    "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
+    "gpt-oss": "<|channel|>commentary to=functions.{{ f.name }} <|json|>"
+    "{{ f.arguments | tojson }}<|call|>",
+    "qwen3-coder": "<tool_call>\n<function={{ f.name }}>\n"
+    + EACH.replace("ONE", f"<parameter={{{{ k }}}}>\n{TEXT}\n</parameter>\n")
+    + "</function>\n</tool_call>\n",
+    "glm": "<tool_call>{{ f.name }}\n"
+    + EACH.replace("ONE", f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{TEXT}</arg_value>\n")
+    + "</tool_call>\n",
+    "hermes": "<tool_call>\n{{ f | tojson }}\n</tool_call>\n",
+}
+TOOLS = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"where": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("get_weather", "find-way.to")
+)
+CALLS = [
+    ("get_weather", {"where": 'São "P" <b>\n{x}', "days": 3, "more": {"a": [1, None]}}),
+    ("find-way.to", {"where": "7", "days": 0}),
+]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(sorted(alphabet))}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
+    special = ["<|user|>", "<|assistant|>", "<stop>", "<sep>", "<|channel|>"]
+    made.add_tokens(special, special_tokens=True)
+    return made
+
+
+def written(chat: Any, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """What the template writes, as a model that learned it answers."""
+    listed = [
+        {"id": f"abcdef00{n}", "type": "function", "function": {"name": a, "arguments": b}}
+        for n, (a, b) in enumerate(calls)
+    ]
+    answer = {"role": "assistant", "content": "", "tool_calls": listed}
+    row = chat.render(Conversation(({"role": "user", "content": "?"}, answer), TOOLS), "completion")
+    ids = [id for id, said in zip(row.ids, row.trained, strict=True) if said]
+    return chat.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def read(form: CallForm | None, text: str) -> list[tuple[str, Any]]:
+    assert form is not None
+    return [(call.name, call.arguments) for call in form.read(text, TOOLS)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    template = TURN.replace("CALLS", LOOP.replace("ONE", FORMS[name])) + HEADER
+    made = tokenizer()
+    made.chat_template = template
+    chat = load_chat(made, None)
+    form = call_form(chat)
+    assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
+    assert read(form, written(chat, CALLS)) == CALLS
+    said = "Wait: {1} [2]."
+    text = f"{said}\n{written(chat, CALLS)}"
+    assert read(form, text) == CALLS
+    assert form is not None
+    assert text[: form.read(text, TOOLS)[0].start].strip() == said
+    for broken in (said, "", text_of_half(written(chat, CALLS[:1]))):
+        assert read(form, broken) == []
+
+
+def text_of_half(text: str) -> str:
+    return text[: text.index("S")]
+
+
+@pytest.mark.parametrize("name", sorted(set(MARKS) - NO_TOOLS))
+def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
+    chat = real_chat(assets, name)
+    form = call_form(chat)
+    assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
+    if "Llama" not in name:  # whose template takes one call at most
+        assert read(form, written(chat, CALLS)) == CALLS
+    assert read(form, json.dumps({"days": 3})) == []
+
+
+@pytest.mark.parametrize("name", sorted(NO_TOOLS))
+def test_a_template_without_calls_has_no_form(assets: Any, name: str) -> None:
+    assert call_form(real_chat(assets, name)) is None
