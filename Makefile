@@ -37,6 +37,8 @@ prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two 
 		--output proofs/every_backend $(ARGS)
 	$(BIN)/finetune prove qwen3_0_6b_kto --backends fsdp_full_shard --steps 6 --jobs 3 \
 		--output proofs/kto
+	$(BIN)/finetune prove qwen3_0_6b_grpo --backends ddp --steps 6 --jobs 3 \
+		--output proofs/grpo
 	$(BIN)/finetune prove quickstart --backends tp,pp --kinds full --steps 6 --jobs 2 \
 		--output proofs/divided $(ARGS)
 

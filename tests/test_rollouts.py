@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from test_dpo import train
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.run import Run
+from finetune.verification.proofs import sampled
+from finetune.verification.proofs.matrix import FP32
 
 STEPS = 4
 EXACT = 2e-5
@@ -172,6 +175,31 @@ def test_a_run_that_was_killed_in_a_sampling_goes_on_to_the_same_numbers(
     (resumed.rollouts / "step-00000000.npz").write_bytes(b"torn")
     with pytest.raises(FinetuneError, match="unfinished sampling cannot be read"):
         train(resumed.root, fields(tiny, data), resume=True)
+
+
+def test_a_proof_finds_another_completion_and_another_reward(alone: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other")
+    other.root.mkdir()
+    texts, numbers = alone.completions.read_text(), alone.metrics.read_text()
+    other.completions.write_text(texts)
+    other.metrics.write_text(numbers)
+    assert sampled.differences(alone, other, FP32) == []
+    said = completions(alone)[3]["completion"]
+    lines = texts.splitlines()
+    lines[3] = lines[3].replace(json.dumps(said, ensure_ascii=False), '"other"')
+    other.completions.write_text("\n".join(lines))
+    (told,) = sampled.differences(alone, other, FP32)
+    assert told == f"sampling of step 0: 'other' instead of {said!r:.60}"
+    other.completions.write_text(texts)
+    other.metrics.write_text(re.sub(r'"reward": (\S+),', r'"reward": 9\1,', numbers, count=1))
+    (told,) = sampled.differences(alone, other, FP32)
+    assert told.startswith("step 1: reward 9")
+    (tmp_path / "few").mkdir()
+    Run(tmp_path / "few").completions.write_text(lines[0])
+    Run(tmp_path / "few").metrics.write_text(numbers)
+    assert sampled.differences(alone, Run(tmp_path / "few"), FP32) == [
+        "1 completions are kept instead of 16"
+    ]
 
 
 def test_a_reward_that_fails_ends_the_run_with_what_was_trained(

@@ -237,24 +237,8 @@ class Rollouts:
     def _columns(
         self, rows: Rows, prompts: np.ndarray, completions: Sequence[Completion]
     ) -> dict[str, list[Any]]:
-        """Arguments of the rewards: of conversations a completion is a list of one message."""
-        beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
-        columns = {name: [each.get(name) for each in beside] for name in self.columns}
-        columns["prompts"] = columns.pop("prompt")
-        texts = [
-            self._text(rows, int(row), each) for row, each in zip(prompts, completions, strict=True)
-        ]
-        columns["completions"] = [
-            text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
-            for asked, text in zip(columns["prompts"], texts, strict=True)
-        ]
-        columns["completion_ids"] = [each.ids for each in completions]
-        return columns
-
-    def _text(self, rows: Rows, row: int, completion: Completion) -> str:
-        prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
-        said = completion.ids[:-1] if completion.ended else completion.ids
-        return new_text(self.tokenizer, prompt, said)
+        """As of `reward_columns`."""
+        return reward_columns(self.tokenizer, self.columns, rows, prompts, completions)
 
     def _log(self, step: int, sampled: Sampled) -> None:
         """Keep the completions of the first prompts."""
@@ -376,6 +360,43 @@ def _nothing() -> contextlib.AbstractContextManager[None]:
 def _with_tokens(rows: Rows, of_tokens: Mapping[str, np.ndarray]) -> Rows:
     columns = {name: TokenColumn.at_labels(rows.documents, v) for name, v in of_tokens.items()}
     return dataclasses.replace(rows, token_columns=columns)
+
+
+def reward_columns(
+    tokenizer: PreTrainedTokenizerBase,
+    names: Sequence[str],
+    rows: Rows,
+    prompts: np.ndarray,
+    completions: Sequence[Completion],
+) -> dict[str, list[Any]]:
+    """Arguments of rewards: of conversations a completion is a list of one message.
+
+    Args:
+        tokenizer: that wrote the prompts.
+        names: as of `column_names`.
+        rows: that hold the prompts.
+        prompts: (completions,) int64, the row of each.
+        completions: what was sampled, in that order.
+    """
+    beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
+    columns = {name: [each.get(name) for each in beside] for name in names}
+    columns["prompts"] = columns.pop("prompt")
+    texts = [
+        _text(tokenizer, rows, int(row), each)
+        for row, each in zip(prompts, completions, strict=True)
+    ]
+    columns["completions"] = [
+        text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+        for asked, text in zip(columns["prompts"], texts, strict=True)
+    ]
+    columns["completion_ids"] = [each.ids for each in completions]
+    return columns
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: Completion) -> str:
+    prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
+    said = completion.ids[:-1] if completion.ended else completion.ids
+    return new_text(tokenizer, prompt, said)
 
 
 def column_names(rows: Rows) -> list[str]:

@@ -10,6 +10,7 @@ from finetune.checkpoints.checkpoint import progress_of, read_manifest
 from finetune.distributed.reader import Reader
 from finetune.planner import Plan
 from finetune.runs.run import Run
+from finetune.verification.proofs import sampled
 from finetune.verification.proofs.proof import Check, Grid, Tolerance
 from finetune.verification.proofs.runs import steps_of
 
@@ -87,11 +88,21 @@ def _promise_of_division(plan: Plan, what: str, whole: int, stored: dict[str, in
 
 
 def check_equal(
-    kind: str, backend: str, reference: Run, run: Run, tolerance: Tolerance, steps: int
+    kind: str,
+    backend: str,
+    reference: Run,
+    run: Run,
+    tolerance: Tolerance,
+    steps: int,
+    scale: float = 0.0,
 ) -> Check:
-    """Every step's loss and gradient norm, the evaluation and the weights against one process."""
+    """Every step's loss and gradient norm, the evaluation and the weights against one process.
+
+    Of an online method its completions and rewards too. `scale` is that of `compare_steps`.
+    """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
-    wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance)
+    wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance, scale)
+    wrong += sampled.differences(reference, run, tolerance)
     apart = weights_apart(reference, run, steps)
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
@@ -101,34 +112,46 @@ def check_equal(
         f"({tolerance.norm:.0e}), trained weights {apart:.1e} ({tolerance.weights:.0e})"
     )
     columns = ("step", "one process", backend, "apart", "norm alone", "norm here", "norms apart")
-    grid = Grid(columns, tuple(_row(step, alone, here) for step in range(1, steps + 1)))
+    rows = tuple(_row(step, alone, here, scale) for step in range(1, steps + 1))
+    grid = Grid(columns, rows)
     return Check(kind, backend, "equal", not wrong, summary, grid)
 
 
 Steps = dict[int, dict[str, float]]
 
 
-def _row(step: int, alone: Steps, here: Steps) -> tuple[int | float | None, ...]:
+def _row(step: int, alone: Steps, here: Steps, scale: float) -> tuple[int | float | None, ...]:
     first, second = alone.get(step, {}), here.get(step, {})
     row: list[int | float | None] = [step]
-    for key in ("loss", "grad_norm"):
-        row += [first.get(key), second.get(key), _apart(first.get(key), second.get(key))]
+    for key, least in (("loss", scale), ("grad_norm", 0.0)):
+        row += [first.get(key), second.get(key), apart_by(first.get(key), second.get(key), least)]
     return tuple(row)
 
 
-def _apart(first: float | None, second: float | None) -> float:
-    """Difference relative to the first; infinite where one is missing or not finite."""
+def apart_by(first: float | None, second: float | None, scale: float = 0.0) -> float:
+    """Difference relative to the first, or to `scale` where that is more.
+
+    Infinite where one is missing or not finite.
+    """
     if first is None or second is None:
         return math.inf
     if first == second:
         return 0.0
-    return abs(first - second) / max(abs(first), 1e-12)
+    return abs(first - second) / max(abs(first), scale, 1e-12)
 
 
 def compare_steps(
-    alone: Steps, here: Steps, numbers: range, tolerance: Tolerance
+    alone: Steps, here: Steps, numbers: range, tolerance: Tolerance, scale: float = 0.0
 ) -> tuple[list[str], tuple[float, float]]:
-    """What is out of tolerance, and the largest differences of loss and gradient norm."""
+    """What is out of tolerance, and the largest differences of loss and gradient norm.
+
+    Args:
+        alone: on one process.
+        here: on the backend.
+        numbers: of the steps.
+        tolerance: the largest differences.
+        scale: of the terms of a loss that add up to nearly nothing, which it is measured by.
+    """
     wrong: list[str] = []
     worst = [0.0, 0.0]
     for step in numbers:
@@ -136,7 +159,7 @@ def compare_steps(
             (("loss", "loss", tolerance.loss), ("grad_norm", "gradient norm", tolerance.norm))
         ):
             first, second = alone.get(step, {}).get(key), here.get(step, {}).get(key)
-            apart = _apart(first, second)
+            apart = apart_by(first, second, scale if key == "loss" else 0.0)
             worst[index] = max(worst[index], apart)
             if not apart <= limit:
                 wrong.append(
@@ -181,7 +204,7 @@ def _evaluation_differs(reference: Run, run: Run, steps: int, tolerance: Toleran
     wrong: list[str] = []
     if (alone.best_step, alone.stale) != (here.best_step, here.stale):
         wrong.append(f"best evaluation at step {here.best_step} instead of {alone.best_step}")
-    elif not _apart(alone.best_loss, here.best_loss) <= tolerance.loss:
+    elif not apart_by(alone.best_loss, here.best_loss) <= tolerance.loss:
         wrong.append(f"best evaluation {here.best_loss} instead of {alone.best_loss}")
     return wrong
 
@@ -219,14 +242,21 @@ def check_same_bits(kind: str, backend: str, killed: Path, run: Run, middle: int
 
 
 def check_elsewhere(
-    kind: str, places: tuple[str, str], reference: Run, run: Run, tolerance: Tolerance, steps: range
+    kind: str,
+    places: tuple[str, str],
+    reference: Run,
+    run: Run,
+    tolerance: Tolerance,
+    steps: range,
+    scale: float = 0.0,
 ) -> Check:
     """A checkpoint of one place continued in another, against one process that never stopped.
 
     `places` are where it was written and where it went on, as `zero2 on 2`.
     """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
-    wrong, worst = compare_steps(alone, here, steps, tolerance)
+    wrong, worst = compare_steps(alone, here, steps, tolerance, scale)
+    wrong += sampled.differences(reference, run, tolerance)
     apart = weights_apart(reference, run, steps[-1])
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")

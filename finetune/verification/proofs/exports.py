@@ -11,8 +11,12 @@ from typing import Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.export import export
+from finetune.methods.online import Online
+from finetune.models.model import load_tokenizer
 from finetune.runs.run import Run
+from finetune.verification.proofs.checks import apart_by
 from finetune.verification.proofs.proof import Check, Tolerance
+from finetune.verification.proofs.sampled import mean_reward
 from finetune.verification.proofs.small_recipe import Subject
 
 PLAIN = Path(__file__).with_name("plain_loader.py")
@@ -68,6 +72,8 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
         "scores": None if recipe.scores is None else recipe.scores.config,
+        "limit": recipe.max_completion_length if isinstance(recipe, Online) else None,
+        "eos": delivery.subject.eos,
         "rows": [
             [column.tolist() for column in rows.documents.document(int(number))]
             for number in rows.members
@@ -93,10 +99,10 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _token_loss(record: dict[str, Any]) -> float:
     """The mean cross-entropy over the trained tokens of an evaluation, whatever its loss is.
 
-    Of a model that scores the mean score.
+    Of a model that scores the mean score; of an online method the mean reward.
     """
     metrics = record.get("metrics") or {}
-    for name in ("mean_score", "mean_reward", "nll", "token_loss"):
+    for name in ("reward", "mean_score", "mean_reward", "nll", "token_loss"):
         if name in metrics:
             return metrics[name]
     return record["loss"]
@@ -108,13 +114,16 @@ def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> C
     step = run.best_step() or run.newest()
     recorded = {r["step"]: _token_loss(r) for r in run.read_metrics("eval")}
     problems, loss, apart = list(answer["problems"]), answer["loss"], math.inf
+    if answer.get("completions") is not None:
+        tokenizer = load_tokenizer(delivery.subject.recipe)
+        loss = mean_reward(delivery.subject, tokenizer, answer["completions"])
     if loss is not None and step in recorded:
-        apart = abs(loss - recorded[step]) / recorded[step]
+        apart = apart_by(recorded[step], loss)
     if step not in recorded:
         problems.append(f"no evaluation of step {step} is recorded")
     elif not apart <= tolerance.answers:
         problems.append(
-            f"evaluation loss {loss} in plain transformers, {recorded[step]} in training"
+            f"evaluation gives {loss} in plain transformers, {recorded[step]} in training"
         )
     difference = answer["difference"]
     if difference is not None and not difference <= tolerance.logits:
@@ -123,7 +132,7 @@ def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> C
         )
     merged = "" if difference is None else f", merged logits {difference:.1e} apart"
     summary = "; ".join(problems[:4]) or (
-        f"{answer['tensors']} tensors, none empty or missing; evaluation loss as in training to "
+        f"{answer['tensors']} tensors, none empty or missing; evaluation as in training to "
         f"{apart:.1e} (at most {tolerance.answers:.0e}){merged}"
     )
     return _check(delivery, not problems, summary)

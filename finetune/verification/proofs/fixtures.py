@@ -2,12 +2,13 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from finetune.quickstart.records import instructions
 from finetune.quickstart.tokenizer import train_tokenizer
+from finetune.rewards.builtin import Completion, text_of
 
 ROWS = 64
 VOCABULARY = 512
@@ -34,10 +35,10 @@ def _question(row: dict[str, object]) -> str:
 
 def write_data(
     path: Path,
-    data_format: Literal["messages", "text", "preference", "labelled"],
+    data_format: Literal["messages", "text", "preference", "labelled", "prompts"],
     label: Callable[[int], Any] | None = None,
 ) -> None:
-    """Write the rows as JSONL: conversations, their answers as documents, pairs, or with labels.
+    """Write the rows as JSONL: conversations, answers as documents, pairs, with labels, or prompts.
 
     The rejected answer of a pair is that of the row before it. `label` gives that of a row's
     number.
@@ -51,11 +52,22 @@ def write_data(
             {"prompt": [asked], "chosen": [answer], "rejected": [said[number - 1][1]]}
             for number, (asked, answer) in enumerate(said)
         ]
+    elif data_format == "prompts":
+        rows = [{"prompt": [asked], "answer": answer["content"]} for asked, answer in said]
     elif data_format == "labelled":
         assert label is not None
         rows = [row | {"label": label(number)} for number, row in enumerate(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """The share of letters that are vowels, 0 without any: it differs where texts of chance do."""
+    found: list[float] = []
+    for text in map(text_of, completions):
+        letters = [each for each in text.lower() if each.isalpha()]
+        found.append(sum(each in "aeiou" for each in letters) / max(1, len(letters)))
+    return found
 
 
 def write_tokenizer(folder: Path) -> None:

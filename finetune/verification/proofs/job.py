@@ -11,9 +11,10 @@ from transformers.utils import logging
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.methods.online import Online
 from finetune.reports.proof_page import write_page
 from finetune.runs.environment import environment
-from finetune.verification.proofs import checks, packing
+from finetune.verification.proofs import checks, packing, sampled
 from finetune.verification.proofs.exports import Delivery, check_deliveries
 from finetune.verification.proofs.launches import (
     Say,
@@ -87,6 +88,11 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
 def _claim(request: Request) -> None:
     """An empty folder, or one that an earlier proof marked as its own, which is replaced."""
     output = request.output
+    if request.precision == "bf16" and isinstance(request.recipe, Online):
+        raise FinetuneError(
+            "--bf16: logits depend on the batch then, so that completions are the same in "
+            "distribution only; prove an online method in fp32"
+        )
     if request.shape.steps < FEWEST_STEPS:
         raise FinetuneError(f"--steps: got {request.shape.steps}, expected at least {FEWEST_STEPS}")
     there = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
@@ -119,8 +125,8 @@ def _check_packed(shop: Workshop, pair: Pair) -> Check:
     lost = shop.failed.get(unpacked.root) or shop.failed.get(packed.root)
     if lost:
         return Check(pair.kind, pair.backend, "packing", False, lost)
-    tolerance = pair.tolerance
-    return packing.check_packing(pair.kind, pair.backend, unpacked, packed, tolerance)
+    scale = sampled.scale_of(pair.plan.recipe)
+    return packing.check_packing(pair.kind, pair.backend, unpacked, packed, pair.tolerance, scale)
 
 
 def _check_all(
@@ -141,7 +147,13 @@ def _check_all(
             pair,
             "equal",
             lambda pair=pair, run=run, reference=reference: checks.check_equal(
-                pair.kind, pair.backend, reference, run, pair.tolerance, steps
+                pair.kind,
+                pair.backend,
+                reference,
+                run,
+                pair.tolerance,
+                steps,
+                sampled.scale_of(pair.plan.recipe),
             ),
         )
         if not packing.available():
@@ -169,10 +181,12 @@ def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
     shape = shop.request.shape
     steps = range(shape.middle + 1, shape.steps + 1)
     tolerance = crossing.tolerance
-    places = (written.where, continued.where)
+    places, scale = (written.where, continued.where), sampled.scale_of(written.plan.recipe)
     check = _answered(
         asked,
         "resume",
-        lambda: checks.check_elsewhere(written.kind, places, reference, run, tolerance, steps),
+        lambda: checks.check_elsewhere(
+            written.kind, places, reference, run, tolerance, steps, scale
+        ),
     )
     return dataclasses.replace(check, backend=asked.backend)

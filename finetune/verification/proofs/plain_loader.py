@@ -11,9 +11,12 @@ Run as a file, never imported: nothing of this project may help it. A task is a 
     rows          [[ids, trained], ...]: rows of token ids, and which of them have a loss
     scores        null, or the fields of config.json that a model with a score head needs: then the
                   loss is the mean score
+    limit         null, or the most tokens of a completion: then rows are prompts, which are
+                  completed greedily up to `eos`, an id
 
-An answer is {"loss": mean loss over the rows, "difference": largest difference of the logits of
-`result` and `merged` in fp32 relative to the largest logit, "tensors": how many, "problems": []}.
+An answer is {"loss": mean loss over the rows, "completions": null or ids of each, "difference":
+largest difference of the logits of `result` and `merged` in fp32 relative to the largest logit,
+"tensors": how many, "problems": []}.
 """
 
 import contextlib
@@ -38,11 +41,15 @@ def answer(task):
     result = Path(task["result"])
     shapes = stored(result)
     problems = [f"{result}: {name} is empty" for name, shape in shapes.items() if 0 in shape]
-    loss = difference = None
+    loss = completions = difference = None
     try:
         AutoTokenizer.from_pretrained(task["merged"] or result)
         measure = mean_loss if task["scores"] is None else mean_score
-        loss = measure(open_as_trained(task, problems), task["rows"])
+        model = open_as_trained(task, problems)
+        if task["limit"] is None:
+            loss = measure(model, task["rows"])
+        else:
+            completions = [complete(model, ids, task) for ids, _ in task["rows"]]
         if task["merged"] is not None:
             merged = whole(task, task["merged"], torch.float32, problems)
             difference = compare(open_unquantised(task), merged, task["rows"])
@@ -50,6 +57,7 @@ def answer(task):
         problems.append(f"{result}: cannot be loaded: {' '.join(str(error).split())[:300]}")
     return {
         "loss": loss,
+        "completions": completions,
         "difference": difference,
         "tensors": len(shapes),
         "problems": problems,
@@ -147,6 +155,19 @@ def mean_score(model, rows):
     """Mean of all scores of all rows, a row at a time."""
     found = [model(input_ids=torch.tensor([ids])).logits.float().mean().item() for ids, _ in rows]
     return sum(found) / max(1, len(found))
+
+
+@torch.inference_mode()
+def complete(model, prompt, task):
+    """Ids of the likeliest completion, with the token that ends it."""
+    ends = model.generation_config.eos_token_id
+    ends = {task["eos"], *(ends if isinstance(ends, list) else [ends])}
+    ids = list(prompt)
+    for _ in range(task["limit"]):
+        ids.append(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item())
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]
 
 
 @torch.inference_mode()

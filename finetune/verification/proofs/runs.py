@@ -175,6 +175,10 @@ def cut(source: Run, target: Run, step: int) -> None:
     for name in (source.recipe, source.metrics, source.reference):
         if name != source.reference or name.is_file():
             shutil.copy2(name, target.root / name.name)
+    if source.completions.is_file():
+        shutil.copy2(source.completions, target.completions)
+    if source.rollouts.exists():
+        shutil.copytree(source.rollouts, target.rollouts)
     if source.initial_adapter.exists():
         shutil.copytree(source.initial_adapter, target.initial_adapter)
     folder = target.checkpoint(step)

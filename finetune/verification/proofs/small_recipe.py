@@ -15,19 +15,23 @@ from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
+from finetune.methods.online import Online
 from finetune.models.vocabulary import check_words
 from finetune.planner.shapes import published
 from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving, Teacher
+from finetune.rewards import Reward
 from finetune.verification.proofs.fixtures import write_data, write_tokenizer
 from finetune.verification.proofs.shrink import shrink
 
 Kind = Literal["own", "lora", "qlora", "full"]
-Format = Literal["messages", "text", "preference", "labelled"]
+Format = Literal["messages", "text", "preference", "labelled", "prompts"]
 
 SMALL_BYTES = 16 * 2**20
 """Weights of at most so many bytes are proved as they are."""
 ROWS, EVAL_ROWS, LENGTH = 200, 8, 256
 FEWEST_ROWS = 16
+COMPLETIONS, COMPLETION_LENGTH = 4, 12
+"""Of each prompt of an online method, and their tokens at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,8 @@ def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Sub
     notes: list[str] = []
     tokenizer = _tokenizer(recipe.model, shape, folder / "tokenizer", notes)
     model = _model(recipe, shape, tokenizer, folder, notes)
+    if (folder / "tokenizer").exists():  # that of the proof
+        model = dataclasses.replace(model, chat_template=None, chat_template_kwargs={})
     recipe = dataclasses.replace(
         recipe,
         model=model,
@@ -95,7 +101,8 @@ def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Sub
         trackers=(),
         batch=_batch(recipe.batch, shape),
     )
-    recipe = _with_data(_with_teacher(recipe, shape, folder, notes), shape, folder, notes)
+    recipe = _with_rewards(_with_teacher(recipe, shape, folder, notes), shape, notes)
+    recipe = _with_data(recipe, shape, folder, notes)
     if tokenizer.chat_template is None and model.chat_template is None:
         model = dataclasses.replace(model, chat_template="plain")
         recipe = dataclasses.replace(recipe, model=model)
@@ -139,6 +146,8 @@ def _tokenizer(
                 f"model.tokenizer: '{name}' is not on this machine; --full proves the real model"
             ) from error
     notes.append(f"the tokenizer of {name} is not on this machine: one is trained for the proof")
+    if model.chat_template_kwargs:
+        notes.append("its template has none of the variables of model.chat_template_kwargs")
     write_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -194,6 +203,19 @@ def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) 
     notes.append("the teacher is one of random weights, in the student's shrunk shape")
     changed: Any = recipe  # a method with a field of that name
     return dataclasses.replace(changed, teacher=Teacher(str(home.resolve())), teacher_logps=None)
+
+
+def _with_rewards(recipe: Recipe, shape: Shape, notes: list[str]) -> Recipe:
+    """Few short completions, and a reward that differs between those of random weights."""
+    if not isinstance(recipe, Online) or shape.whole:
+        return recipe
+    reward = Reward("finetune.verification.proofs.fixtures:vowels")
+    notes.append("completions of random weights are rewarded for vowels, not as the recipe says")
+    longest = min(recipe.max_completion_length, COMPLETION_LENGTH)
+    given = dataclasses.replace(
+        recipe, reward_funcs=(reward,), eval_reward_funcs=(), max_completion_length=longest
+    )
+    return given if shape.own_batch else dataclasses.replace(given, num_generations=COMPLETIONS)
 
 
 def _attention(model: Model) -> Literal["sdpa", "eager"]:
@@ -270,6 +292,7 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
         alone: Format = "text" if recipe.method == "pretrain" else "messages"
         kinds: dict[str, Format] = {
             "pairs": "preference", "judged": "preference", "labelled": "labelled",
+            "prompts": "prompts",
         }  # fmt: skip
         written = kinds.get(recipe.takes, alone)
         write_data(folder / "rows.jsonl", written, lambda number: _label(recipe, number))
