@@ -107,15 +107,17 @@ def logp(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
 
 
 def expected(
-    tiny: Tiny, policy: Any, reference: Any, loss: str = "sigmoid", e: float = 0.0, w: float = 0.0
-) -> list[dict[str, float]]:
+    tiny: Tiny, policy: Any, reference: Any, loss: str = "sigmoid", e: float = 0.0, w: float = 0.0,
+    other: Any = None,
+) -> list[dict[str, float]]:  # fmt: skip
     """The definition, on one sequence at a time and without padding; `reference` gives a context
-    in which the policy is the reference, or None for the policy as it is now."""
+    in which the policy is the reference, or None for the policy as it is now; `other` is another
+    model that is the reference."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
     data, beta = sequences(tiny), BETA
     with torch.no_grad(), reference or contextlib.nullcontext():
-        kept = [[logp(policy, *each).item() for each in row] for row in data]
+        kept = [[logp(other or policy, *each).item() for each in row] for row in data]
     found = []
     for step in range(STEPS):
         sums: dict[str, float] = dict.fromkeys(["loss", *METRICS], 0.0)
@@ -281,6 +283,77 @@ def test_a_new_adapter_begins_as_the_base_whatever_it_took_out_of_it(
     assert first["logps/chosen"] == pytest.approx(base, rel=EXACT)
 
 
+def other_model(tiny: Tiny, folder: Path) -> Path:
+    """A model with the same tokenizer and other weights."""
+    model = plain(tiny)
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    return folder
+
+
+def test_another_model_is_the_reference_and_says_the_same_when_a_run_goes_on(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """Though its numbers are gone, in the run as in the cache."""
+    other = other_model(tiny, tmp_path / "other")
+    given = fields(tiny, data, reference=str(other), saving={"every": 2})
+    run = train(tmp_path / "run", given)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    wanted = expected(tiny, plain(tiny), None, other=model)
+    assert_equal(steps_of(run), wanted)
+    assert abs(wanted[0]["rewards/chosen"]) > 0.1
+    straight = steps_of(run)
+    shutil.rmtree(run.checkpoint(4))
+    shutil.rmtree(tmp_path / "own-cache")
+    run.reference.unlink()
+    assert steps_of(train(run.root, given, resume=True)) == straight
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "lora", "pissa", "nf4", "continued", "continued, padded"]
+)  # fmt: skip
+def test_the_base_by_its_name_is_the_base_however_a_policy_begins(
+    tiny: Tiny, data: Path, tmp_path: Path, name: str
+) -> None:
+    sections: dict[str, Any] = {}
+    if name == "pissa":
+        sections = {"adapter": {"r": 4, "init_lora_weights": "pissa"}}
+    elif name == "nf4":
+        model = {"name": str(tiny.model), "quantization": "nf4"}
+        sections = {"model": model, "adapter": {"r": 4}}
+    elif name == "continued":
+        given = adapter(tiny, tmp_path / "adapter")
+        model = {"name": str(tiny.model), "adapter": str(given)}
+        batch = {"micro_rows": 2, "padding_free": False}
+        sections = {"model": model, "adapter": {"r": 4, "alpha": 8}, "batch": batch}
+    shutil.copytree(tiny.model, tmp_path / "copy")
+    runs = [
+        steps_of(train(tmp_path / str(n), fields(tiny, data, **sections, reference=r, max_steps=1)))
+        for n, r in enumerate(("base", str(tmp_path / "copy")))
+    ]
+    assert_equal(runs[1], runs[0])
+
+
+def test_a_reference_with_another_vocabulary_or_none_is_refused(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny.model, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"<|im_start|>"', '"<|begin|>"'))
+    message = (
+        r"reference: '.*other' has another vocabulary: 1 of .* for the trained model and '<\|b"
+    )
+    with pytest.raises(FinetuneError, match=message):
+        train(tmp_path / "run", fields(tiny, data, reference=str(other)))
+    with pytest.raises(FinetuneError, match="reference: no tokenizer can be loaded from 'strat'"):
+        train(tmp_path / "run", fields(tiny, data, reference="strat"))
+
+
 def expected_first(tiny: Tiny) -> float:
     """Mean log-probability of the chosen answers of the first step, by the base."""
     model, rows = plain(tiny), sequences(tiny)
@@ -364,6 +437,8 @@ def test_backends_train_as_one_process_does(
     tiny: Tiny, data: Path, finetune: Finetune, tmp_path: Path, backend: str, sections: Any
 ) -> None:
     given = fields(tiny, data, **sections)
+    if "adapter" in sections:  # every process holds another reference whole, before the policy
+        given["reference"] = str(other_model(tiny, tmp_path / "other"))
     alone = train(tmp_path / "alone", given)
     recipe = write_recipe(tmp_path / "r.json", given)
     launch(finetune, recipe, backend, tmp_path / backend)

@@ -45,7 +45,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     if folder.exists():
         raise FinetuneError(f"--output {folder}: is there already; name another folder")
     tokenizer = load_tokenizer(recipe)
-    compare_tokenizer(recipe, tokenizer)
+    compare_tokenizer(tokenizer, recipe.taught_by)
     model = recipe.model
     chat = load_chat(tokenizer, model.chat_template, model.chat_template_kwargs)
     data = prepare(recipe, chat, cache("data"))

@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from finetune.methods.pairs import PairMethod, completed_by, optim_of
-from finetune.recipe import STRICT, Optim
+from finetune.recipe import STRICT, Optim, Text
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,8 @@ class DPO(PairMethod):
     """Weight of the chosen answer's mean cross-entropy, which is added to a pair's loss."""
     margin: bool = False
     """Subtract the number in each row's column `margin` from its difference of rewards."""
-    reference: Literal["start", "base"] = "start"
-    """The model as training starts, or the base without any adapter."""
+    reference: Text = "start"
+    """`start`: the model as training starts; `base`: without any adapter; or a model's name."""
 
     def __post_init__(self) -> None:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):

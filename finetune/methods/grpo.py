@@ -15,7 +15,7 @@ from finetune.methods.online import (
     group_stds,
     sums_of_completions,
 )
-from finetune.recipe import STRICT
+from finetune.recipe import STRICT, Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,8 +58,8 @@ class GRPO(Online):
     """Weight of the KL divergence from the reference; 0 needs no reference."""
     use_bias_correction_kl: bool = False
     """Multiply the KL term by the ratio of policies, as TRL does by default."""
-    reference: Literal["start", "base"] = "start"
-    """The model as training starts, or the base without any adapter; read where `beta` > 0."""
+    reference: Text = "start"
+    """What `beta` holds the policy to: its `start`, the `base` without adapter, a model's name."""
 
     def __post_init__(self) -> None:
         if self.use_bias_correction_kl and not self.beta:

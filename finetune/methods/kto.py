@@ -1,13 +1,13 @@
 """Kahneman-Tversky optimisation: answers that are wanted or not, none beside another."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from finetune.methods.pairs import completed_by, optim_of, preference_advice
-from finetune.recipe import STRICT, Kind, Optim, Recipe
+from finetune.recipe import STRICT, Kind, Optim, Recipe, Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,8 +49,8 @@ class KTO(Recipe):
     """Weight of a wanted answer."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of an unwanted answer."""
-    reference: Literal["start", "base"] = "start"
-    """The model as training starts, or the base without any adapter."""
+    reference: Text = "start"
+    """`start`: the model as training starts; `base`: without any adapter; or a model's name."""
 
     def __post_init__(self) -> None:
         if self.batch.rows < 2:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from finetune.planner.references import BASE, START, reference_of
 from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
 from finetune.rewards import REWARDS, Rewards
 
@@ -105,12 +106,12 @@ class Online(Recipe):
     @property
     def needs_second_model(self) -> bool:
         """The base under a new adapter is a reference that is there already."""
-        adapter, asked = self.adapter, getattr(self, "reference", "start")
-        if not self.needs_reference or adapter is None:
+        adapter, asked = self.adapter, reference_of(self)
+        if not self.needs_reference or adapter is None or asked not in (START, BASE):
             return self.needs_reference
         init = adapter.init_lora_weights
         reads_base = isinstance(init, str) and init != "gaussian"
-        return reads_base or (self.model.adapter is not None and asked == "start")
+        return reads_base or (self.model.adapter is not None and asked == START)
 
     def problems(self) -> list[str]:
         found: list[str] = []

@@ -1,5 +1,6 @@
 """The network of a recipe: loaded or built, quantised, and given its adapter."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from finetune.models.packed_attention import (
     attention_notes,
     check_layout,
     implementation,
+    layout,
     use_flash_3,
 )
 from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
@@ -47,7 +49,7 @@ from finetune.models.soundness import (
 from finetune.models.starting_adapter import tokenizer_of
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
-from finetune.recipe import LoRA, Recipe
+from finetune.recipe import LoRA, Model, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "norm": (fuse_norms, FusedNorm, PARTS["norm"]),
@@ -148,6 +150,39 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.teaches:
         teacher.give(engine, model, lambda each: install_fused(each, plan))
     return trained
+
+
+def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
+    """Another model than the one that is trained: whole on this process, in inference mode.
+
+    It computes losses as the trained one does, in the same precision and by the same operations.
+
+    Args:
+        engine: whose plan says how.
+        chosen: the model.
+
+    Raises:
+        FinetuneError: it cannot be loaded, or its layout is not known.
+    """
+    plan = engine.plan
+    recipe = dataclasses.replace(plan.recipe, model=chosen, adapter=None)
+    try:
+        with engine.whole_weights():
+            model = pretrained(engine, recipe, weight_dtype(plan))
+    except FinetuneError as error:
+        told = (each.replace("model.name", "reference") for each in error.problems)
+        raise FinetuneError(*told) from None
+    check_layout(recipe, model.config)
+    if plan.padding.free and not layout(recipe, model.config).free:
+        raise FinetuneError(
+            f"reference: {model.config.model_type} was not shown to keep documents apart that are "
+            "side by side, as the trained model lays them; set batch.padding_free=false"
+        )
+    keep_unpacked(model)
+    model.config.use_cache = False
+    install_kernels(model, plan)
+    model.requires_grad_(False).eval()
+    return model if chosen.quantization != "none" else model.to(engine.device)  # type: ignore[arg-type]
 
 
 def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -16,10 +16,31 @@ from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.models.quantization import keep_unpacked
 from finetune.models.vocabulary import check_words
 from finetune.planner.kernels import LOGITS
-from finetune.recipe import Recipe
+from finetune.recipe import Model, Recipe
 
 MOST_NAMED = 3
 """Tokens that a message names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """How messages call two models whose tokenizers are compared."""
+
+    field: str
+    first: str
+    other: str
+    advice: str
+
+
+TEACHER = Role(
+    "teacher.name", "student", "teacher",
+    "name a teacher of the same family of tokenizers, or fine-tune on texts that the teacher "
+    "writes (method sft)",
+)  # fmt: skip
+REFERENCE = Role(
+    "reference", "trained model", "reference",
+    "name a model with the same tokenizer, such as what model.name was trained from",
+)  # fmt: skip
 
 
 def as_student(recipe: Recipe) -> Recipe:
@@ -72,18 +93,23 @@ def ready(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, data: Prepared) ->
         FinetuneError: it has another vocabulary, or what is stored is of other rows.
     """
     if recipe.taught_by is not None:
-        compare_tokenizer(recipe, tokenizer)
+        compare_tokenizer(tokenizer, recipe.taught_by)
         return data
     return data.with_token_columns(taught.read(recipe, data))
 
 
-def compare_tokenizer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+def compare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, given: Model, role: Role = TEACHER
+) -> None:
     """Refuse a teacher with another tokenizer than its student's, before a model is loaded.
+
+    Args:
+        tokenizer: of the student.
+        given: the teacher, or another model in this `role`.
 
     Raises:
         FinetuneError: with the first ids that differ, or there is none.
     """
-    given = as_student(recipe).model
     try:
         other = AutoTokenizer.from_pretrained(
             given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
@@ -93,14 +119,17 @@ def compare_tokenizer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Non
         if not is_of_library(error):
             raise
         raise FinetuneError(
-            f"teacher.name: no tokenizer can be loaded from '{given.name}' ({first_line(error)}), "
+            f"{role.field}: no tokenizer can be loaded from '{given.name}' ({first_line(error)}), "
             "so that its vocabulary cannot be compared; name a folder with tokenizer.json"
         ) from None
-    refuse_other_vocabulary(tokenizer, other, str(given.name))
+    refuse_other_vocabulary(tokenizer, other, str(given.name), role)
 
 
 def refuse_other_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    name: str,
+    role: Role = TEACHER,
 ) -> None:
     """Refuse a teacher to whom a token id says something else.
 
@@ -108,6 +137,7 @@ def refuse_other_vocabulary(
         tokenizer: of the student.
         other: of the teacher.
         name: of the teacher.
+        role: how messages call the two.
 
     Raises:
         FinetuneError: with the first ids that differ.
@@ -117,12 +147,11 @@ def refuse_other_vocabulary(
     if not apart:
         return
     shown = "; ".join(
-        f"{i} is {mine.get(i, 'no token')!r} for the student and {theirs.get(i, 'no token')!r} for "
-        "the teacher"
+        f"{i} is {mine.get(i, 'no token')!r} for the {role.first} and "
+        f"{theirs.get(i, 'no token')!r} for the {role.other}"
         for i in apart[:MOST_NAMED]
     )
     raise FinetuneError(
-        f"teacher.name: '{name}' has another vocabulary: {len(apart):,} of "
-        f"{len(mine.keys() | theirs.keys()):,} ids differ ({shown}); name a teacher of the same "
-        "family of tokenizers, or fine-tune on texts that the teacher writes (method sft)"
+        f"{role.field}: '{name}' has another vocabulary: {len(apart):,} of "
+        f"{len(mine.keys() | theirs.keys()):,} ids differ ({shown}); {role.advice}"
     )

@@ -11,6 +11,7 @@ from finetune.planner.engines import TRAITS
 from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import against, known_fields, padding
+from finetune.planner.references import other_model
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
@@ -169,6 +170,12 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
 
 def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     """Backends on which a second model cannot be held."""
+    other = other_model(recipe)
+    if other is not None and backend.axes.any:
+        yield (
+            f"reference: {other.name}, which would run whole on each process of {backend.name}, "
+            "whose processes hold parts of a model; use another backend, or reference=start"
+        )
     if recipe.needs_second_model and (backend.shard == "params" or backend.engine == "fsdp"):
         yield (
             f"beta: its reference is a second model, which {backend.name} would hold unsharded; "

@@ -1,25 +1,30 @@
-"""Log-probabilities of a reference: the model as training starts, or its base without an adapter.
+"""Log-probabilities of a reference: the model as training starts, its base, or another model.
 
 One pass without gradient over all rows, before the first step, through the engine that trains: no
-second model is held, and rewards begin at zero. The numbers, one a document, are kept with the run
+second model is held, and rewards begin at zero. Another model runs alone, before the one that is
+trained is loaded, whole on every process. The numbers, one a document, are kept with the run
 (`reference.npz`), because a run that goes on from a checkpoint cannot compute them again; another
 run on the same data and model takes them from the cache.
 """
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import cache
+from finetune.checkpoints.base_weights import fingerprint
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
@@ -29,8 +34,11 @@ from finetune.errors import FinetuneError
 from finetune.methods.losses import sequence_logps
 from finetune.models import starting_adapter
 from finetune.models.adapters import reads_base
-from finetune.models.model import compute_dtype, weight_dtype
+from finetune.models.model import compute_dtype, frozen, weight_dtype
+from finetune.models.teacher import REFERENCE, compare_tokenizer
 from finetune.planner import Plan
+from finetune.planner.references import BASE, START, other_model, reference_of
+from finetune.recipe import Model
 from finetune.runs.run import Run
 from finetune.training.answers import cut_answers, mismatched_batches, sum_logps
 from finetune.training.loop import epoch_of
@@ -45,6 +53,47 @@ Numbers = dict[str, np.ndarray]
 """What a reference gives, by these names, each in fp64."""
 
 
+def with_other(
+    engine: Engine,
+    run: Run,
+    data: Prepared,
+    steps: int,
+    tokenizer: PreTrainedTokenizerBase,
+    resumed: bool,
+) -> tuple[Prepared, str]:
+    """As `with_reference`, of another model that the recipe names, before its own is loaded.
+
+    Raises:
+        FinetuneError: it has another vocabulary.
+    """
+    recipe = engine.plan.recipe
+    other = other_model(recipe)
+    if other is None:
+        return data, ""
+    engine.on_first(lambda: compare_tokenizer(tokenizer, other, REFERENCE))
+    if not recipe.reads_reference:
+        return data, ""
+    given = with_reference(engine, run, data, steps, 0, fingerprint(other), resumed)
+    gc.collect()
+    return given
+
+
+def with_own(
+    engine: Engine,
+    run: Run,
+    data: Prepared,
+    steps: int,
+    pad_id: int,
+    base: str | None,
+    resumed: bool,
+) -> tuple[Prepared, str]:
+    """As `with_reference`, of the model as training starts or its base."""
+    recipe = engine.plan.recipe
+    if not recipe.reads_reference or other_model(recipe) is not None:
+        return data, ""
+    return with_reference(engine, run, data, steps, pad_id, base, resumed)
+
+
 def with_reference(
     engine: Engine,
     run: Run,
@@ -57,25 +106,27 @@ def with_reference(
     """The same rows with the log-probability of each document, and a line on where it is from.
 
     Args:
-        engine: with the model as training starts, unless `resumed`.
+        engine: with the model as training starts, unless `resumed`; with none yet where the recipe
+            names another one.
         run: keeps the numbers.
         data: what is trained and evaluated.
         steps: of the whole run: a method that reads the KL of a step has a number of each.
         pad_id: fills rows that are padded.
-        base: identity of the base's weights; None where it is not known.
+        base: identity of the base's weights, or the other model's; None where it is not known.
         resumed: whether the run goes on: then its own numbers are used.
 
     Raises:
         FinetuneError: the run's numbers cannot be read, or one is not finite.
     """
-    numbers, begun = used(data), time.perf_counter()
+    numbers, begun, other = used(data), time.perf_counter(), other_model(engine.plan.recipe)
     sizes = {COLUMN: len(numbers)}
     if engine.plan.recipe.reads_kl:
         sizes |= {TRAIN: steps, EVAL: 1}
     key = cache_key(engine.plan, data, steps, base)
     cached = None if key is None else cache("reference") / f"{key}.npz"
-    found = engine.on_first(lambda: _known(run, resumed, cached, sizes))
-    told = "kept with the run" if resumed else f"from {cached}"
+    # Another model says the same at any time; the start is gone once it was trained.
+    found = engine.on_first(lambda: _known(run, resumed, cached, sizes, again=other is not None))
+    told = "kept with the run" if resumed and run.reference.is_file() else f"from {cached}"
     if found is None:
         found = compute(engine, data, steps, pad_id)
         told = f"computed in {time.perf_counter() - begun:.1f} s"
@@ -93,7 +144,8 @@ def with_reference(
     whole = np.full(len(data.train.documents), np.nan)
     whole[numbers] = values
     data = data.with_columns({COLUMN: whole}, found.get(TRAIN), found.get(EVAL))
-    return data, f"{len(numbers):,} log-probabilities, {told}"
+    of = "" if other is None else f" of {other.name}"
+    return data, f"\nreference  {len(numbers):,} log-probabilities{of}, {told}"
 
 
 def used(data: Prepared) -> np.ndarray:
@@ -161,11 +213,26 @@ def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
     An adapter whose initial values took its product out of the base is the base only while it is
     on: there both references are the same.
     """
-    recipe, module = engine.plan.recipe, engine.module
-    switched_off = getattr(recipe, "reference", "start") == "base"
+    recipe = engine.plan.recipe
+    other = other_model(recipe)
+    if other is not None:
+        return _as_other(engine, other)
+    module, switched_off = engine.module, reference_of(recipe) == BASE
     if switched_off and isinstance(module, PeftModel) and not reads_base(recipe.adapter):
         return module.disable_adapter()
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _as_other(engine: Engine, chosen: Model) -> Iterator[None]:
+    """Inside, the engine runs another model, in the precision that training computes in."""
+    usual, dtype = engine.model, compute_dtype(engine.plan)
+    engine.model = frozen(engine, chosen)
+    try:
+        with torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32):
+            yield
+    finally:
+        engine.model = usual
 
 
 def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str | None:
@@ -180,11 +247,14 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
         base: identity of the base's weights.
     """
     recipe = plan.recipe
-    model, adapter = recipe.model, recipe.adapter
+    other, adapter = other_model(recipe), recipe.adapter
+    model = other or recipe.model
     if model.name is not None and base is None:
         return None
-    asked, start = getattr(recipe, "reference", "start"), "zero"
-    if asked == "start" and model.adapter is not None:
+    start = "zero"
+    if other is not None:
+        start = "another"
+    elif reference_of(recipe) == START and model.adapter is not None:
         start = starting_adapter.identity(model.adapter)["sha256"]
     elif adapter is not None and (reads_base(adapter) or adapter.use_dora):
         start = json.dumps([dataclasses.asdict(adapter), recipe.seed], sort_keys=True)
@@ -201,11 +271,13 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _known(run: Run, resumed: bool, cached: Path | None, sizes: dict[str, int]) -> Numbers | None:
+def _known(
+    run: Run, resumed: bool, cached: Path | None, sizes: dict[str, int], again: bool
+) -> Numbers | None:
     """The numbers of a run that goes on, else those in the cache; None where there are none.
 
     Raises:
-        FinetuneError: the run goes on, and they are in neither.
+        FinetuneError: the run goes on, they are in neither, and cannot be computed `again`.
     """
     problem: Exception | None = None
     for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
@@ -213,7 +285,7 @@ def _known(run: Run, resumed: bool, cached: Path | None, sizes: dict[str, int]) 
             return _read(path, sizes)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             problem = problem or error
-    if resumed:
+    if resumed and not again:
         raise FinetuneError(
             f"{run.reference}: the log-probabilities of the reference cannot be read ({problem}); "
             "they were computed before the first step, and no checkpoint can give them again: "

@@ -29,6 +29,8 @@ from finetune.inference.generate import new_text
 from finetune.inference.sampling import Completion, Sampler, Wanted
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
+from finetune.models.model import frozen
+from finetune.planner.references import other_model
 from finetune.rewards.functions import arguments_of, function_of
 from finetune.rewards.process import RewardProcess
 from finetune.runs.run import Run
@@ -335,12 +337,18 @@ def rollouts_of(
 
 
 def second_model(engine: Engine, network: nn.Module) -> nn.Module | None:
-    """A frozen copy of the model as training starts, where the loss needs one as its reference.
+    """A frozen model that the loss needs as its reference: another, or a copy of the start.
 
     The base under a new adapter is there already: with the adapter off.
     """
-    if not engine.plan.recipe.needs_second_model:
+    recipe = engine.plan.recipe
+    if not recipe.needs_second_model:
         return None
+    other = other_model(recipe)
+    return frozen(engine, other) if other is not None else _copy(engine, network)
+
+
+def _copy(engine: Engine, network: nn.Module) -> nn.Module:
     return copy.deepcopy(network).requires_grad_(False).eval().to(engine.device)
 
 

@@ -49,7 +49,7 @@ from finetune.training.out_of_memory import is_out_of_memory, out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason, Recorder
-from finetune.training.reference import with_reference
+from finetune.training.reference import with_other, with_own
 from finetune.training.rollouts import rollouts_of, second_model
 from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
@@ -194,21 +194,22 @@ class Training:
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         refuse_full_gpu(self.engine, self.recorder.forecast)
         self.meter = Meter(self.engine.device)
+        self.data, other = with_other(
+            self.engine, self.run, self.data, self.steps, self.tokenizer, self.resumed is not None
+        )
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
-        told = make_sure(self)
+        told = make_sure(self) + other
         self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
-        if self.recipe.reads_reference:
-            self.data, line = with_reference(
-                self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
-                self.resumed is not None,
-            )  # fmt: skip
-            told = f"{told}\nreference  {line}"
+        self.data, own = with_own(
+            self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
+            self.resumed is not None,
+        )  # fmt: skip
         self.rollouts = rollouts_of(
             self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
         )
         if self.engine.speaks:
-            print(told, flush=True)
+            print(told + own, flush=True)
 
     def _claim(self) -> int | None:
         self.held.enter_context(locked(self.run))
