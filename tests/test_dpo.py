@@ -138,6 +138,7 @@ def expected(
                 "loss": term, "rewards/chosen": beta * a, "rewards/rejected": beta * b,
                 "rewards/margins": h, "rewards/accuracies": float(a > b), "logps/chosen": of_c,
                 "logps/rejected": of_r, "lengths/chosen": n_c, "lengths/rejected": n_r,
+                "pairs/tied": float(abs(a - b) <= 1e-4),
             }  # fmt: skip
             for name, value in values.items():
                 value = value.item() if isinstance(value, torch.Tensor) else value

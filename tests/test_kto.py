@@ -187,6 +187,23 @@ def test_labels_of_one_side_are_a_mistake_and_uneven_ones_a_note(
     ]
 
 
+def test_a_step_whose_answers_are_all_wanted_is_taken(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """It has no measures of unwanted answers, and is as finite as the others."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
+    source = tmp_path / "few.jsonl"
+    source.write_text("".join(json.dumps(r | {"label": n > 0}) + "\n" for n, r in enumerate(rows)))
+    batch = {"rows": 2, "micro_rows": 1}
+    run = train(tmp_path / "run", fields(tiny, source, batch=batch, max_steps=3))
+    found = list(run.read_metrics("train"))
+    assert sum("rewards/rejected" in each["metrics"] for each in found) == 1
+    assert sum("rewards/margins" in each["metrics"] for each in found) == 1
+    for each in found:
+        assert np.isfinite([each["loss"], each["grad_norm"], *each["metrics"].values()]).all()
+        assert each["grad_norm"] > 0
+
+
 def test_a_step_of_one_answer_is_refused() -> None:
     with pytest.raises(FinetuneError, match="a step of one answer has no other prompt"):
         ft.KTO(batch=ft.Batch(rows=1))

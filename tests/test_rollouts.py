@@ -7,13 +7,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, Finetune, Tiny, write_recipe
-from test_dpo import train
+from test_dpo import logp, other_model, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.data.store import Documents, Rows
 from finetune.errors import FinetuneError, TrainingFailure
+from finetune.inference.sampling import Completion
+from finetune.methods import GRPO
+from finetune.methods.online import ADVANTAGE
 from finetune.runs.run import Run
-from finetune.verification.proofs import sampled
+from finetune.training.sampled import Sampled, Watch, read
+from finetune.verification.proofs import sampled as of_proofs
 from finetune.verification.proofs.matrix import FP32
 
 STEPS = 4
@@ -177,27 +185,129 @@ def test_a_run_that_was_killed_in_a_sampling_goes_on_to_the_same_numbers(
         train(resumed.root, fields(tiny, data), resume=True)
 
 
+def test_each_update_of_a_sampling_and_its_penalty_are_their_definitions(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """RLOO held to another model, on one sequence at a time: two updates of one sampling."""
+    other = other_model(tiny, tmp_path / "other")
+    given = fields(
+        tiny, data, method="rloo", beta=0.1, reference=str(other), max_steps=2, eval_rows=None,
+        optim={"max_grad_norm": None}, reward_funcs=["own_rewards:vowels"],
+    )  # fmt: skip
+    del given["evaluation"], given["eval_rows"], given["eval_reward_funcs"]
+    run = train(tmp_path / "run", given)
+    sampled, _ = read(run.rollouts / "step-00000000.npz")
+    policy = AutoModelForCausalLM.from_pretrained(tiny.model)
+    reference = AutoModelForCausalLM.from_pretrained(other)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    asked = [
+        tokenizer(
+            tokenizer.apply_chat_template(
+                rows[row]["prompt"], tokenize=False, add_generation_prompt=True
+            )
+        )["input_ids"]
+        for row in sampled.prompts
+    ]
+    pairs = [(a + c.ids, len(a)) for a, c in zip(asked, sampled.completions, strict=True)]
+    with torch.no_grad():
+        old = torch.stack([logp(policy, *pair) for pair in pairs])
+        held = torch.stack([logp(reference, *pair) for pair in pairs])
+    kls = (old - held).numpy()
+    assert abs(kls).max() > 0.1
+    assert sampled.kls == pytest.approx(kls, abs=1e-4)
+    rewards = sampled.scores[0] - 0.1 * kls
+    assert sampled.rewards == pytest.approx(rewards, abs=1e-5)
+    groups = rewards.reshape(-1, 4)
+    less = (groups - (groups.sum(1, keepdims=True) - groups) / 3).ravel()
+    assert sampled.advantages == pytest.approx(less, abs=1e-5)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
+    found = list(run.read_metrics("train"))
+    assert found[0]["metrics"]["kl"] == pytest.approx(kls.mean(), abs=1e-4)
+    for step in found:
+        terms = []
+        for pair, before, advantage in zip(pairs, old, less, strict=True):
+            ratio = (logp(policy, *pair) - before).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            terms.append(-torch.minimum(ratio * advantage, clipped * advantage))
+        loss = torch.stack(terms).mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]).item()
+        assert step["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-4)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(found[1]["loss"]) > 1e-3  # the policy has moved
+    shutil.rmtree(run.checkpoint(2))
+    train(run.root, given, resume=True)
+    again = records(run, "train")[1]
+    assert again == {"loss": found[1]["loss"], "grad_norm": found[1]["grad_norm"]} | {
+        name: value for name, value in found[1]["metrics"].items() if "sampling/" not in name
+    }
+
+
+def test_a_training_that_learns_nothing_or_never_ends_is_warned_of_once() -> None:
+    watch = Watch()
+    usual = {"frac_reward_zero_std": 0.0, "entropy": 3.0, "completions/clipped_ratio": 0.1}
+    flat = usual | {"frac_reward_zero_std": 1.0}
+    assert watch.warnings(usual) == []
+    assert [watch.warnings(flat) for _ in range(4)] == [[]] * 4
+    assert watch.warnings(usual) == []  # in a row
+    assert [len(watch.warnings(flat)) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
+    (told,) = watch.warnings(usual | {"completions/clipped_ratio": 1.0})
+    assert told.startswith("completions/clipped_ratio: more than 50% of the completions ran into")
+    (told,) = watch.warnings(usual | {"entropy": 0.29})
+    assert told.startswith("entropy: it fell below 10% of what it was at first")
+    assert watch.warnings(usual | {"completions/clipped_ratio": 1.0, "entropy": 0.2}) == []
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_completions_that_ran_into_the_limit_are_masked(loss: Any) -> None:
+    """No token of them is trained, none counts, and their reward still is that of their group."""
+    documents = Documents(
+        np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool), np.array([0, 2, 5]),
+        np.zeros((2, 2), dtype=np.int64),
+    )  # fmt: skip
+    data = Rows(documents, np.arange(2), np.arange(3), packed=False)
+    said = [
+        Completion([7, 8], True, 0.0), Completion([7, 8, 9], False, 0.0),
+        Completion([6], True, 0.0), Completion([6, 6, 6], False, 0.0),
+    ]  # fmt: skip
+    rewards = np.array([1.0, 0.0, 0.0, 1.0])
+    shared: dict[str, Any] = {"num_generations": 2, "loss_type": loss, "scale_rewards": "none"}
+    for masks in (False, True):
+        recipe = GRPO(mask_truncated_completions=masks, **shared)
+        advantages = recipe.advantages(rewards.reshape(2, 2)).ravel()
+        prompts = np.array([0, 0, 1, 1])
+        rows = Sampled(prompts, said, rewards[None], rewards, advantages).rows(data, recipe)
+        assert rows.labelled.tolist() == ([2, 0, 1, 0] if masks else [2, 3, 1, 3])
+        wanted = [0.5, 0, -0.5, 0] if masks else [0.5, -0.5, -0.5, 0.5]
+        assert rows.columns[ADVANTAGE].tolist() == wanted
+        tokens = 3 if masks else 9
+        assert recipe.terms(rows, np.arange(4)) == (tokens if loss == "dapo" else 4)
+
+
 def test_a_proof_finds_another_completion_and_another_reward(alone: Run, tmp_path: Path) -> None:
     other = Run(tmp_path / "other")
     other.root.mkdir()
     texts, numbers = alone.completions.read_text(), alone.metrics.read_text()
     other.completions.write_text(texts)
     other.metrics.write_text(numbers)
-    assert sampled.differences(alone, other, FP32) == []
+    assert of_proofs.differences(alone, other, FP32) == []
     said = completions(alone)[3]["completion"]
     lines = texts.splitlines()
     lines[3] = lines[3].replace(json.dumps(said, ensure_ascii=False), '"other"')
     other.completions.write_text("\n".join(lines))
-    (told,) = sampled.differences(alone, other, FP32)
+    (told,) = of_proofs.differences(alone, other, FP32)
     assert told == f"sampling of step 0: 'other' instead of {said!r:.60}"
     other.completions.write_text(texts)
     other.metrics.write_text(re.sub(r'"reward": (\S+),', r'"reward": 9\1,', numbers, count=1))
-    (told,) = sampled.differences(alone, other, FP32)
+    (told,) = of_proofs.differences(alone, other, FP32)
     assert told.startswith("step 1: reward 9")
     (tmp_path / "few").mkdir()
     Run(tmp_path / "few").completions.write_text(lines[0])
     Run(tmp_path / "few").metrics.write_text(numbers)
-    assert sampled.differences(alone, Run(tmp_path / "few"), FP32) == [
+    assert of_proofs.differences(alone, Run(tmp_path / "few"), FP32) == [
         "1 completions are kept instead of 16"
     ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
+from peft import AutoPeftModelForSequenceClassification as AutoPeftModelForScores
 from safetensors.torch import load_file, save_file
 from test_backends import launch
 from test_dpo import pairs, steps_of, train
@@ -18,6 +19,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.order import rows_of_step
 from finetune.errors import FinetuneError
+from finetune.rewards import Reward, functions
 from finetune.runs.run import Run
 
 SIZE, STEPS, SEED = 8, 3, 0
@@ -82,6 +84,68 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reward": written(folder / "pairs.jsonl", margins),
         "classifier": written(folder / "labelled.jsonl", labelled()),
     }
+
+
+# A reward model as a reward.
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["full", "lora"])
+def test_a_reward_model_scores_completions_as_plain_transformers_does(
+    tiny: Tiny, sources: dict[str, Path], tmp_path: Path, adapter: Any
+) -> None:
+    """In groups of several lengths, and with a weight beside a reward that scores some only."""
+    run = train(tmp_path / "runs/judge", fields(tiny, "reward", sources["reward"], adapter=adapter))
+    kind = AutoModelForSequenceClassification if adapter is None else AutoPeftModelForScores
+    plain, tokenizer = kind.from_pretrained(run.final), AutoTokenizer.from_pretrained(run.final)
+
+    def alone(asked: list[dict[str, str]], answer: str) -> float:
+        messages = [*asked, {"role": "assistant", "content": answer}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        with torch.no_grad():
+            return plain.eval()(**tokenizer(text, return_tensors="pt")).logits[0, 0].item()
+
+    rows = [
+        {"prompt": row["prompt"]} | ({"answer": "yes"} if number % 2 else {})
+        for number, row in enumerate(pairs(8))
+    ]
+    given = {
+        "method": "grpo",
+        "model": {"name": str(tiny.model)},
+        "data": [{"source": str(written(tmp_path / "p.jsonl", rows)), "format": "prompts"}],
+        "batch": {"rows": 8, "max_length": 128},
+        "reward_funcs": [{"function": str(run.root), "weight": 0.5}, "exact_match"],
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 1,
+    }
+    online = train(tmp_path / "online", given)
+    kept = [json.loads(line) for line in online.completions.read_text().splitlines()]
+    assert len(kept) == 8
+    asked = {row["prompt"][-1]["content"]: row for row in rows}
+    for each in kept:
+        row = asked[each["prompt"]]
+        score = each["rewards"]["judge"]
+        assert score == pytest.approx(alone(row["prompt"], each["completion"]), abs=1e-5)
+        assert each["rewards"]["exact_match"] == (0.0 if "answer" in row else None)
+        assert each["reward"] == pytest.approx(0.5 * score)
+    (step,) = online.read_metrics("train")
+    mean = sum(each["rewards"]["judge"] for each in kept) / 8
+    assert step["metrics"]["rewards/judge/mean"] == pytest.approx(mean)
+    assert len({each["rewards"]["judge"] for each in kept}) > 4
+
+
+def test_a_folder_that_gives_no_score_is_no_reward(tiny: Tiny, tmp_path: Path) -> None:
+    sft = Run(tmp_path / "sft")
+    sft.root.mkdir()
+    sft.recipe.write_text('{"method": "sft"}')
+    named = ("runs/none", str(tiny.model), str(sft.root))
+    assert functions.problems(Reward(name) for name in named) == [
+        "reward_funcs: 'runs/none': there is no such folder; name the run of a reward model",
+        f"reward_funcs: '{tiny.model}': neither a run nor a folder with a whole model that scores "
+        "(architectures in config.json: ['LlamaForCausalLM']); name a run of method reward, or its "
+        "export with --merge",
+        f"reward_funcs: '{sft.root}': a run of method sft, expected one of method reward",
+    ]
 
 
 # Published values.

@@ -92,6 +92,13 @@ def load(
     recipe = catalog.load(run.recipe)
     if recipe.scores is not None:
         raise FinetuneError(f"{run.root}: {SCORES}")
+    return _loaded(*model_of(run, recipe, step, dtype))
+
+
+def model_of(
+    run: Run, recipe: Recipe, step: Step | None = None, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, Path | None]:
+    """The model of a run, with its score head where it has one; its tokenizer, and its adapter."""
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
@@ -100,14 +107,15 @@ def load(
             dtype,
             trust_remote_code=recipe.model.trust_remote_code,
             attention=recipe.model.attention,
+            scores=recipe.scores,
         )
-        return _loaded(model, tokenizer)
+        return model, tokenizer, None
     if recipe.model.quantization != "none":
         dtype = dtype or trained_dtype(run)
     adapter = checkpoint / "adapter"
     base = base_model(recipe, dtype)
     refuse_other_base(checkpoint, recipe.model)
-    return _loaded(attach(base, adapter, initial_adapter(run)), tokenizer, adapter)
+    return attach(base, adapter, initial_adapter(run)), tokenizer, adapter
 
 
 def load_base(

@@ -104,6 +104,11 @@ class Online(Recipe):
         return False
 
     @property
+    def penalty(self) -> float:
+        """Factor of log(policy / reference) of a completion, which its reward loses."""
+        return 0.0
+
+    @property
     def needs_second_model(self) -> bool:
         """The base under a new adapter is a reference that is there already."""
         adapter, asked = self.adapter, reference_of(self)

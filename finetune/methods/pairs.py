@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 METRICS = (
     "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected",
-    "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "nll_loss",
-    "token_loss",
+    "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "pairs/tied",
+    "nll_loss", "token_loss",
 )  # fmt: skip
-"""By TRL's names; and the mean cross-entropy over the tokens of both answers."""
+"""By TRL's names; `pairs/tied`; and the mean cross-entropy over the tokens of both answers."""
+TIED = 1e-4
+"""Nats by which two answers differ at most that are tied: what fp32 resolves of long ones."""
 
 
 def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
@@ -128,9 +130,10 @@ class PairMethod(Recipe):
         with torch.no_grad():
             chosen, rejected = compared.view(-1, 2).unbind(1)
             rewards = self.beta * compared.view(-1, 2).sum(0)
+            tied = (chosen - rejected).abs() <= TIED
             sums = [
                 rewards[0] - rewards[1], (chosen > rejected).sum(), *rewards,
-                *logps.view(-1, 2).sum(0), *lengths.sum(0),
+                *logps.view(-1, 2).sum(0), *lengths.sum(0), tied.sum(),
             ]  # fmt: skip
             metrics = dict(zip(METRICS, sums, strict=False))
             metrics |= {"nll_loss": nll.sum()} if self.nll_weight else {}

@@ -13,7 +13,7 @@ from finetune.methods.online import (
     group_means,
     sums_of_completions,
 )
-from finetune.recipe import STRICT
+from finetune.recipe import STRICT, Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,18 @@ class RLOO(Online):
 
     epsilon: Annotated[float, Field(gt=0)] = 0.2
     """How far from 1 the ratio of policies of a whole completion may be."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of log(policy / reference) that a completion's reward loses; 0 needs no reference."""
+    reference: Text = "start"
+    """What `beta` holds the policy to: its `start`, the `base` without adapter, a model's name."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def penalty(self) -> float:
+        return self.beta
 
     def advantages(self, rewards: "np.ndarray") -> "np.ndarray":
         import numpy as np

@@ -1,5 +1,6 @@
 """Rewards by name: functions of prompts and completions that give a number for each."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -20,10 +21,10 @@ REWARDS: dict[str, str] = {
 
 @dataclass(frozen=True, config=STRICT)
 class Reward(metaclass=Checked):
-    """A function that scores completions, and how much its score counts."""
+    """A function or a model that scores completions, and how much its score counts."""
 
     function: Text
-    """A built-in reward, or `module:function` of your own."""
+    """A built-in reward, `module:function` of your own, or the run of a reward model."""
     weight: float = 1.0
     """Factor of its scores in the sum over all rewards."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -31,8 +32,8 @@ class Reward(metaclass=Checked):
 
     @property
     def name(self) -> str:
-        """What metrics call it."""
-        return self.function.rpartition(":")[2]
+        """What metrics call it: of a run the folder's name."""
+        return re.split(r"[:/\\]", self.function.rstrip("/\\"))[-1]
 
 
 def _sections(value: Any) -> Any:

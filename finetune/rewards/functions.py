@@ -1,13 +1,19 @@
 """The functions that a recipe's rewards name, and the arguments that each is given."""
 
+import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from finetune import extensions
 from finetune.errors import FinetuneError
 from finetune.rewards import REWARDS, Reward
+from finetune.runs.run import Run, read_object
 
+MODEL = "finetune.inference.scores:reward_model"
+"""What the run of a reward model stands for."""
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every function may take."""
 
@@ -19,7 +25,11 @@ def function_of(reward: Reward) -> Callable[..., Any]:
         FinetuneError: it cannot be imported or called, or takes other arguments than the recipe's.
     """
     field = "reward_funcs"
-    found = extensions.find(field, reward.function, REWARDS)
+    if is_model(reward):
+        refuse_other_model(reward)
+        found = functools.partial(extensions.find(field, MODEL, {}), model=reward.function)
+    else:
+        found = extensions.find(field, reward.function, REWARDS)
     if not callable(found):
         raise FinetuneError(f"{field}: '{reward.function}' is not a function")
     takes, any_name = _parameters(found)
@@ -30,6 +40,40 @@ def function_of(reward: Reward) -> Callable[..., Any]:
             f"{', '.join(takes)})"
         )
     return found
+
+
+def is_model(reward: Reward) -> bool:
+    """Whether a reward names a folder, and no function."""
+    name = reward.function
+    if name in REWARDS or (":" in name and not Path(name).exists()):
+        return False
+    return "/" in name or os.sep in name or Path(name).is_dir()
+
+
+def refuse_other_model(reward: Reward) -> None:
+    """Refuse a folder without a model that gives one score.
+
+    Raises:
+        FinetuneError: with what the folder holds.
+    """
+    folder, told = Path(reward.function), f"reward_funcs: '{reward.function}'"
+    if not folder.is_dir():
+        raise FinetuneError(f"{told}: there is no such folder; name the run of a reward model")
+    run = Run(folder)
+    if run.recipe.is_file():
+        method = read_object(run.recipe).get("method")
+        if method != "reward":
+            raise FinetuneError(f"{told}: a run of method {method}, expected one of method reward")
+        if run.newest() is None:
+            raise FinetuneError(f"{told}: a run without a checkpoint; train it first")
+        return
+    config = folder / "config.json"
+    named = read_object(config).get("architectures") if config.is_file() else None
+    if not str((named or [""])[0]).endswith("ForSequenceClassification"):
+        raise FinetuneError(
+            f"{told}: neither a run nor a folder with a whole model that scores (architectures in "
+            f"config.json: {named}); name a run of method reward, or its export with --merge"
+        )
 
 
 def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable[str]) -> set[str]:

@@ -37,7 +37,7 @@ from finetune.runs.run import Run
 from finetune.training import sampled as records
 from finetune.training.loop import EvalResult, StepRows, micro_batches
 from finetune.training.memory_meter import counting
-from finetune.training.sampled import Sampled, Watch
+from finetune.training.sampled import Sampled, Watch, penalised
 
 LOGGED = 2
 """Prompts of a sampling whose completions are kept for the report."""
@@ -122,7 +122,7 @@ class Rollouts:
     def _active(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
         """The rows that have a gradient: without a KL term those with an advantage."""
         counted = rows.labelled[chosen] > 0
-        if not self.recipe.needs_reference:
+        if not self.recipe.needs_reference or self.recipe.penalty:
             counted &= rows.columns[ADVANTAGE][chosen] != 0
         return chosen[counted]
 
@@ -146,6 +146,9 @@ class Rollouts:
         rows = sampled.rows(self.train, recipe)
         if not resumes:
             of_tokens = self._of_tokens(rows)
+            if recipe.penalty:
+                sampled = penalised(sampled, recipe, rows, of_tokens)
+                rows = sampled.rows(self.train, recipe)
             if recipe.updates > 1:
                 self.engine.on_first(lambda: self._keep(path, sampled, of_tokens))
         rows = _with_tokens(rows, of_tokens)
@@ -272,7 +275,7 @@ class Rollouts:
     def _of_tokens(self, rows: Rows) -> dict[str, np.ndarray]:
         """Log-probabilities of every trained token, zero elsewhere, by what they are."""
         found: dict[str, np.ndarray] = {}
-        if self.recipe.updates > 1:
+        if self.recipe.updates > 1 or self.recipe.penalty:
             found[OLD] = self._logps(rows, self.engine.model)
         if self.recipe.needs_reference:
             with _as_reference(self.engine) if self.reference is None else _nothing():

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from finetune.data.store import Documents, Rows
 from finetune.errors import FinetuneError
 from finetune.inference.sampling import Completion
-from finetune.methods.online import ADVANTAGE, Online, group_stds
+from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online, group_stds
 from finetune.rewards import Reward
 
 NO_SPREAD = 1e-12
@@ -28,6 +28,8 @@ class Sampled:
     scores: np.ndarray  # (rewards, completions) fp64, NaN for no score
     rewards: np.ndarray  # (completions,) fp64, NaN for no score
     advantages: np.ndarray  # (completions,) fp64
+    kls: np.ndarray | None = None  # (completions,) fp64
+    """log(policy / reference) of each, where rewards lose a share of it."""
 
     def rows(self, data: Rows, recipe: Online) -> Rows:
         """Prompts with their completions as rows to train on, in this order."""
@@ -49,6 +51,28 @@ class Sampled:
             documents, number, np.arange(len(said) + 1), packed=False,
             padding_free=data.padding_free, columns={ADVANTAGE: advantages},
         )  # fmt: skip
+
+
+def penalised(
+    sampled: Sampled, recipe: Online, rows: Rows, of_tokens: Mapping[str, np.ndarray]
+) -> Sampled:
+    """A sampling whose rewards lose `recipe.penalty` times log(policy / reference).
+
+    The log-probability of a completion is the sum over its tokens; of one that is masked none is
+    known, and its reward stays.
+
+    Args:
+        sampled: with the rewards as they were given.
+        recipe: makes advantages of rewards.
+        rows: of the sampling.
+        of_tokens: log-probabilities of their tokens by the policy and by the reference.
+    """
+    apart = (of_tokens[OLD] - of_tokens[REFERENCE]).astype(np.float64)
+    kls = np.add.reduceat(apart, rows.documents.offsets[:-1])
+    rewards = sampled.rewards - recipe.penalty * kls
+    groups = rewards.reshape(-1, recipe.num_generations)
+    advantages = recipe.advantages(groups).ravel()
+    return dataclasses.replace(sampled, rewards=rewards, advantages=advantages, kls=kls)
 
 
 def total(scores: np.ndarray, rewards: Sequence[Reward]) -> np.ndarray:
@@ -77,6 +101,8 @@ def metrics(sampled: Sampled, rewards: Sequence[Reward], each: int) -> dict[str,
     for name, scores in zip(names(rewards), sampled.scores, strict=True):
         found[f"rewards/{name}/mean"] = mean(scores)
         found[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=1)) if _some(scores) else np.nan
+    if sampled.kls is not None:
+        found["kl"] = float(sampled.kls.mean())
     return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
@@ -167,6 +193,7 @@ def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> Non
             scores=sampled.scores,
             rewards=sampled.rewards,
             advantages=sampled.advantages,
+            **({} if sampled.kls is None else {"kls": sampled.kls}),
             **{f"token_{name}": values for name, values in of_tokens.items()},
         )
     scratch.replace(path)
@@ -187,7 +214,7 @@ def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
             for ids, ended, entropy in zip(parts, found["ended"], found["entropies"], strict=True)
         ]
         kept = (found[name] for name in ("scores", "rewards", "advantages"))
-        sampled = Sampled(found["prompts"], completions, *kept)
+        sampled = Sampled(found["prompts"], completions, *kept, found.get("kls"))
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise FinetuneError(
             f"{path}: the completions of an unfinished sampling cannot be read ({error}); restore "

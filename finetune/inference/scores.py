@@ -1,0 +1,98 @@
+"""A reward model of ours as a reward: scores of completions, as the model was trained to give them.
+
+It is called in the process of the rewards, which loads torch and the model at the first call.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.samples import Completion, Conversation
+from finetune.rewards.builtin import text_of
+
+if TYPE_CHECKING:
+    from finetune.data.chat.render import Chat
+
+AT_ONCE = 16
+"""Sequences of a forward pass."""
+
+
+def reward_model(
+    prompts: Sequence[Any], completions: Sequence[Any], model: str, **_: Any
+) -> list[float]:
+    """The score of each conversation, or text, at its last token.
+
+    Args:
+        prompts: messages or texts.
+        completions: what follows each, whose end token is part of the sequence.
+        model: a run, or a folder with a whole model that gives one score.
+    """
+    scorer = _scorer(model)
+    return scorer([_sequence(*each) for each in zip(prompts, completions, strict=True)])
+
+
+def _sequence(prompt: Any, completion: Any) -> Conversation | Completion:
+    if isinstance(prompt, str):
+        return Completion(prompt, text_of(completion))
+    answer = {"role": "assistant", "content": text_of(completion)}
+    return Conversation((*prompt, answer))
+
+
+@functools.cache
+def _scorer(name: str) -> "Scorer":
+    import torch  # which a recipe must load without
+
+    from finetune import catalog
+    from finetune.data.chat.render import load_chat
+    from finetune.inference.generate import model_of
+    from finetune.inference.load import load_tokenizer, load_weights
+    from finetune.kernels.scores import give_scores
+    from finetune.recipe import Scores
+    from finetune.runs.run import Run
+
+    torch.set_num_threads(1) if not torch.cuda.is_available() else None
+    run, template, words = Run(Path(name)), None, dict[str, Any]()
+    if run.recipe.is_file():
+        recipe = catalog.load(run.recipe)
+        model, tokenizer, _ = model_of(run, recipe)
+        template, words = recipe.model.chat_template, recipe.model.chat_template_kwargs
+    else:
+        tokenizer, model = load_tokenizer(name), load_weights(name, scores=Scores(("reward",)))
+    network: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    give_scores(network)
+    return Scorer(network, load_chat(tokenizer, template, words))
+
+
+class Scorer:
+    """A model with a score head, and how sequences are written for it."""
+
+    def __init__(self, network: Any, chat: "Chat") -> None:
+        self.network, self.chat = network, chat
+
+    def __call__(self, sequences: Sequence[Conversation | Completion]) -> list[float]:
+        """The score of each."""
+        ids = [self.chat.scored(each).ids for each in sequences]
+        order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+        found = [0.0] * len(ids)
+        for start in range(0, len(order), AT_ONCE):
+            some = order[start : start + AT_ONCE]
+            for number, score in zip(some, self._batch([ids[n] for n in some]), strict=True):
+                found[number] = score
+        return found
+
+    def _batch(self, rows: list[list[int]]) -> list[float]:
+        """Padded behind each row's end, where nothing looks at it."""
+        import torch
+
+        longest = max(map(len, rows))
+        device = self.network.device
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        ends = torch.tensor([len(row) for row in rows], device=device)
+        mask = (torch.arange(longest, device=device) < ends[:, None]).long()
+        places = torch.arange(len(rows), device=device) * longest + ends - 1
+        with torch.inference_mode():
+            scores = self.network(
+                input_ids=ids, attention_mask=mask, use_cache=False, places=places
+            )
+        return scores[:, 0].tolist()
