@@ -96,7 +96,8 @@ def test_a_reward_model_scores_completions_as_plain_transformers_does(
     """In groups of several lengths, and with a weight beside a reward that scores some only."""
     run = train(tmp_path / "runs/judge", fields(tiny, "reward", sources["reward"], adapter=adapter))
     kind = AutoModelForSequenceClassification if adapter is None else AutoPeftModelForScores
-    plain, tokenizer = kind.from_pretrained(run.final), AutoTokenizer.from_pretrained(run.final)
+    plain = kind.from_pretrained(run.final, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(run.final)
 
     def alone(asked: list[dict[str, str]], answer: str) -> float:
         messages = [*asked, {"role": "assistant", "content": answer}]

@@ -32,6 +32,11 @@ def reward_model(
     return scorer([_sequence(*each) for each in zip(prompts, completions, strict=True)])
 
 
+def prepare(model: str) -> None:
+    """Load the model, so that the first call does not."""
+    _scorer(model)
+
+
 def _sequence(prompt: Any, completion: Any) -> Conversation | Completion:
     if isinstance(prompt, str):
         return Completion(prompt, text_of(completion))

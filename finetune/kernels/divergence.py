@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.kernels.head import Gradients, LabelledHead, logit_function, plain_head
+from finetune.kernels.head import Gradients, LabelledHead, logit_function, plain_head, used_up
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
 
@@ -148,16 +148,12 @@ class ChunkedDivergence(torch.autograd.Function):
         taught: Target,
         shares: "_Shares | _Stored",
     ) -> torch.Tensor:
-        dtype = compute_dtype(weight)
+        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        entries = TAUGHT_ENTRIES if hidden.is_cpu else GPU_TAUGHT_ENTRIES
+        rows, dtype = max(1, entries // weight.shape[0]), compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
-            given, matrix = hidden.to(dtype), weight.to(dtype)
-            sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-            entries = TAUGHT_ENTRIES if hidden.is_cpu else GPU_TAUGHT_ENTRIES
-            rows = max(1, entries // weight.shape[0])
-            grads = Gradients(given, matrix, bias, ctx.needs_input_grad[:3], rows)
-            for start in range(0, len(given), rows):
-                part = slice(start, start + rows)
-                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+            grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], rows, dtype)
+            for part, logits in grads.chunks(rows):
                 with torch.set_grad_enabled(grads.any):
                     logits.requires_grad_(grads.any)
                     wide = _logits(logits, bias, scale, cap)
@@ -172,9 +168,8 @@ class ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the first sum times that of `grad`, in place: they are used once."""
-        grads, ctx.grads = ctx.grads, None
-        return (*(e if e is None else e.mul_(grad[0]) for e in grads), *(None,) * 5)
+        """The gradient of the first sum."""
+        return used_up(ctx, grad[0])
 
 
 def _logits(

@@ -7,6 +7,7 @@ inside the head's: there every engine has gathered them (FSDP2, ZeRO-3) and sees
 (DDP).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -218,27 +219,27 @@ class ChunkedLoss(torch.autograd.Function):
         chunk: int,  # rows of logits that are there at once
         tile: int,  # rows of them that become a gradient at once
     ) -> torch.Tensor:
-        dtype = compute_dtype(weight)
+        loss, dtype = torch.zeros((), device=hidden.device), compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
-            given, matrix = hidden.to(dtype), weight.to(dtype)
-            loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            wanted = ctx.needs_input_grad[:3]
-            grads = Gradients(given, matrix, bias, wanted, tile)
-            for start in range(0, len(given), chunk):
-                part = slice(start, start + chunk)
-                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+            grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, dtype)
+            for part, logits in grads.chunks(chunk):
                 loss += grads.count(part, logits, targets[part], scale, cap)
         ctx.grads = grads.of(hidden, weight, bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients times `grad`, in place: they are used once."""
-        grads, ctx.grads = ctx.grads, None
-        return (
-            *(each if each is None else each.mul_(grad) for each in grads),  # autograd casts them
-            *(None,) * 5,
-        )
+        return used_up(ctx, grad)
+
+
+def used_up(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that a forward pass made times a factor, in place: they are used once.
+
+    Those of hidden states, weight and bias; five arguments behind them have none.
+    """
+    grads, ctx.grads = ctx.grads, None
+    # Autograd casts them.
+    return (*(each if each is None else each.mul_(factor) for each in grads), *(None,) * 5)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -266,13 +267,12 @@ class ChunkedLogProbs(torch.autograd.Function):
         ctx.settings = scale, cap, chunk, tile
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         with torch.autocast(weight.device.type, enabled=False):
-            given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+            grads = Gradients(hidden, weight, bias, (False,) * 3, tile, ctx.dtype)
             # The sums take copies, on a CPU of an eighth of a tile only.
             few = max(1, tile // 8) if hidden.is_cpu else tile
-            for start in range(0, len(given), chunk):
-                logits = F.linear(given[start : start + chunk], matrix)  # (chunk, vocabulary)
+            for part, logits in grads.chunks(chunk):
                 for first in range(0, len(logits), few):
-                    here = slice(start + first, min(start + first + few, start + len(logits)))
+                    here = slice(part.start + first, part.start + min(first + few, len(logits)))
                     wide = logits[first : first + few]
                     found[here] = tile_logps(wide, targets[here], bias, scale, cap)
         return found
@@ -282,12 +282,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         scale, cap, chunk, tile = ctx.settings
         with torch.autocast(weight.device.type, enabled=False):
-            given, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-            wanted = ctx.needs_input_grad[:3]
-            grads = Gradients(given, matrix, bias, wanted, tile)
-            for start in range(0, len(given), chunk):
-                part = slice(start, start + chunk)
-                logits = F.linear(given[part], matrix)  # (chunk, vocabulary)
+            grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, ctx.dtype)
+            for part, logits in grads.chunks(chunk):
                 grads.count(part, logits, targets[part], scale, cap, -grad[part])
         return (*grads.of(hidden, weight, bias), *(None,) * 5)
 
@@ -297,13 +293,15 @@ class Gradients:
 
     def __init__(
         self,
-        given: torch.Tensor,
-        matrix: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         wanted: tuple[bool, ...],
         rows: int,
+        dtype: torch.dtype,
     ) -> None:
-        """`rows` of logits become gradients at once."""
+        """`rows` of logits become gradients at once, in `dtype`; `wanted`: which of them are."""
+        given, matrix = hidden.to(dtype), weight.to(dtype)
         self.given, self.matrix, self.added, self.rows = given, matrix, bias, rows
         self.any = any(wanted)
         self.narrow = given.dtype == torch.float16
@@ -311,6 +309,12 @@ class Gradients:
         self.hidden = torch.empty_like(given, dtype=wide) if wanted[0] else None
         self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+
+    def chunks(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Places of some rows, and their logits (rows, vocabulary), one after the other."""
+        for start in range(0, len(self.given), rows):
+            part = slice(start, start + rows)
+            yield part, F.linear(self.given[part], self.matrix)
 
     def count(
         self,

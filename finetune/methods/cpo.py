@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import PairMethod, completed_by, optim_of
+from finetune.methods.pairs import Answers, PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim
 
 if TYPE_CHECKING:
@@ -30,15 +30,8 @@ class CPO(PairMethod):
     def nll_weight(self) -> float:
         return self.sft_weight
 
-    def pair_losses(
-        self,
-        chosen: "torch.Tensor",  # (pairs,)
-        rejected: "torch.Tensor",  # (pairs,)
-        chosen_tokens: "torch.Tensor",  # (pairs,)
-        rejected_tokens: "torch.Tensor",  # (pairs,)
-        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
-    ) -> "torch.Tensor":
+    def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """Of each pair -log sigmoid(beta (chosen - rejected)), eq. 3; sums favour short answers."""
         from torch.nn.functional import logsigmoid
 
-        return -logsigmoid(self.beta * (chosen - rejected))
+        return -logsigmoid(self.beta * (answers.chosen - answers.rejected))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import PairMethod, completed_by, optim_of
+from finetune.methods.pairs import Answers, PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim, Text
 
 if TYPE_CHECKING:
@@ -54,14 +54,7 @@ class DPO(PairMethod):
     def nll_weight(self) -> float:
         return self.sft_weight
 
-    def pair_losses(
-        self,
-        chosen: "torch.Tensor",  # (pairs,)
-        rejected: "torch.Tensor",  # (pairs,)
-        chosen_tokens: "torch.Tensor",  # (pairs,)
-        rejected_tokens: "torch.Tensor",  # (pairs,)
-        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
-    ) -> "torch.Tensor":
+    def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """The loss of each pair, (pairs,).
 
         With a and b the log-probabilities of the chosen and the rejected answer less those of the
@@ -75,8 +68,9 @@ class DPO(PairMethod):
         """
         from torch.nn.functional import logsigmoid, relu
 
+        chosen, rejected, margin = answers.chosen, answers.rejected, answers.margin
         scaled, e = self.beta * (chosen - rejected) - margin, self.label_smoothing
-        of_tokens = chosen / chosen_tokens - rejected / rejected_tokens
+        of_tokens = chosen / answers.chosen_tokens - rejected / answers.rejected_tokens
         match self.loss_type:
             case "sigmoid":
                 return -(1 - e) * logsigmoid(scaled) - e * logsigmoid(-scaled)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import METRICS, PairMethod, completed_by, optim_of
+from finetune.methods.pairs import METRICS, Answers, PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim
 
 if TYPE_CHECKING:
@@ -33,18 +33,11 @@ class ORPO(PairMethod):
         """The cross-entropy of a pair is the mean over the tokens of its own chosen answer."""
         return 1.0
 
-    def pair_losses(
-        self,
-        chosen: "torch.Tensor",  # (pairs,)
-        rejected: "torch.Tensor",  # (pairs,)
-        chosen_tokens: "torch.Tensor",  # (pairs,)
-        rejected_tokens: "torch.Tensor",  # (pairs,)
-        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
-    ) -> "torch.Tensor":
+    def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """Of each pair -beta log sigmoid(log odds(chosen) - log odds(rejected)), eq. 6 and 7."""
         from torch.nn.functional import logsigmoid
 
-        return -self.beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+        return -self.beta * logsigmoid(log_odds(answers.chosen) - log_odds(answers.rejected))
 
     def further_metrics(
         self, chosen: "torch.Tensor", rejected: "torch.Tensor"

@@ -1,7 +1,7 @@
 """Methods that learn from pairs of answers: one forward pass of both, and a loss of each pair."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -27,6 +27,22 @@ METRICS = (
 """By TRL's names; `pairs/tied`; and the mean cross-entropy over the tokens of both answers."""
 TIED = 1e-4
 """Nats by which two answers differ at most that are tied: what fp32 resolves of long ones."""
+
+
+class Answers(NamedTuple):
+    """The answers of some pairs, as their losses are computed from them."""
+
+    chosen: "torch.Tensor"  # (pairs,)
+    """Log-probability of the chosen answer (a mean where a method is `of_means`), less that of the
+    reference where the method has one."""
+    rejected: "torch.Tensor"  # (pairs,)
+    """The same of the rejected answer."""
+    chosen_tokens: "torch.Tensor"  # (pairs,)
+    """Trained tokens of the chosen answer."""
+    rejected_tokens: "torch.Tensor"  # (pairs,)
+    """Trained tokens of the rejected answer."""
+    margin: "torch.Tensor | float" = 0.0  # (pairs,)
+    """What the data says that the difference of rewards is to exceed."""
 
 
 def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
@@ -124,7 +140,8 @@ class PairMethod(Recipe):
             logps = logps / batch.document_labels
         compared = logps - batch.columns["reference"] if self.reads_reference else logps
         margin = batch.columns["margin"][::2] if "margin" in self.columns else 0.0
-        terms = self.pair_losses(*compared.view(-1, 2).unbind(1), *lengths.unbind(1), margin=margin)
+        sides = (*compared.view(-1, 2).unbind(1), *lengths.unbind(1))
+        terms = self.pair_losses(Answers(*sides, margin))
         if self.nll_weight:
             terms = terms + self.nll_weight * nll
         with torch.no_grad():
@@ -142,24 +159,8 @@ class PairMethod(Recipe):
         counted["token_loss"] = -whole.detach().sum(), batch.trained_tokens
         return Loss(terms.sum().float(), counted, balance)
 
-    def pair_losses(
-        self,
-        chosen: "torch.Tensor",  # (pairs,)
-        rejected: "torch.Tensor",  # (pairs,)
-        chosen_tokens: "torch.Tensor",  # (pairs,)
-        rejected_tokens: "torch.Tensor",  # (pairs,)
-        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
-    ) -> "torch.Tensor":
-        """The loss of each pair, (pairs,), without the cross-entropy of `nll_weight`.
-
-        Args:
-            chosen: log-probability of the chosen answer (a mean with `of_means`), less that of the
-                reference where the method has one.
-            rejected: the same of the rejected answer.
-            chosen_tokens: trained tokens of the chosen answer.
-            rejected_tokens: trained tokens of the rejected answer.
-            margin: what the data says that the difference of rewards is to exceed.
-        """
+    def pair_losses(self, answers: Answers) -> "torch.Tensor":
+        """The loss of each pair, (pairs,), without the cross-entropy of `nll_weight`."""
         raise NotImplementedError
 
     def further_metrics(

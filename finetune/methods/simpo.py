@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import PairMethod, completed_by, optim_of
+from finetune.methods.pairs import Answers, PairMethod, completed_by, optim_of
 from finetune.recipe import STRICT, Optim
 
 if TYPE_CHECKING:
@@ -29,15 +29,8 @@ class SimPO(PairMethod):
     gamma: Annotated[float, Field(ge=0)] = 1.0
     """Margin that the chosen answer's reward is to have: 0.3 to 0.5 of `beta`."""
 
-    def pair_losses(
-        self,
-        chosen: "torch.Tensor",  # (pairs,)
-        rejected: "torch.Tensor",  # (pairs,)
-        chosen_tokens: "torch.Tensor",  # (pairs,)
-        rejected_tokens: "torch.Tensor",  # (pairs,)
-        margin: "torch.Tensor | float" = 0.0,  # (pairs,)
-    ) -> "torch.Tensor":
+    def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """Of each pair -log sigmoid(beta (chosen - rejected) - gamma), eq. 6."""
         from torch.nn.functional import logsigmoid
 
-        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)
+        return -logsigmoid(self.beta * (answers.chosen - answers.rejected) - self.gamma)

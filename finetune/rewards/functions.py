@@ -14,6 +14,8 @@ from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
 """What the run of a reward model stands for."""
+PREPARE = "finetune.inference.scores:prepare"
+"""What loads it."""
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every function may take."""
 
@@ -48,6 +50,12 @@ def is_model(reward: Reward) -> bool:
     if name in REWARDS or (":" in name and not Path(name).exists()):
         return False
     return "/" in name or os.sep in name or Path(name).is_dir()
+
+
+def prepare(reward: Reward) -> None:
+    """Load the model of a reward that is one."""
+    if is_model(reward):
+        extensions.find("reward_funcs", PREPARE, {})(reward.function)
 
 
 def refuse_other_model(reward: Reward) -> None:

@@ -18,9 +18,12 @@ from typing import IO, Any
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
 from finetune.rewards import Reward
+from finetune.rewards.functions import is_model
 
 STARTING_SECONDS = 120.0
 """For the imports of the user's modules."""
+LOADING_SECONDS = 900.0
+"""For a reward model, which is loaded before its first call."""
 QUOTED = 300
 """Characters of a prompt or a completion in a message."""
 
@@ -173,10 +176,11 @@ class RewardProcess:
         )
         reader.start()
         fields = [dataclasses.asdict(reward) for reward in self.rewards]
-        answer = self._ask({"rewards": fields, "parent": os.getpid()}, STARTING_SECONDS)
+        seconds = LOADING_SECONDS if any(map(is_model, self.rewards)) else STARTING_SECONDS
+        answer = self._ask({"rewards": fields, "parent": os.getpid()}, seconds)
         if answer is None or "problem" in answer:
             self.close()
-            problem = "reward_funcs: the imports of a reward's module do not end"
+            problem = "reward_funcs: the imports of a reward do not end"
             raise FinetuneError(problem if answer is None else answer["problem"])
         return self._process
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.rewards import Reward
-from finetune.rewards.functions import arguments_of, function_of
+from finetune.rewards.functions import arguments_of, function_of, prepare
 
 
 def serve() -> None:
@@ -29,6 +29,8 @@ def serve() -> None:
     try:
         rewards = [Reward(**fields) for fields in first.get("rewards", ())]
         functions = [function_of(reward) for reward in rewards]
+        for reward in rewards:
+            prepare(reward)
     except FinetuneError as error:
         answer(problem="; ".join(error.problems))
         return
