@@ -84,7 +84,7 @@ def test_short_rows_fill_their_slots(capacity: int):
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
-TOLERANCE = 1e-6
+TOLERANCE = 4e-6
 """Products of another shape are summed in another order: some units in the last place of fp32."""
 NEAR = 2**-7
 """Two roundings to bf16, which keeps 8 bits."""

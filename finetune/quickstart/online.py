@@ -30,7 +30,7 @@ def quickstart_grpo(output: Path, steps: int = 20, hacked_steps: int = 20) -> tu
     if not (FOLDER / "data").is_dir():
         write_data(FOLDER)
     train_base()
-    console.rule("[bold]2 of 4[/]  supervised: nine steps, so that a sample is right at times")
+    console.rule("[bold]2 of 4[/]  supervised: a few steps, so that a sample is right at times")
     start = Run(FOLDER / "grpo_start")
     if not start.final.exists():
         recipe = catalog.resolve("quickstart_grpo_start")
