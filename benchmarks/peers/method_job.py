@@ -1,6 +1,6 @@
 """What the contenders of a race of methods train: texts that each of them tokenises for itself.
 
-PLACE/job.json     what a contender is told
+PLACE/job.json     settings of a contender
 PLACE/rows.jsonl   pairs, judged answers or prompts, in the order in which steps take them
 PLACE/ours.jsonl   the same rows, in the order that the toolkit's own shuffle turns into that one
 PLACE/model/       random weights in fp32, and a tokenizer of whole words
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MethodJob:
-    """What a contender is told; each reads the rest from the same folder."""
+    """Settings of a contender; each reads the rest from the same folder."""
 
     method: str
     rows: int

@@ -95,7 +95,7 @@ WORKLOADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a contender is told; each reads the rest from the same folder."""
+    """Settings of a contender; each reads the rest from the same folder."""
 
     rows: int
     """Rows of an optimizer step."""

@@ -157,7 +157,7 @@ def _expert_problems(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def experts_problem(experts: int, tensor: int, shard: int) -> str | None:
-    """Why the experts of a layer cannot lie over so many processes."""
+    """Why the experts of a layer cannot be divided among so many processes."""
     if experts == 1 or not (experts % tensor or tensor * shard % experts):
         return None
     whole = tensor * shard

@@ -31,7 +31,7 @@ LossOf = Callable[[int, nn.Module], torch.Tensor]
 class PipelineEngine(MeshEngine):
     """Processes along the pipeline axis hold consecutive layers."""
 
-    widens = False  # the next stage is told what this one computes
+    widens = False  # the next stage gets what this one computes
 
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)

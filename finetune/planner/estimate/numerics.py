@@ -54,5 +54,5 @@ class Numerics:
     grouped_adapters: bool = False
     """Adapted matrices as `kernels.lora` computes them."""
     rearranged: int = 0
-    """Copies of attention's result in another order, each kept besides it: documents that attended
+    """Copies of attention's result in another order, each kept as well: documents that attended
     in calls of their own put side by side, heads exchanged for tokens."""
