@@ -1,11 +1,15 @@
 """What the tests share: a tiny real model, uneven data, and real runs through the command line."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,10 +145,35 @@ class Finished:
 Finetune = Callable[..., Finished]
 
 
+@functools.cache
+def warm_python() -> str:
+    """An interpreter for which PyTorch and all around it is imported already: `warm_server.py`."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    address, interpreter = folder / "socket", folder / "python"
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(ROOT / "tests" / "warm_server.py"), address, interpreter],
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    assert server.stdout is not None
+    assert any(line == "ready\n" for line in server.stdout)
+    return str(interpreter)
+
+
+LIGHT = {"list", "show", "plan", "init", "import", "--version", "--help"}
+"""Words that import little by themselves."""
+
+
 @pytest.fixture(scope="session")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
     """Run the command line in a process of its own: `finetune("train", "recipe.json", ...)`.
 
+    Its imports, and those of what it launches, are there already; not with `cold`.
     Nobody looks at the pictures of these runs, each a second of processor time: `plot` draws one.
     """
     cache = tmp_path_factory.mktemp("cache")
@@ -155,8 +184,11 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
         env: dict[str, str] | None = None,
         seconds: float = LAUNCH_SECONDS,
         plot: bool = False,
+        cold: bool = False,
     ) -> Finished:
-        command = [sys.executable, "-m", "finetune", *map(str, words)]
+        light = not words or words[0] in LIGHT
+        python = sys.executable if cold or light else warm_python()
+        command = [python, "-m", "finetune", *map(str, words)]
         if words[:1] in (("train",), ("launch",)) and not plot:
             command.append("--no-plot")
         return run_command(command, cache, cwd, env, seconds)

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from conftest import (
     Finished,
     Tiny,
     run_command,
+    warm_python,
     write_recipe,
 )
 from safetensors import safe_open
@@ -317,7 +317,7 @@ def test_an_engine_that_is_not_what_the_plan_says_is_refused(
     script.write_text(CHANGED.format(change=change))
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+        warm_python(), "-m", "accelerate.commands.launch", "--config_file",
         str(ROOT / f"accelerate_configs/{backend}.yaml"), "--num_processes", "2",
         "--mixed_precision", "no", "--main_process_port", str(free_port()), str(script),
         "train", str(recipe), "--output", str(tmp_path / "run"),

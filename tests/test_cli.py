@@ -812,19 +812,28 @@ def test_quick_verbs_import_no_torch(words: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", LISTING, ids=lambda words: words[0])
-def test_list_and_show_answer_in_half_a_second(words: list[str], tmp_path: Path) -> None:
-    """Compiled, in processor time, which equals the time on the clock where nothing else runs."""
+def test_list_and_show_answer_at_once(words: list[str], tmp_path: Path) -> None:
+    """Compiled, in processor time beside that of importing the libraries that they are made with.
+
+    0.28 s and 0.095 s on an AMD EPYC with AVX-512; a slow machine is slow at both.
+    """
     variables = environment(tmp_path)
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    spent = []
-    for _ in range(3):
-        command = [sys.executable, "-m", "finetune", *words]
-        process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        spent.append(usage.ru_utime + usage.ru_stime)
-    assert min(spent) < 0.5
+
+    def least(*command: str) -> float:
+        spent = []
+        for _ in range(3):
+            process = subprocess.Popen(
+                [sys.executable, *command], env=variables, stdout=subprocess.DEVNULL
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0
+            spent.append(usage.ru_utime + usage.ru_stime)
+        return min(spent)
+
+    libraries = least("-c", "import pydantic, yaml, rich.console, rich.table")
+    assert least("-m", "finetune", *words) < 5 * libraries
 
 
 def test_list_names_every_recipe_and_backend_with_its_sentence(finetune: Finetune) -> None:

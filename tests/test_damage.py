@@ -395,7 +395,7 @@ def test_a_disk_without_locks_is_said_and_trained_on(
     subprocess.run(["cc", "-shared", "-o", library, tmp_path / "none.c"], check=True)
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
     words = ("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
-    done = finetune(*words, env={"LD_PRELOAD": str(library)})
+    done = finetune(*words, env={"LD_PRELOAD": str(library)}, cold=True)
     assert done.status == 0
     assert (
         f"warning: {tmp_path}/run/run.lock: its file system has no locks (Function not "

@@ -80,7 +80,10 @@ def test_the_machine_is_described_for_a_bug_report(finetune: Finetune) -> None:
     assert f"torch {torch.__version__}" in done.stdout
     for title in ("versions", "devices", "works here", "missing"):
         assert f"{title}\n" in done.stdout
-    assert "backends: ddp, fsdp_full_shard" in done.stdout
+    (listed,) = (line for line in done.stdout.splitlines() if line.startswith("  backends: "))
+    named = listed.removeprefix("  backends: ").split(", ")
+    assert named == sorted(named)
+    assert {"single", "ddp", "fsdp_full_shard", "zero3", "tp", "pp"} <= set(named)
 
 
 def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Tiny
+from conftest import ROOT, Tiny, warm_python
 
 from finetune import extensions
 from finetune.errors import FinetuneError
@@ -30,7 +29,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finetune(toy: Path, *words: object) -> "subprocess.CompletedProcess[str]":
     paths = os.pathsep.join([str(toy), str(ROOT)])
     return subprocess.run(
-        [sys.executable, "-m", "finetune", *map(str, words)],
+        [warm_python(), "-m", "finetune", *map(str, words)],
         cwd=toy, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
         timeout=300,
     )  # fmt: skip

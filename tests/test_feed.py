@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Tiny, run_command, write_recipe
+from conftest import Tiny, run_command, warm_python, write_recipe
 from test_backends import losses
 
 from finetune.data.collate import collate
@@ -134,7 +133,7 @@ def test_ranks_meet_once_in_a_step_besides_the_gradient(
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(script), "train", str(recipe), "--precision", "fp32", "--no-plot",
         "--output", str(tmp_path / "run"),
     ]  # fmt: skip

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Finetune, Tiny, write_recipe
+from conftest import ROOT, Finetune, Tiny, warm_python, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, largest, losses
 
@@ -40,7 +39,7 @@ def start(words: list[object], output: Path) -> "subprocess.CompletedProcess[str
     given = ["--config_file", ROOT / "accelerate_configs/hsdp.yaml", "--mixed_precision", "no"]
     command = [*given, *words, "--main_process_port", "0", "-m", "finetune", "train"]
     return subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *map(str, command),
+        [warm_python(), "-m", "accelerate.commands.launch", *map(str, command),
          str(output.parent / "r.json"), "--output", str(output), "--no-plot"],
         cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
@@ -92,7 +91,7 @@ def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> Non
     script.write_text(CHANGED)
     config = ROOT / "accelerate_configs/hsdp_shard_grad_op.yaml"
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
+        [warm_python(), "-m", "accelerate.commands.launch", "--config_file", str(config),
          "--mixed_precision", "no", "--main_process_port", "0", str(script), "train", str(recipe),
          "--output", str(tmp_path / "run")],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,

@@ -5,14 +5,13 @@ import gc
 import itertools
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, environment, write_recipe
+from conftest import Finetune, environment, warm_python, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.job import DEEP, write_adapter_job
@@ -194,7 +193,7 @@ print([meter.peak for meter in meters])
 torch.distributed.destroy_process_group()
 """
     done = subprocess.run(
-        [sys.executable, "-c", body, tmp_path / "store"],
+        [warm_python(), "-c", body, tmp_path / "store"],
         env=environment(tmp_path),
         capture_output=True,
         text=True,

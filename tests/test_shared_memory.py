@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Finished, Tiny, run_command, write_recipe
+from conftest import Finetune, Finished, Tiny, run_command, warm_python, write_recipe
 
 from finetune.distributed.gloo_shared_memory import SLOT, SLOTS
 from finetune.runs.run import Run
@@ -87,7 +87,7 @@ def together(script: str, count: int, folder: Path) -> Finished:
     """Run a script in so many processes."""
     path = folder / "script.py"
     path.write_text(script + "dist.destroy_process_group()\n")
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launched = [warm_python(), "-m", "torch.distributed.run", "--standalone"]
     return run_command([*launched, f"--nproc-per-node={count}", str(path)], folder)
 
 

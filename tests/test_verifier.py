@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, environment, write_recipe
+from conftest import Finetune, environment, warm_python, write_recipe
 
 from finetune import catalog
 from finetune.planner import plan
@@ -57,7 +56,7 @@ def run_traced(body: str, cache: Path) -> str:
     """Run code with a tracker in a process of its own."""
     head = "import torch\nfrom finetune.verification.memory.tracker import Tracker\n"
     done = subprocess.run(
-        [sys.executable, "-c", head + body],
+        [warm_python(), "-c", head + body],
         env=environment(cache),
         capture_output=True,
         text=True,
