@@ -8,9 +8,10 @@ from test_render import MARKS, NO_TOOLS, real_chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.chat.render import load_chat
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.chat.written_calls import CallForm, call_form
 from finetune.data.samples import Conversation
+from finetune.errors import FinetuneError
 
 TURN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
 TURN += "<|{{ m.role }}|>{{ m.content }}CALLS<|end|>{% endfor %}"
@@ -61,16 +62,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def written(chat: Any, calls: list[tuple[str, dict[str, Any]]]) -> str:
+def written(chat: Any, calls: list[tuple[str, dict[str, Any]]], words: str = "") -> str:
     """What the template writes, as a model that learned it answers."""
     listed = [
         {"id": f"abcdef00{n}", "type": "function", "function": {"name": a, "arguments": b}}
         for n, (a, b) in enumerate(calls)
     ]
-    answer = {"role": "assistant", "content": "", "tool_calls": listed}
+    answer = {"role": "assistant", "content": words, "tool_calls": listed}
     row = chat.render(Conversation(({"role": "user", "content": "?"}, answer), TOOLS), "completion")
     ids = [id for id, said in zip(row.ids, row.trained, strict=True) if said]
     return chat.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def chat_of(calls: str) -> Chat:
+    """A chat whose template writes each call in this form."""
+    made = tokenizer()
+    made.chat_template = TURN.replace("CALLS", LOOP.replace("ONE", calls)) + HEADER
+    return load_chat(made, None)
 
 
 def read(form: CallForm | None, text: str) -> list[tuple[str, Any]]:
@@ -113,3 +121,43 @@ def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NO_TOOLS))
 def test_a_template_without_calls_has_no_form(assets: Any, name: str) -> None:
     assert call_form(real_chat(assets, name)) is None
+
+
+# Words beside calls.
+
+WORDS = ["Let me see where it rains for 3 days.", "3", "where", "name", 'Schau "nach" <b>\nin São']
+BESIDE = {
+    "one call": CALLS[:1],
+    "two calls": CALLS,
+    "alike": [("get_weather", {"where": "where"}), ("get_weather", {"where": "where"})],
+    "numbers": [("get_weather", {"days": 3, "more": [1.5, True, None]})],
+    "nested": [("get_weather", {"more": {"where": {"days": ["3", 3, {}]}}})],
+    "empty text": [("get_weather", {"where": ""})],
+    "nothing": [("get_weather", {})],
+}
+
+
+@pytest.mark.parametrize("calls", BESIDE)
+@pytest.mark.parametrize("name", FORMS)
+def test_words_beside_calls_are_trained_with_them(name: str, calls: str):
+    chat = chat_of(FORMS[name])
+    alone = written(chat, BESIDE[calls])
+    for words in WORDS:
+        assert written(chat, BESIDE[calls], words) == words + alone
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_that_a_template_leaves_out_beside_calls_are_refused(words: str):
+    chat = chat_of(FORMS["glm"])
+    assert chat.template is not None
+    chat.tokenizer.chat_template = chat.template.replace(
+        "{{ m.content }}", "{{ m.content if not m.tool_calls }}"
+    )
+    with pytest.raises(FinetuneError, match="leaves out what message 1 says beside its tool calls"):
+        written(load_chat(chat.tokenizer, None), CALLS, words)
+
+
+def test_arguments_that_a_template_leaves_out_are_refused():
+    some = FORMS["qwen3-coder"].replace("f.arguments.items()", "f.arguments.items() if v is string")
+    with pytest.raises(FinetuneError, match="leaves out arguments of the tool calls of message 1"):
+        written(chat_of(some), CALLS, "Let me see where it rains for 3 days.")

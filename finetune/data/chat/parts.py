@@ -5,7 +5,9 @@ A place of the text holds one part only, so that a word of a tool call is not ta
 beside it.
 """
 
+import heapq
 import html
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,7 @@ THOUGHT = re.compile(
 )
 """Marks round the thoughts that a message holds within its content."""
 CUT = "\0"
+BESIDE_CALLS = "what message {} says beside its tool calls"
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,20 @@ def lost(message: Message, text: str) -> list[str]:
         return []
     remaining = _squeezed(text)
     missing = list[str]()
-    for part in sorted(_parts(message), key=lambda part: -len(part.forms[0])):
-        found, remaining = _taken(part, remaining)
-        missing += found
+    # The longest first, so that a word of an argument is not found in the answer that holds it.
+    waiting = [(-len(part.forms[0]), n, part) for n, part in enumerate(_parts(message))]
+    heapq.heapify(waiting)
+    numbers = itertools.count(len(waiting))
+    while waiting:
+        part = heapq.heappop(waiting)[-1]
+        place, form = _find(part, remaining)
+        if place >= 0:
+            remaining = remaining[:place] + CUT + remaining[place + len(form) :]
+        elif part.pieces:
+            for piece in part.pieces:
+                heapq.heappush(waiting, (-len(piece.forms[0]), next(numbers), piece))
+        else:
+            missing.append(part.name)
     return list(dict.fromkeys(missing))
 
 
@@ -72,27 +86,18 @@ def has_thought(message: Message) -> bool:
     return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))
 
 
-def _taken(part: Part, text: str) -> tuple[list[str], str]:
-    """The names of what is missing, and the text without what was found."""
+def _find(part: Part, text: str) -> tuple[int, str]:
+    """The place of a part's first form that a text holds, or -1, and the form."""
     for form in part.forms:
-        if not form:
-            return [], text
-        place = text.find(form)
-        if place >= 0:
-            return [], text[:place] + CUT + text[place + len(form) :]
-    if not part.pieces:
-        return [part.name], text
-    missing = list[str]()
-    for piece in sorted(part.pieces, key=lambda piece: -len(piece.forms[0])):
-        found, text = _taken(piece, text)
-        missing += found
-    return missing, text
+        if (place := text.find(form)) >= 0:
+            return place, form
+    return -1, ""
 
 
 def _parts(message: Message) -> Iterator[Part]:
     calls = message.get("tool_calls", ())
     content = message["content"]
-    what = "what message {} says beside its tool calls" if calls else "message {}"
+    what = BESIDE_CALLS if calls else "message {}"
     pieces = tuple(_pieces(content, what)) if THOUGHT.search(content) else ()
     yield Part(what, _forms(content), pieces)
     thoughts = message.get("reasoning_content")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.chat.call_forms import forms, writes_as_python
 from finetune.data.chat.chat_templates import TEMPLATE_ERRORS, check_variables
 from finetune.data.chat.messages import Message
-from finetune.data.chat.parts import has_thought, lost, lost_of_tool
+from finetune.data.chat.parts import BESIDE_CALLS, has_thought, lost, lost_of_tool
 from finetune.data.chat.template_limits import limited
 from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
 from finetune.data.samples import Conversation
@@ -184,7 +184,10 @@ class Turns:
         if message["role"] == "assistant":
             written = written.removeprefix(self._usual_header)
         missing = lost(message, written)
-        if not missing:
+        is_short = "tool_calls" in message and len(message["content"].strip()) <= SHORT
+        if is_short and not self._writes(rendered.sample, number):
+            missing = [BESIDE_CALLS]
+        elif not missing:
             return
         text = marked.text
         if message["role"] != "assistant" or number not in marked.turns:
