@@ -1,15 +1,12 @@
 """What the tests share: a tiny real model, uneven data, and real runs through the command line."""
 
-import atexit
 import contextlib
 import functools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from finetune.process.warm import TRAINING, Warm
 
 ROOT = Path(__file__).parent.parent
 # Two files are tested at a time: as many threads as cores in each would wait for one another.
@@ -147,22 +146,8 @@ Finetune = Callable[..., Finished]
 
 @functools.cache
 def warm_python() -> str:
-    """An interpreter for which PyTorch and all around it is imported already: `warm_server.py`."""
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    address, interpreter = folder / "socket", folder / "python"
-    server = subprocess.Popen(
-        [sys.executable, "-P", str(ROOT / "tests" / "warm_server.py"), address, interpreter],
-        env=environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.kill)
-    assert server.stdout is not None
-    assert any(line == "ready\n" for line in server.stdout)
-    return str(interpreter)
+    """An interpreter for which PyTorch and all around it is imported already."""
+    return Warm(TRAINING, environment(ROOT)).python
 
 
 LIGHT = {"list", "show", "plan", "init", "import", "--version", "--help"}

@@ -55,9 +55,10 @@ LIGHT = [
 READS_ENVIRONMENT = {
     "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
     "launchers/accelerate.py", "serving/engines.py", "process/error_report.py",
-    "process/quiet.py", "process/rendezvous.py", "verification/memory/launch.py",
+    "process/quiet.py", "process/rendezvous.py", "process/warm.py",
+    "verification/memory/launch.py",
 }  # fmt: skip
-WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py"}
+WRITES_ENVIRONMENT = {"cache.py", "process/quiet.py", "process/warm.py"}
 MOST_LINES = 450
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

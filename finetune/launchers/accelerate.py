@@ -76,16 +76,19 @@ def run(job: Job) -> None:
         _run(command, axes, job.run, status, threads, starts_again=bool(job.max_restarts))
 
 
-def begin(words: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:
+def begin(
+    words: Sequence[str], log: Path, threads: int = 1, python: str = sys.executable
+) -> subprocess.Popen[bytes]:
     """Start `finetune launch` with `words` in a session of its own, writing to `log`; no waiting.
 
-    `threads` are those of each of its processes, where the environment does not say.
+    `threads` are those of each of its processes, where the environment does not say; `python` is
+    the interpreter.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name != STATUS_FILE}
     with log.open("wb") as file:
         return subprocess.Popen(
-            interpreter.python("-m", "finetune", "launch", *words),
+            [python, "-P", "-m", "finetune", "launch", *words],
             env=interpreter.environment({"OMP_NUM_THREADS": str(threads)} | kept),
             stdin=subprocess.DEVNULL,
             stdout=file,

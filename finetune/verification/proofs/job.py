@@ -1,5 +1,6 @@
 """A proof from the first process to the verdict: reference, kill, resume, elsewhere, result."""
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -59,10 +60,11 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
         for note in subject.notes:
             say(f"[dim]{kind}: {escape(note)}[/]")
     crossings = crossings_of(request, pairs)
-    start_all(shop, pairs)
-    cut_all(shop, crossings)
-    continue_all(shop, pairs, crossings)
-    pack_all(shop, packed_pairs(pairs))
+    with contextlib.closing(shop.under_way):
+        start_all(shop, pairs)
+        cut_all(shop, crossings)
+        continue_all(shop, pairs, crossings)
+        pack_all(shop, packed_pairs(pairs))
     proof = Proof(
         recipe=catalog.to_fields(request.recipe),
         notes={kind: subject.notes for kind, subject in shop.subjects.items()},

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from finetune.backend import Precision
 from finetune.checkpoints.checkpoint import progress_of
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launchers.accelerate import begin
+from finetune.process import warm
 from finetune.runs.run import Run, write_json
 
 LIMIT_SECONDS = 1800
@@ -53,6 +55,7 @@ class Launches:
         self.closed = False
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[bytes]] = []
+        self._warm: warm.Warm | None = None
 
     def begin(self, trial: Trial, log: Path) -> subprocess.Popen[bytes]:
         """Start one; raises TrainingFailure once `end_all` was called."""
@@ -60,10 +63,23 @@ class Launches:
             if self.closed:
                 raise TrainingFailure("not started: the proof was interrupted")
             cores = os.cpu_count() or 1
-            process = begin(_words(trial), log, max(1, cores // (trial.processes * self.jobs)))
+            threads = max(1, cores // (trial.processes * self.jobs))
+            process = begin(_words(trial), log, threads, self._python())
             self._running = [each for each in self._running if each.poll() is None]
             self._running.append(process)
             return process
+
+    def _python(self) -> str:
+        """Where it can be, one that has imported everything: that is most of a short launch."""
+        if self._warm is None and warm.available():
+            self._warm = warm.Warm(warm.TRAINING)
+        return sys.executable if self._warm is None else self._warm.python
+
+    def close(self) -> None:
+        """Begin no more."""
+        self.closed = True
+        if self._warm is not None:
+            self._warm.close()
 
     def end_all(self) -> None:
         """End every one with all that it started, and let no other begin."""
@@ -141,11 +157,15 @@ def _reached(run: Run, step: int) -> bool:
 
 def family_of(pid: int) -> list[psutil.Process]:
     """A process after all that it started: torch gives each worker a session of its own."""
-    try:
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return []
+        for process in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                asked = warm.asked_by(process.cmdline(), process.pid)
+                family += family_of(asked) if asked is not None else []
+            family.append(process)
+    return family
 
 
 def end(family: list[psutil.Process]) -> None:

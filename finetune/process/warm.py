@@ -1,0 +1,242 @@
+"""An interpreter whose processes are forks of one that has imported everything.
+
+A process that trains imports PyTorch and the libraries around it for longer than a tiny model takes
+for a few steps. Started by this interpreter it is a process of its own all the same, in a session
+of its own, with its own variables, folder and files, and ends as it would: only its imports are
+there already. What it starts by `sys.executable`, launchers and their workers, is such a process
+too. A proof with its many launches and the tests start theirs so, on machines without a GPU, whose
+libraries cannot be forked.
+"""
+
+import atexit
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from finetune.process import interpreter
+
+TRAINING = (
+    "finetune.cli.main", "finetune.training.worker", "finetune.exporters.export",
+    "finetune.launchers.accelerate", "accelerate.commands.launch", "torch.distributed.run",
+    "transformers.models.llama.modeling_llama", "deepspeed",
+)  # fmt: skip
+"""What commands that train, and their launchers, import."""
+READY = "ready"
+PREFIX = "finetune-warm-"
+REQUEST = 1 << 20
+"""Most bytes of a request: words, folder and variables."""
+
+INTERPRETER = """#!{python} -SE
+import json, os, signal, socket, sys
+words = sys.argv[1:]
+if not {{"-m", "-c", "-u"}}.intersection(words[:2]) or "-I" in words[:1]:
+    os.execv({python!r}, [{python!r}, *words])
+asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+asked.connect({address!r})
+request = dict(python=sys.argv[0], words=words, folder=os.getcwd(), variables=dict(os.environ))
+socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
+process = int(asked.recv(64))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda number, _: os.kill(process, number))
+status = int(asked.recv(64) or -signal.SIGKILL)
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+"""Takes the words of `python`, hands signals on, and ends as the process that it asked for ends.
+
+A file that no agent starts (with `-u`) may count on nothing being imported: it gets an interpreter
+of its own.
+"""
+
+
+class Warm:
+    """The interpreter `python`, until `close` or the end of this process.
+
+    Args:
+        modules: what is imported; what cannot be, the process that needs it will tell.
+        environment: variables as the modules are imported; by default those of this process.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.python = str(self._folder / "python")
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "finetune.process.warm", str(self._folder), *modules],
+            env=interpreter.environment(os.environ if environment is None else environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # a signal of the terminal is not for it
+        )
+        atexit.register(self.close)
+        assert self._server.stdout is not None
+        if not any(line == f"{READY}\n" for line in self._server.stdout):
+            raise OSError(f"{self.python}: ended with status {self._server.wait()}")
+
+    def close(self) -> None:
+        """Let nothing more start; what was started goes on."""
+        self._server.kill()
+        self._server.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def available() -> bool:
+    """Whether processes can be forked off so here: on Linux, without a GPU."""
+    import torch
+
+    return sys.platform == "linux" and not torch.accelerator.is_available()
+
+
+def asked_by(command: Sequence[str], process: int) -> int | None:
+    """The process that a warm interpreter, with this command and number, has asked for."""
+    for word in command[:3]:
+        folder = Path(word).parent
+        if folder.name.startswith(PREFIX):
+            with contextlib.suppress(OSError, ValueError):
+                return int((folder / str(process)).read_text())
+    return None
+
+
+# The server --------------------------------------------------------------------------------------
+
+
+def main(folder: Path, modules: Sequence[str]) -> None:
+    """Import the modules, then answer each request with a process, until nobody is left to ask."""
+    from finetune.process.start import collecting_later, compiling_later, read_models_once
+
+    with collecting_later(), compiling_later():
+        read_models_once()
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+    address, python = folder / "socket", folder / "python"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(str(address))
+    listening.listen(64)
+    listening.settimeout(5)
+    python.write_text(INTERPRETER.format(python=sys.executable, address=str(address)))
+    python.chmod(0o755)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    print(READY, flush=True)
+    started_by = os.getppid()
+    while os.getppid() == started_by:
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError:
+            continue
+        if not os.fork():
+            listening.close()
+            _keep(connection, folder)
+        connection.close()
+
+
+def _keep(connection: socket.socket, folder: Path) -> NoReturn:
+    """Be the parent of a process that was asked for; who asked and is killed takes it along."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, files, _, _ = socket.recv_fds(connection, REQUEST, 3)
+    process = os.fork()
+    if not process:
+        connection.close()
+        _become(json.loads(message), files)
+    for file in files:
+        os.close(file)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    known = folder / str(int.from_bytes(credentials[:4], sys.byteorder))
+    known.write_text(str(process))
+    connection.send(str(process).encode())
+    ended = os.pidfd_open(process)
+    ready = selectors.DefaultSelector()
+    ready.register(ended, selectors.EVENT_READ)
+    ready.register(connection, selectors.EVENT_READ)
+    if not any(key.fileobj == ended for key, _ in ready.select()):
+        os.kill(process, signal.SIGKILL)
+        os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    with contextlib.suppress(OSError):
+        known.unlink()
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """The process that `python WORDS` would be in that folder, with those variables and files."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor, file in enumerate(files):
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    sys.executable = request["python"]
+    words = list(itertools.dropwhile(("-u", "-P").__contains__, request["words"]))
+    safe = "-P" in request["words"] or "PYTHONSAFEPATH" in os.environ
+    status = 1
+    try:
+        _use_threads()
+        _run(words, safe)
+        status = 0
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if isinstance(asked.code, str):
+            print(asked.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # as an interpreter ends, less taking it down
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _use_threads() -> None:
+    """As many as OMP_NUM_THREADS says, which OpenMP reads as it is loaded."""
+    torch: Any = sys.modules.get("torch")
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
+        torch.set_num_threads(int(asked))
+
+
+def _run(words: list[str], safe: bool) -> None:
+    """`-m MODULE`, `-c CODE` or a file, as the main module."""
+    kind = words[0] if words[0] in ("-m", "-c") else "file"
+    what, *rest = words if kind == "file" else words[1:]
+    sys.argv = ["-c" if kind == "-c" else what, *rest]
+    if not safe:
+        sys.path.insert(0, str(Path(what).resolve().parent) if kind == "file" else os.getcwd())
+    if kind == "-m":
+        sys.modules.pop(what, None)
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif kind == "file":
+        runpy.run_path(what, run_name="__main__")
+    else:
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(what, "<string>", "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
