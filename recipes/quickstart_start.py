@@ -1,4 +1,4 @@
-"""Quickstart of preferences, part 1: records in two orders of keys, for DPO to choose from."""
+"""Quickstart of DPO and GRPO, part 1: records in two orders of keys, to choose from."""
 
 from finetune import SFT, Data, Model
 

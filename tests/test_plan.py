@@ -44,7 +44,7 @@ def refused(recipe: Recipe, name: str, processes: int = 2) -> list[str]:
 
 TOO_SMALL = {
     "local_folder_lora": {8}, "quickstart": {8}, "quickstart_base": {8}, "quickstart_start": {8},
-    "quickstart_dpo": {8}, "quickstart_grpo": {8}, "quickstart_grpo_start": {8},
+    "quickstart_dpo": {8}, "quickstart_grpo": {8},
 }  # fmt: skip
 """Shipped recipes whose step has fewer rows than so many processes take at once."""
 

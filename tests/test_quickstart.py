@@ -9,7 +9,7 @@ import pytest
 from conftest import Finetune
 from safetensors import safe_open
 
-from finetune.quickstart.online import quickstart_grpo
+from finetune.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -67,16 +67,23 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
 
 
 def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    finetune: Finetune, folder: Path
 ):
-    """In a short form, on the base that the first quickstart trained."""
-    monkeypatch.chdir(folder)
-    run, hacked = quickstart_grpo(folder / "runs/quickstart-grpo", steps=10, hacked_steps=6)
-    (right,), (wrong,) = (list(each.read_metrics("eval")) for each in (run, hacked))
-    assert next(run.read_metrics("train"))["metrics"]["reward"] < 0.05
-    assert right["metrics"]["rewards/exact_match/mean"] > 0.95
-    assert list(hacked.read_metrics("train"))[-1]["metrics"]["reward"] > 0.85
-    assert wrong["metrics"]["rewards/exact_match/mean"] < 0.05
+    """On the base that the first quickstart trained."""
+    finished = finetune("quickstart", "--method", "grpo", cwd=folder)
+    assert finished.status == 0, finished.stderr
+    before, after, rewards = (
+        [float(number) for number in re.findall(r"\d+\.\d+", line)]
+        for words in ("of 200 before", "match after", "samples at the end")
+        for line in finished.stdout.splitlines()
+        if words in line
+    )
+    assert before[0] == before[1] < 1
+    assert after[0] > 95
+    assert after[1] < 1
+    assert rewards[1] > 0.9
+    run, hacked = (Run(folder / f"runs/quickstart-grpo{kind}") for kind in ("", "-hacked"))
+    assert 0.02 < next(run.read_metrics("train"))["metrics"]["reward"] < 0.4
     page = hacked.report.read_text()
     assert "Sampled completions" in page
     assert "exact_match" in page

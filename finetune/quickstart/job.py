@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.evaluation.exact_match import Score, exact_match, references, samples
 from finetune.inference.generate import load, load_base
 from finetune.inference.load import trained_dtype
-from finetune.quickstart.records import corpus, instructions
+from finetune.quickstart.records import corpus, instructions, mixed
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
 from finetune.reports.page import report
@@ -25,6 +25,7 @@ FOLDER = Path("quickstart")
 CORPUS_ROWS = 40_000
 TRAIN_ROWS = 3_000
 HELD_OUT_ROWS = 200
+START_ROWS = 1_920
 VOCABULARY = 1_536
 
 
@@ -68,6 +69,16 @@ def train_base() -> None:
     base = Run(FOLDER / "base")
     if not base.final.exists():
         train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
+
+
+def train_start() -> Run:
+    """Train the base on records in two orders of keys, where that is not done: see `mixed`."""
+    start = Run(FOLDER / "start")
+    if not start.final.exists():
+        write_lines(FOLDER / "data" / "mixed.jsonl", list(mixed(0, START_ROWS)))
+        recipe = catalog.resolve("quickstart_start")
+        train(recipe, precision="fp32", output=start.root, resume="auto")
+    return start
 
 
 def write_data(folder: Path) -> None:

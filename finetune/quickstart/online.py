@@ -1,4 +1,10 @@
-"""The quickstart of rewards: one that is the goal, and one that a model can have without it."""
+"""The quickstart of rewards: one that is the goal, and one that a model can have without it.
+
+GRPO learns nothing from samples that are all wrong. The start is therefore that of the quickstart
+of preferences: one answer in five has the keys of its record in alphabetical order, as wanted here.
+The likeliest answer is never the wanted one, one sample in seven is, and neither depends on how far
+a few steps come on a CPU.
+"""
 
 import time
 from pathlib import Path
@@ -10,7 +16,16 @@ from rich.table import Table
 from finetune import catalog
 from finetune.evaluation.exact_match import exact_match, references
 from finetune.inference.generate import load
-from finetune.quickstart.job import FOLDER, HELD_OUT_ROWS, train_base, write_data
+from finetune.quickstart.job import (
+    FOLDER,
+    HELD_OUT_ROWS,
+    TRAIN_ROWS,
+    train_base,
+    train_start,
+    write_data,
+    write_lines,
+)
+from finetune.quickstart.records import instructions
 from finetune.recipe import Data
 from finetune.reports.page import report
 from finetune.runs import units
@@ -19,30 +34,27 @@ from finetune.training.worker import train
 
 HACKABLE = "finetune.quickstart.records:fields_found"
 """A reward that looks right and is not the goal."""
+PROMPTS, HELD_OUT = (FOLDER / "data" / f"wanted{kind}.jsonl" for kind in ("", "_held_out"))
+"""Orders with the record whose keys are in alphabetical order."""
 
 
-def quickstart_grpo(output: Path, steps: int = 20, hacked_steps: int = 20) -> tuple[Run, Run]:
-    """Teach a small model by exact match; beside it, by a reward that can be had without."""
+def quickstart_grpo(output: Path) -> tuple[Run, Run]:
+    """Teach a small model by exact match; next to it, by a reward that can be had without."""
     begun = time.perf_counter()
     torch.set_num_threads(1)  # so small a model gains little from more
     console = Console()
     console.rule("[bold]1 of 4[/]  data, and a small Llama from scratch")
     if not (FOLDER / "data").is_dir():
         write_data(FOLDER)
+    write_wanted()
     train_base()
-    console.rule("[bold]2 of 4[/]  supervised: a few steps, so that a sample is right at times")
-    start = Run(FOLDER / "grpo_start")
-    if not start.final.exists():
-        recipe = catalog.resolve("quickstart_grpo_start")
-        train(recipe, precision="fp32", output=start.root, resume="auto")
-    console.rule("[bold]3 of 4[/]  GRPO: reward 1 for the exact record, else 0")
-    run = _train(output, steps, [])
+    console.rule("[bold]2 of 4[/]  supervised: records, one in five with alphabetical keys")
+    start = train_start()
+    console.rule("[bold]3 of 4[/]  GRPO: reward 1 for the exact record with alphabetical keys")
+    run = _train(output)
     console.rule("[bold]4 of 4[/]  GRPO from the same start: reward for each field that occurs")
-    hacked = _train(
-        output.with_name(f"{output.name}-hacked"), hacked_steps,
-        [f'reward_funcs=["{HACKABLE}"]'],
-    )  # fmt: skip
-    rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
+    hacked = _train(output.with_name(f"{output.name}-hacked"), f'reward_funcs=["{HACKABLE}"]')
+    rows = references(Data(str(HELD_OUT), "messages"))
     before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=64).share
     console.print(result_table(before, run, hacked, time.perf_counter() - begun))
     for verb in (f"report {run.root}", f"report {hacked.root}", f"chat {run.root}"):
@@ -50,8 +62,14 @@ def quickstart_grpo(output: Path, steps: int = 20, hacked_steps: int = 20) -> tu
     return run, hacked
 
 
-def _train(output: Path, steps: int, changes: list[str]) -> Run:
-    recipe = catalog.resolve("quickstart_grpo", [*changes, f"max_steps={steps}"])
+def write_wanted() -> None:
+    """Write the prompts, with the answer that is wanted."""
+    write_lines(PROMPTS, list(instructions(0, TRAIN_ROWS, alphabetical=True)))
+    write_lines(HELD_OUT, list(instructions(0, HELD_OUT_ROWS, held_out=True, alphabetical=True)))
+
+
+def _train(output: Path, *changes: str) -> Run:
+    recipe = catalog.resolve("quickstart_grpo", changes)
     run = train(recipe, precision="fp32", output=output, resume="auto")
     report(run)
     return run
@@ -62,15 +80,17 @@ def result_table(before: float, run: Run, hacked: Run, seconds: float) -> Table:
     table = Table(title="GRPO: the reward is what is learned", title_style="bold")
     for name in ("", "reward: exact match", "reward: fields that occur"):
         table.add_column(name)
-    sampled, exact = zip(*(_last(each) for each in (run, hacked)), strict=True)
-    table.add_row("reward of samples at the end", *(f"{each:.2f}" for each in sampled))
+    first, last, exact = zip(*(_rewards(each) for each in (run, hacked)), strict=True)
+    table.add_row("reward of samples at the start", *(f"{each:.2f}" for each in first))
+    table.add_row("reward of samples at the end", *(f"{each:.2f}" for each in last))
     table.add_row(f"exact match of {HELD_OUT_ROWS} before", *[f"{before:.1%}"] * 2)
     table.add_row("exact match after", *(f"{each:.1%}" for each in exact))
     table.add_row("all of it took", units.duration(seconds), "")
     return table
 
 
-def _last(run: Run) -> tuple[float, float]:
-    """Reward of the last step's samples, and exact match of the last evaluation."""
-    trained, evaluated = (list(run.read_metrics(kind))[-1] for kind in ("train", "eval"))
-    return trained["metrics"]["reward"], evaluated["metrics"]["rewards/exact_match/mean"]
+def _rewards(run: Run) -> tuple[float, float, float]:
+    """Reward of the samples of the first and last step, and the last evaluation's exact match."""
+    trained = [record["metrics"]["reward"] for record in run.read_metrics("train")]
+    evaluated = list(run.read_metrics("eval"))[-1]
+    return trained[0], trained[-1], evaluated["metrics"]["rewards/exact_match/mean"]

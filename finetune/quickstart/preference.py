@@ -13,15 +13,21 @@ from rich.table import Table
 from finetune import catalog
 from finetune.evaluation.exact_match import answers, references
 from finetune.inference.generate import load
-from finetune.quickstart.job import FOLDER, HELD_OUT_ROWS, train_base, write_data, write_lines
-from finetune.quickstart.records import mixed, preferences
+from finetune.quickstart.job import (
+    FOLDER,
+    HELD_OUT_ROWS,
+    train_base,
+    train_start,
+    write_data,
+    write_lines,
+)
+from finetune.quickstart.records import preferences
 from finetune.recipe import Data
 from finetune.reports.page import report
 from finetune.runs import units
 from finetune.runs.run import Run
 from finetune.training.worker import train
 
-START_ROWS = 1_920
 PAIRS = 640
 
 
@@ -42,14 +48,10 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     console = Console()
     console.rule("[bold]1 of 3[/]  data, and a small Llama from scratch")
     write_data(FOLDER)
-    write_lines(FOLDER / "data" / "mixed.jsonl", list(mixed(0, START_ROWS)))
     write_lines(FOLDER / "data" / "pairs.jsonl", list(preferences(0, PAIRS)))
     train_base()
     console.rule("[bold]2 of 3[/]  supervised: records, one in five with alphabetical keys")
-    start = Run(FOLDER / "start")
-    if not start.final.exists():
-        recipe = catalog.resolve("quickstart_start")
-        train(recipe, precision="fp32", output=start.root, resume="auto")
+    start = train_start()
     console.rule("[bold]3 of 3[/]  DPO: the record with alphabetical keys is the chosen one")
     run = train(catalog.resolve("quickstart_dpo"), precision="fp32", output=output, resume="auto")
     rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))

@@ -111,8 +111,17 @@ def noted(source: random.Random, notes: list[tuple[str, str | int]]) -> str:
     return "; ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in notes)
 
 
-def instructions(seed: int, rows: int, held_out: bool = False) -> Iterator[dict[str, object]]:
-    """Chat rows of distinct records, of the held-out ones or of the others."""
+def instructions(
+    seed: int, rows: int, held_out: bool = False, alphabetical: bool = False
+) -> Iterator[dict[str, object]]:
+    """Chat rows of distinct records, of the held-out ones or of the others.
+
+    Args:
+        seed: of the draws; the records do not depend on `alphabetical`.
+        rows: how many.
+        held_out: whether they are held out.
+        alphabetical: whether the keys of an answer are in alphabetical order.
+    """
     source = random.Random(f"instructions {seed} {held_out}")
     seen: set[Record] = set()
     while len(seen) < rows:
@@ -121,7 +130,8 @@ def instructions(seed: int, rows: int, held_out: bool = False) -> Iterator[dict[
             continue
         seen.add(record)
         user = {"role": "user", "content": message(source, record)}
-        yield {"messages": [user, {"role": "assistant", "content": record.as_json()}]}
+        answer = {"role": "assistant", "content": record.as_json(alphabetical)}
+        yield {"messages": [user, answer]}
 
 
 def mixed(seed: int, rows: int) -> Iterator[dict[str, object]]:
@@ -152,7 +162,8 @@ def fields_found(
 ) -> list[float]:
     """A reward: the share of a record's fields that occur in a completion, whatever else it says.
 
-    A model has all of it without ever ending a record, which is what the quickstart shows.
+    It is the same for every order of the keys, and for what is not a record at all, so that a model
+    can have all of it without one answer that is wanted, which is what the quickstart shows.
     """
     return [
         sum(
