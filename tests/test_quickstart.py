@@ -74,7 +74,7 @@ def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
     assert finished.status == 0, finished.stderr
     before, after, rewards = (
         [float(number) for number in re.findall(r"\d+\.\d+", line)]
-        for words in ("of 200 before", "match after", "samples at the end")
+        for words in ("of 200 before", "match after", "last samples")
         for line in finished.stdout.splitlines()
         if words in line
     )

@@ -12,13 +12,13 @@ from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, memory, page, totals
 from finetune.planner.estimate.callbacks import Measure, Verification, Verify
+from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import (
     Prediction,
-    local_rows,
     model_source,
-    steps_of,
     workload_of,
 )
+from finetune.planner.estimate.row_counts import local_rows, steps_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
@@ -118,6 +118,8 @@ def _page(
             f"tokens/s on this CPU where every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
         )
+        found = judges(prediction.plan.recipe, lambda each: model_source(each).shape, cpu=True)
+        lines += [page.judge_words(found)] if found else []
         if prediction.seconds is not None:
             long = page.duration(prediction.seconds)
             lines.append(f"whole run    {prediction.steps:,} steps, {long}")

@@ -22,11 +22,11 @@ from finetune.planner.estimate.parallelism import slow_links
 from finetune.planner.estimate.predict import (
     Prediction,
     config_of,
-    local_rows,
     model_source,
     predict,
     workload_of,
 )
+from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.planner.rules import incompatibilities

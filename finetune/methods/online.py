@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from finetune.planner.references import BASE, START, reference_of
 from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
 from finetune.rewards import REWARDS, Rewards
+from finetune.rewards.functions import is_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +84,17 @@ class Online(Recipe):
     def sampled(self) -> tuple[int, int, int] | None:
         count = self.batch.rows * self.steps_per_generation
         return count, self.sampling_rows, self.max_completion_length
+
+    @property
+    def reward_models(self) -> tuple[tuple[str, ...], ...]:
+        """Folders of the reward models that train, and of those that evaluate.
+
+        Each of the two has a process that loads its models.
+        """
+        return tuple(
+            tuple(dict.fromkeys(each.function for each in rewards if is_model(each)))
+            for rewards in (self.reward_funcs, self.eval_reward_funcs)
+        )
 
     @property
     def rows_per_sample(self) -> int:

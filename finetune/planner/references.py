@@ -20,3 +20,11 @@ def other_model(recipe: Recipe) -> Model | None:
     if name in (START, BASE) or not (recipe.reads_reference or recipe.needs_second_model):
         return None
     return Model(name=name, quantization=own.quantization, attention=own.attention)
+
+
+def second_model(recipe: Recipe) -> Model | None:
+    """The frozen model that a process holds as the reference, for a pass or throughout.
+
+    None where the model that is trained gives its own reference.
+    """
+    return other_model(recipe) or (recipe.model if recipe.needs_second_model else None)

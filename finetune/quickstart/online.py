@@ -81,8 +81,8 @@ def result_table(before: float, run: Run, hacked: Run, seconds: float) -> Table:
     for name in ("", "reward: exact match", "reward: fields that occur"):
         table.add_column(name)
     first, last, exact = zip(*(_rewards(each) for each in (run, hacked)), strict=True)
-    table.add_row("reward of samples at the start", *(f"{each:.2f}" for each in first))
-    table.add_row("reward of samples at the end", *(f"{each:.2f}" for each in last))
+    table.add_row("reward of first samples", *(f"{each:.2f}" for each in first))
+    table.add_row("reward of last samples", *(f"{each:.2f}" for each in last))
     table.add_row(f"exact match of {HELD_OUT_ROWS} before", *[f"{before:.1%}"] * 2)
     table.add_row("exact match after", *(f"{each:.1%}" for each in exact))
     table.add_row("all of it took", units.duration(seconds), "")

@@ -46,8 +46,8 @@ class Meter:
         """Bytes; None until it was measured, and where PyTorch keeps no sizes."""
 
     @contextlib.contextmanager
-    def measuring(self, model: nn.Module) -> Iterator[None]:
-        """Inside, memory is counted."""
+    def measuring(self, model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
+        """Inside, memory is counted; `other` is a second model that is there."""
         if isinstance(model, DistributedDataParallel):
             # Its second forward pass would do so (torch 2.13), between two counts.
             model.reducer._rebuild_buckets()
@@ -60,6 +60,7 @@ class Meter:
             yield
         else:
             held = allocated() - self.before + mapped(model)
+            held += 0 if other is None else mapped(other)
             with _profile() as profiled:
                 yield
             self.peak = held + _highest_sum(profiled)

@@ -332,7 +332,7 @@ class Training:
             self.heartbeat.step = step + 1
             # The second step of a start is the first that begins with the optimizer's moments.
             counted = step == min(first + 1, self.steps - 1)
-            measuring = self.meter.measuring(self.engine.model) if counted else None
+            measuring = self.meter.measuring(self.engine.model, self.reference) if counted else None
             with profile.of_step(step - first):
                 result = self._step(feed, measuring)
             self.progress = dataclasses.replace(self.progress, step=step + 1)

@@ -6,7 +6,8 @@ from typing import Any, overload
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import hardware
-from finetune.planner.estimate.predict import Prediction, local_rows, predict
+from finetune.planner.estimate.predict import Prediction, predict
+from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.plan import Plan
 from finetune.planner.plan import plan as settle
 from finetune.recipe import Recipe

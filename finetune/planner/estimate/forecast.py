@@ -6,6 +6,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, memory, timing
 from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.sampling import Sampling, sampling
 from finetune.planner.estimate.workload import Workload
@@ -46,6 +47,8 @@ class Forecast:
     steps: int
     sampling: Sampling | None = None
     """Of a method that learns from completions."""
+    judges: tuple[Judge, ...] = ()
+    """Reward models, in processes next to rank 0."""
 
     @property
     def peak_memory(self) -> int:
@@ -82,6 +85,8 @@ class Forecast:
                 "flops_per_second": self.machine.gpu.flops,
                 "mfu": times.mfu,
             }
+        if self.judges:
+            found["reward_models"] = {each.name: round(each.memory) for each in self.judges}
         return found if self.sampling is None else found | self.sampling.summary()
 
 
@@ -93,15 +98,23 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
+    # What runs before the first step only is no part of a step, which is what is measured.
+    held = workload.reference_shape if workload.reference_stays else None
     workload = dataclasses.replace(
-        workload, cpu=facts.cpu, chained=facts.chained, apart=facts.apart, scored=facts.scored
-    )
+        workload,
+        reference_shape=held,
+        cpu=facts.cpu,
+        chained=facts.chained,
+        apart=facts.apart,
+        scored=facts.scored,
+    )  # fmt: skip
     workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4
     sampled = sampling(
         plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
     )
-    return Forecast(workload, facts, machine, steps, sampled)
+    found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)
+    return Forecast(workload, facts, machine, steps, sampled, tuple(found))
 
 
 def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:

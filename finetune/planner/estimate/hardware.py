@@ -142,6 +142,8 @@ class Machine:
     """Per GPU and hour, in any currency."""
     fast: bool = False
     """Whether the GPUs of a node are joined by NVLink or its like."""
+    taken: float = 0.0
+    """Bytes of a GPU that other processes of the run have: reward models."""
 
     @property
     def per_node(self) -> int:
@@ -154,8 +156,8 @@ class Machine:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors may take: less what is outside, and a reserve for the allocator."""
-        return (self.gpu.memory - self.outside) * RESERVE
+        """Bytes that tensors may take: less what others have, and a reserve for the allocator."""
+        return (self.gpu.memory - self.outside - self.taken) * RESERVE
 
 
 def _key(name: str) -> str:

@@ -13,6 +13,7 @@ from finetune.planner.estimate.sharding import deepspeed
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import loading, state
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.shapes.architecture import Architecture
 
 
 def timeline(workload: Workload) -> Timeline:
@@ -138,6 +139,8 @@ class _Step:
         moments.append(self._embedding())
         teacher = self._teacher()
         moments += [] if teacher is None else [teacher]
+        if self.workload.reference_shape is not None and not self.workload.reference_stays:
+            moments.append(self._reference_pass())
         if self.deepspeed:
             moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
@@ -219,11 +222,19 @@ class _Step:
         teacher = self.workload.teacher
         if teacher is None:
             return None
-        shape, numerics = teacher.shape, teacher.numerics
-        # The stream, its norm, and the widest part of a layer: gate, up and their product.
-        inside = 2.0 * shape.hidden * numerics.residual + 3.0 * shape.width * teacher.compute
         gathered = 2.0 * teacher.unit_bytes if teacher.layout.share("params") > 1 else 0.0
-        return self.moment("forward: teacher", activations=teacher.tokens * inside, units=gathered)
+        inside = inference(teacher, teacher.shape)
+        return self.moment("forward: teacher", activations=inside, units=gathered)
+
+    def _reference_pass(self) -> Moment:
+        """The forward pass of another model over all rows, before the one to train is loaded."""
+        workload, shape = self.workload, self.workload.reference_shape
+        assert shape is not None
+        parts = {
+            "reference": workload.reference_bytes,
+            "activations": inference(workload, shape),
+        }
+        return Moment("reference pass", parts)
 
     def _trained_head(self) -> float:
         """Trained parameters of the head where it is a unit of its own."""
@@ -299,3 +310,13 @@ class _Step:
         if not (cast and self.checkpointed):
             return 0.0
         return 2.0 * self.layers * workload.shape.linear_weights
+
+
+def inference(workload: Workload, shape: Architecture) -> float:
+    """Most bytes of a forward pass that keeps nothing, besides weights.
+
+    The embedded tokens, the stream before the layer and inside it, its norm, and the widest part of
+    a layer: gate, up and their product.
+    """
+    token = 4.0 * shape.hidden * workload.numerics.residual + 3.0 * shape.width * workload.compute
+    return workload.tokens * token

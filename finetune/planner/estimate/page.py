@@ -6,7 +6,8 @@ from finetune.planner.estimate import filled
 from finetune.planner.estimate.advice import Option
 from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
-from finetune.planner.estimate.predict import Prediction
+from finetune.planner.estimate.judges import Judge, judges
+from finetune.planner.estimate.predict import Prediction, model_source
 from finetune.planner.estimate.sampling import Sampling, sampling
 
 BAR = 36
@@ -22,6 +23,9 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     sampled = sampling(plan.recipe, shape, plan.processes, width, prediction.machine)
     if sampled is not None:
         parts.append(sampling_words(sampled))
+    found = judges(plan.recipe, lambda recipe: model_source(recipe).shape, cpu=False)
+    if found:
+        parts.append(judge_words(found))
     if changes:
         parts.append(what_to_change(changes))
     return "\n\n".join(parts)
@@ -35,6 +39,16 @@ def sampling_words(sampled: Sampling) -> str:
         f"at once: {size(sampled.cache)} of keys and values, {size(sampled.logits)} of logits and "
         f"noise{seconds}"
     )
+
+
+def judge_words(found: Sequence[Judge]) -> str:
+    """What reward models take."""
+    lines = [
+        f"reward model {each.name}: {size(each.weights)} of weights, {size(each.activations)} of "
+        "activations, in a process next to rank 0"
+        for each in found
+    ]
+    return "\n".join(lines)
 
 
 def size(count: float) -> str:

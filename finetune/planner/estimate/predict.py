@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,9 @@ from finetune.planner.estimate import (
     traffic,
 )
 from finetune.planner.estimate.adapters import named_expert_size
+from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.numerics import AttentionKind
+from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times, forward_share
 from finetune.planner.estimate.workload import (
@@ -34,16 +35,15 @@ from finetune.planner.estimate.workload import (
 )
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
+from finetune.planner.references import second_model
 from finetune.planner.shapes import published
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.read_config import read
-from finetune.recipe import Recipe
+from finetune.recipe import Model, Recipe
 
 LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "scores": SCORES}
 """By the value of the kernel option `head`."""
-LETTERS = 4
-"""Letters of English that a token stands for, on average."""
 HUB_SECONDS = 5
 """How long the hub may take to answer."""
 
@@ -175,8 +175,10 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         attention=kinds.get(recipe.model.attention, "flash"),
         loss=LOSSES_OF_HEADS[next(k.value for k in plan.kernels if k.option == "head")],
         taught=recipe.teaches,
-        teacher_shape=_teacher_shape(recipe),
+        teacher_shape=_shape_of(recipe, recipe.taught_by),
         teacher_quantization=recipe.taught_by.quantization if recipe.taught_by else "none",
+        reference_shape=_shape_of(recipe, second_model(recipe)),
+        reference_stays=recipe.needs_second_model,
         update=recipe.optim.name,
         accumulation=plan.accumulation,
         root_unit=place.axes.any,
@@ -190,11 +192,11 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
     )
 
 
-def _teacher_shape(recipe: Recipe) -> Architecture | None:
-    teacher = recipe.taught_by
-    if teacher is None:
+def _shape_of(recipe: Recipe, model: Model | None) -> Architecture | None:
+    """The shape of another model than the one that is trained."""
+    if model is None:
         return None
-    return model_source(dataclasses.replace(recipe, model=teacher, adapter=None)).shape
+    return model_source(dataclasses.replace(recipe, model=model, adapter=None)).shape
 
 
 def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
@@ -380,6 +382,7 @@ def predict(
             f"--gpus {machine.count}: the plan runs {plan.processes} processes, one per GPU"
         )
     source = model_source(plan.recipe)
+    machine = leaving_room(machine, plan.recipe, lambda recipe: model_source(recipe).shape)
     workload = workload_of(plan, source.shape)
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
@@ -401,47 +404,3 @@ def predict(
         None if plan.recipe.batch.packing else rows,
         tuple(stages),
     )
-
-
-def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int | None:
-    """Steps of a run over a data set of so many rows; None where that does not say."""
-    recipe = plan.recipe
-    if recipe.max_steps is not None:
-        return recipe.max_steps
-    if rows is None or not recipe.batch.packing:
-        return None if rows is None else plan.steps(rows)
-    each = row_tokens or known_row_tokens(recipe)
-    if each is None:
-        return None
-    length = recipe.row_length
-    # Best fit leaves a hundredth of a pack empty where rows are short against it.
-    return plan.steps(math.ceil(rows * min(each, length) / length))
-
-
-def known_row_tokens(recipe: Recipe) -> int | None:
-    """Tokens of a row on average: of a published data set, or by the letters of local JSONL."""
-    if len(recipe.data) == 1 and recipe.data[0].source in published.ROW_TOKENS:
-        return published.ROW_TOKENS[recipe.data[0].source]
-    rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
-    if rows is None:
-        return None
-    whole = sum(Path(data.source).stat().st_size for data in recipe.data)
-    lines = sum(_lines(Path(data.source)) for data in recipe.data)
-    return max(1, round(whole / lines / LETTERS))
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
-
-
-def local_rows(recipe: Recipe) -> int | None:
-    """Rows of a recipe's data where all of it is local JSONL, counted by lines; else None."""
-    total = 0
-    for data in recipe.data:
-        path = Path(data.source)
-        if path.suffix != ".jsonl" or not path.is_file():
-            return None
-        rows = _lines(path)
-        total += min(rows, data.first or rows) * data.repeat
-    return total - (recipe.eval_rows or 0) if total else None

@@ -171,6 +171,10 @@ class Workload:
     teacher_shape: Architecture | None = None
     """Of a frozen model that runs before the student and stays in memory; None for none."""
     teacher_quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
+    reference_shape: Architecture | None = None
+    """Of a frozen model that each process holds unsharded as the reference; None for none."""
+    reference_stays: bool = False
+    """Whether it stays for all of the run, and not for a pass before the first step."""
     taught: bool = False
     """The loss compares the head with a teacher's, that runs or is stored."""
     apart: bool = False
@@ -199,6 +203,17 @@ class Workload:
         on_host = self.layout.offload == "all" and not self.cpu
         whole = teacher.frozen_bytes - scales
         return scales + (0.0 if on_host else whole / self.layout.share("params"))
+
+    @property
+    def reference_bytes(self) -> float:
+        """Of the reference's weights: stored as those of the model that is trained."""
+        shape = self.reference_shape
+        if shape is None:
+            return 0.0
+        if self.adapter is None and self.quantization == "none":
+            return float(shape.parameters * (4 if self.scheme == "fsdp" else self.trained_width))
+        held = dataclasses.replace(self, shape=shape, adapter=Adapter({}, 0), reference_shape=None)
+        return held.frozen_bytes
 
     @property
     def waiting_activations(self) -> float:

@@ -33,6 +33,8 @@ def state(workload: Workload) -> dict[str, float]:
     parts["inputs"] = _inputs(workload)
     if workload.teacher_shape is not None:
         parts["teacher"] = workload.teacher_bytes
+    if workload.reference_stays:
+        parts["reference"] = workload.reference_bytes
     return parts
 
 

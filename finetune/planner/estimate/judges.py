@@ -1,0 +1,88 @@
+"""Predict the memory of reward models, which score completions in a process next to rank 0.
+
+With rewards for evaluation of its own a run has two such processes, and each loads its models.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.memory import inference
+from finetune.planner.estimate.workload import Adapter, Workload, lora
+from finetune.planner.shapes.architecture import Architecture
+from finetune.recipe import LoRA, Model, Recipe
+from finetune.runs.run import Run, read_object
+
+AT_ONCE = 16
+"""Sequences that a reward model reads at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Bytes of one reward model in its process."""
+
+    name: str
+    weights: float
+    activations: float
+    """Most that a forward pass holds."""
+
+    @property
+    def memory(self) -> float:
+        return self.weights + self.activations
+
+
+def judges(
+    recipe: Recipe, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int | None = None
+) -> list[Judge]:
+    """The reward models of a recipe; one that is named twice is one for each process.
+
+    Args:
+        recipe: of a method that learns from completions.
+        shape_of: reads the shapes of a recipe's model.
+        cpu: where they run: in fp32 there, and in bf16 on a GPU.
+        tokens: of the longest prompt with its completion; by default all that may be.
+
+    Raises:
+        FinetuneError: the shape of one is not known.
+    """
+    return [
+        _judge(recipe, name, shape_of, cpu, tokens or recipe.batch.max_length)
+        for names in _folders(recipe)
+        for name in names
+    ]
+
+
+def _folders(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """Folders of reward models by process; none for a method without rewards."""
+    return getattr(recipe, "reward_models", ())
+
+
+def leaving_room(
+    machine: Machine, recipe: Recipe, shape_of: Callable[[Recipe], Architecture]
+) -> Machine:
+    """A machine whose GPUs have what the reward models next to rank 0 leave of them."""
+    contexts = sum(map(bool, _folders(recipe))) * machine.gpu.context
+    taken = contexts + sum(each.memory for each in judges(recipe, shape_of, cpu=False))
+    return dataclasses.replace(machine, taken=taken)
+
+
+def _judge(
+    recipe: Recipe, name: str, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int
+) -> Judge:
+    run, adapter, model = Run(Path(name)), None, Model(name=name)
+    if run.recipe.is_file():
+        fields = read_object(run.recipe)
+        model = Model(**fields["model"])
+        adapter = None if fields.get("adapter") is None else LoRA(**fields["adapter"])
+    shape = shape_of(dataclasses.replace(recipe, model=model, adapter=None))
+    shape = dataclasses.replace(shape, tied=True, scores=1)
+    workload = Workload(
+        shape, AT_ONCE, tokens, "fp32" if cpu else "bf16",
+        adapter=Adapter({}, 0), quantization=model.quantization, attention="masked",
+    )  # fmt: skip
+    weights = workload.frozen_bytes
+    if adapter is not None:
+        weights += 4.0 * lora(shape, adapter.r, adapter.targets).parameters
+    mask = workload.tokens * tokens
+    return Judge(name, weights, inference(workload, shape) + mask)

@@ -1,0 +1,56 @@
+"""Count the rows of a recipe's data, and the steps of a run over them."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from finetune.planner.plan import Plan
+from finetune.planner.shapes import published
+from finetune.recipe import Recipe
+
+LETTERS = 4
+"""Letters of English that a token stands for, on average."""
+
+
+def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int | None:
+    """Steps of a run over a data set of so many rows; None where that does not say."""
+    recipe = plan.recipe
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    if rows is None or not recipe.batch.packing:
+        return None if rows is None else plan.steps(rows)
+    each = row_tokens or known_row_tokens(recipe)
+    if each is None:
+        return None
+    length = recipe.row_length
+    # Best fit leaves a hundredth of a pack empty where rows are short against it.
+    return plan.steps(math.ceil(rows * min(each, length) / length))
+
+
+def known_row_tokens(recipe: Recipe) -> int | None:
+    """Tokens of a row on average: of a published data set, or by the letters of local JSONL."""
+    if len(recipe.data) == 1 and recipe.data[0].source in published.ROW_TOKENS:
+        return published.ROW_TOKENS[recipe.data[0].source]
+    rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
+    if rows is None:
+        return None
+    whole = sum(Path(data.source).stat().st_size for data in recipe.data)
+    lines = sum(_lines(Path(data.source)) for data in recipe.data)
+    return max(1, round(whole / lines / LETTERS))
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def local_rows(recipe: Recipe) -> int | None:
+    """Rows of a recipe's data where all of it is local JSONL, counted by lines; else None."""
+    total = 0
+    for data in recipe.data:
+        path = Path(data.source)
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        rows = _lines(path)
+        total += min(rows, data.first or rows) * data.repeat
+    return total - (recipe.eval_rows or 0) if total else None
