@@ -163,13 +163,13 @@ def test_the_meter_counts_blocks_and_the_profiler_sees_them_come_and_go(pooled: 
         first = tensor(2**23)
         second = tensor(2**22)
         del first, second
-    # The old block goes first: the sum never rises above where it began.
-    assert memory_meter._highest_sum(profiled) == 0
+    # The old block goes first: never is there more than in the beginning.
+    assert memory_meter._highest_rise(profiled) == 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         first = tensor(2**23)
         second = tensor(2**22)
         del first, second
-    assert memory_meter._highest_sum(profiled) == 2**23 + 2**22
+    assert memory_meter._highest_rise(profiled) == 2**23 + 2**22
 
 
 @needs_pool

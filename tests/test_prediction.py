@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,20 @@ def test_a_meter_counts_what_lives_at_once_and_nothing_from_before() -> None:
         del second
     assert meter.peak == pytest.approx(16_000_000, abs=200_000)
     assert len(kept) == 1_000_000
+
+
+def test_a_meter_sees_what_another_thread_frees() -> None:
+    """As gloo's threads free the buffers of sums."""
+    meter = Meter(torch.device("cpu"))
+    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
+    with meter.measuring(model):
+        held = [torch.ones(2_000_000)]  # 8 MB
+        other = threading.Thread(target=held.clear)
+        other.start()
+        other.join()
+        second = torch.ones(3_000_000)  # 12 MB
+        del second
+    assert meter.peak == pytest.approx(16_000_000, abs=200_000)
 
 
 def test_a_meter_counts_nothing_of_an_earlier_training() -> None:

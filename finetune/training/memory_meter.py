@@ -6,10 +6,10 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,7 +63,7 @@ class Meter:
             held += 0 if other is None else mapped(other)
             with _profile() as profiled:
                 yield
-            self.peak = held + _highest_sum(profiled)
+            self.peak = held + _highest_rise(profiled)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def counting(device: torch.device) -> Iterator[list[int]]:
     else:
         with _profile() as profiled:
             yield found
-        found.append(_highest_sum(profiled))
+        found.append(_highest_rise(profiled))
 
 
 def _profile() -> profile:
@@ -90,13 +90,9 @@ def allocated() -> int:
     """Bytes that tensors on the CPU have, of those that were made since sizes are kept."""
     with _profile() as profiled:
         probe = torch.empty(1)
-    nodes = _results(profiled).experimental_event_tree()
-    while nodes:
-        found = nodes.pop()
-        about = found.extra_fields
-        if type(about).__name__ == "_ExtraFields_Allocation" and about.alloc_size > 0:
-            return about.total_allocated - probe.nbytes + cpu.handed_out()
-        nodes += found.children
+    for _, event in _allocations(profiled):
+        if event.alloc_size > 0:
+            return event.total_allocated - probe.nbytes + cpu.handed_out()
     raise AssertionError("a tensor was made while memory was profiled")
 
 
@@ -120,11 +116,30 @@ def _results(profiled: profile) -> torch.autograd._ProfilerResult:
     return inner.kineto_results
 
 
-def _highest_sum(profiled: profile) -> int:
-    """The largest sum of allocations less releases."""
-    events = [e for e in _results(profiled).events() if e.name() == MEMORY_EVENT_NAME]
-    total = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        highest = max(highest, total)
+def _allocations(profiled: profile) -> list[tuple[int, Any]]:
+    """Nanoseconds and facts of each allocation and release that was seen, in their order."""
+    found: list[tuple[int, Any]] = []
+    nodes = _results(profiled).experimental_event_tree()
+    while nodes:
+        node = nodes.pop()
+        if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
+            found.append((node.start_time_ns, node.extra_fields))
+        nodes += node.children
+    return sorted(found, key=lambda each: each[0])
+
+
+def _highest_rise(profiled: profile) -> int:
+    """The most bytes that there were at once over those at the start.
+
+    By the totals that PyTorch and the pool keep of themselves: buffers that gloo's threads free are
+    events of no profile. The pool alone says how much it has reserved.
+    """
+    rises = {True: 0, False: 0}
+    before = dict[bool, int]()
+    highest = 0
+    for _, event in _allocations(profiled):
+        pooled = event.total_reserved > 0
+        start = before.setdefault(pooled, event.total_allocated - event.alloc_size)
+        rises[pooled] = event.total_allocated - start
+        highest = max(highest, sum(rises.values()))
     return highest

@@ -45,6 +45,9 @@ class Pool final : public c10::Allocator {
 
     bool owns(const void *at) const { return at >= start && at < end; }
 
+    /* What can be written to: more than none once there was a block. */
+    size_t reserved() const { return size_t(open - start); }
+
     /* Nothing where no memory is left. */
     char *take(size_t size) {
         std::lock_guard<std::mutex> lock(guard);
@@ -138,7 +141,7 @@ Pool *pool = nullptr;
 
 void report(void *at, int64_t change) {
     if (c10::memoryProfilingEnabled())
-        c10::reportMemoryUsageToProfiler(at, change, pool->handed_out, 0, CPU);
+        c10::reportMemoryUsageToProfiler(at, change, pool->handed_out, pool->reserved(), CPU);
 }
 
 void free_block(void *at) {
