@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from finetune.backend import Backend, Engine, Offload, Shard
-from finetune.backend.axes import UNDIVIDED, Axes
+from finetune.backend.axes import KEYS, UNDIVIDED, Axes
 from finetune.errors import FinetuneError
 from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.mesh import mesh_of
@@ -71,8 +71,8 @@ class Layout:
     def name(self) -> str:
         """Name of the backend, as in `accelerate_configs`; HSDP has a name of its own."""
         if self.axes.any:
-            sizes = {"pp": self.axes.pipeline, "sp": self.axes.sequence, "tp": self.axes.tensor}
-            named = [axis for axis, size in sizes.items() if size > 1]
+            keys = sorted(KEYS, key=lambda key: key == "tp")  # experts before what divides layers
+            named = [key for key in keys if getattr(self.axes, KEYS[key]) > 1]
             return "_".join([*named, "fsdp"] if self.data > 1 else named)
         name = NAMES[self.engine, self.shard]
         if self.replicas > 1:

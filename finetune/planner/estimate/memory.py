@@ -40,8 +40,13 @@ def at_stage(workload: Workload, stage: int) -> Workload:
 
 
 def largest(workload: Workload) -> Timeline:
-    """The timeline of the stage that holds most."""
-    return max(by_stage(workload), key=lambda found: found.peak.total)
+    """The timeline of the stage that holds most.
+
+    It is the first, with most micro-batches in flight, or the last, with the head.
+    """
+    places = {0, workload.layout.axes.pipeline - 1}
+    ends = [timeline(at_stage(workload, stage)) for stage in sorted(places)]
+    return max(ends, key=lambda found: found.peak.total)
 
 
 def ranks(workload: Workload) -> list[int]:
@@ -192,6 +197,7 @@ class _Step:
         if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
             reduced = float(workload.reduce_width)
             reduced *= self.trained_layer if index else self._trained_head()
+        reduced += self._unreduced_head()
         return self.moment(
             name,
             gradients=self._early() + index * self.layer_gradient,
@@ -250,13 +256,17 @@ class _Step:
 
     def _head_gradient(self) -> float:
         """Gradient of the head while layers run backwards."""
-        if not self.workload.trains("head") or self.immediate:
+        if not self.workload.trains("head") or self.immediate or self._unreduced_head():
             return 0.0
         head = float(self.workload.shape.head_weights)
-        if self.fsdp and self.workload.root_unit:
-            return head * self.workload.compute  # whole until the root unit has ended
         width = self.workload.gradient_width / self.workload.layout.share("grads")
         return head * width
+
+    def _unreduced_head(self) -> float:
+        """The same where FSDP reduces it last, with its outermost unit, beside earlier ones."""
+        workload = self.workload
+        whole = self.fsdp and workload.root_unit and workload.trains("head")
+        return float(workload.shape.head_weights * workload.compute) if whole else 0.0
 
     def _waiting(self) -> float:
         """The head's gradient until the embedding's comes, where they are added to earlier ones."""

@@ -56,3 +56,5 @@ class Numerics:
     rearranged: int = 0
     """Copies of attention's result in another order, each kept as well: documents that attended
     in calls of their own put side by side, heads exchanged for tokens."""
+    gathered: int = 1
+    """Processes whose keys and values are gathered before attention (context parallel)."""

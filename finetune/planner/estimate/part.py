@@ -54,7 +54,7 @@ def here(workload: Workload) -> Workload:
         "matrices": tuple(_cut(matrix, ways) for matrix in shape.matrices),
     }
     found = Part(**fields, first=first, last=last)
-    length = math.ceil(workload.length / axes.sequence)
+    length = math.ceil(workload.length / axes.parts)
     return dataclasses.replace(
         workload,
         shape=found,

@@ -1,8 +1,9 @@
 """Memory of one stage of a pipeline: its tasks in their order, with what is alive in each.
 
 As torch 2.13 runs a schedule: buffers for the hidden states and gradients of all micro-batches are
-there from the first task to the last, the output of a forward pass is kept until its backward pass,
-and FSDP2 keeps units gathered, and gradients whole, until the last backward pass.
+there from the first task to the last, the output of a forward pass is kept until its backward pass
+(where a stage has several parts, all that was sent until the end), and FSDP2 keeps units gathered,
+and gradients whole, until the last backward pass.
 """
 
 from finetune.planner import schedules
@@ -39,6 +40,8 @@ class _Stage:
         self.stream = float(here.tokens * here.shape.hidden * here.numerics.residual)
         self.sharded = layout.group > 1
         self.flight: dict[tuple[int, int], float] = {}
+        self.sent = 0.0
+        """What was sent and is not needed any more: schedules of several parts keep it."""
         self.made: set[int] = set()
         """Parts whose gradients there are."""
         self.open: dict[int, int] = dict.fromkeys(self.parts, 0)
@@ -91,6 +94,7 @@ class _Stage:
         parts["activations"] = parts.get("activations", 0.0) + kept
         parts["gradients"] = self._gradients() + parts.get("gradients", 0.0)
         parts["units"] = self._units() + parts.get("units", 0.0)
+        parts["hand-overs"] = self.base["hand-overs"] + self.sent
         total, known = sum(parts.values()), self.largest.get(name, -1.0)
         if total > known:
             self.largest[name] = total
@@ -173,6 +177,15 @@ class _Stage:
                 "backward: embedding", activations=self.stream, gradients=early, reduction=made
             )
         self.made.add(task.part)
+        if self._sends(task.part - 1):
+            self.sent += self.stream
+        if task.kind == "B" and self._sends(task.part + 1):
+            self.sent += self.stream
+
+    def _sends(self, to: int) -> bool:
+        """Whether what a part gets is sent there, and kept until the last task has run."""
+        there = self.first <= to <= self.last and to not in self.parts
+        return there and len(self.parts) > 1
 
     def _inputs(self, task: Task) -> None:
         """The half of a backward pass that the stage before waits for; what it kept stays."""
@@ -183,6 +196,8 @@ class _Stage:
     def _weights(self, task: Task) -> None:
         self._note("backward: weights", reduction=self.layer_gradient)
         del self.flight[task.part, task.micro]
+        if self._sends(task.part + 1):
+            self.sent += self.stream
 
     def _kept(self, layers: int) -> float:
         """What the first so many layers of a part keep for the backward pass."""

@@ -42,7 +42,7 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
     stream = float(here.tokens * here.shape.hidden)
     if axes.tensor > 1:
         found["tensor"] = _tensor(workload, here, stream * steps)
-    if axes.sequence > 1:
+    if axes.parts > 1:
         found["sequence"] = _sequence(workload, here)
     if axes.pipeline > 1:
         numbers, last = schedules.parts_of(workload.layout.stage, axes), axes.pipeline * axes.chunks
@@ -85,9 +85,16 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
 
 
 def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
-    """Ulysses (arXiv:2309.14509): queries, keys, values and results change hands, and come back."""
-    shape = here.shape
+    """Ulysses (arXiv:2309.14509): queries, keys, values and results change hands, and come back.
+
+    Context parallel (arXiv:2407.21783): keys and values are gathered, and their gradients summed.
+    """
+    shape, axes = here.shape, workload.layout.axes
     again = workload.checkpointing in ("full", "attention")
+    if axes.context > 1:
+        whole = axes.context * here.tokens * 2.0 * shape.key * here.numerics.compute
+        whole *= shape.layers * workload.accumulation
+        return {"all-gather": whole * (1 + again), "reduce-scatter": whole}
     each = here.tokens * (2.0 * shape.query + 2.0 * shape.key) * here.numerics.compute
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
 
@@ -121,7 +128,7 @@ def sent(workload: Workload) -> dict[str, float]:
     axes, found = workload.layout.axes, dict[str, float]()
     sizes = {
         "tensor": axes.tensor,
-        "sequence": axes.sequence,
+        "sequence": axes.parts,
         "shard": workload.layout.group,
         "replicate": workload.layout.replicas,
     }
@@ -133,9 +140,10 @@ def sent(workload: Workload) -> dict[str, float]:
 
 
 def volume(workload: Workload) -> Volume:
-    """The same of the stage that sends most along all axes."""
+    """The same of the stage that sends most along all axes: an end, or one of those between."""
     layout = workload.layout
-    places = [dataclasses.replace(layout, stage=stage) for stage in range(layout.axes.pipeline)]
+    stages = sorted({0, min(1, layout.axes.pipeline - 1), layout.axes.pipeline - 1})
+    places = [dataclasses.replace(layout, stage=stage) for stage in stages]
     each = [sent(dataclasses.replace(workload, layout=place)) for place in places]
     most = max(each, key=lambda found: sum(found.values()))
     return Volume(gradients=most.pop("shard", 0.0), between=most.pop("replicate", 0.0), axes=most)
@@ -144,7 +152,7 @@ def volume(workload: Workload) -> Volume:
 def reaches(workload: Workload, axis: str) -> int:
     """Processes from the first to the last of a group along an axis, by rank, both counted."""
     axes, layout = workload.layout.axes, workload.layout
-    inside = {"tensor": axes.tensor, "sequence": axes.tensor * axes.sequence}
+    inside = {"tensor": axes.tensor, "sequence": axes.tensor * axes.parts}
     shard = axes.tensor * layout.group
     known = inside | {"shard": shard, "replicate": shard * layout.replicas}
     return known.get(axis, shard * layout.replicas + 1)

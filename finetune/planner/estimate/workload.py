@@ -283,7 +283,7 @@ class Workload:
 
     @property
     def numerics(self) -> Numerics:
-        full = self.adapter is None
+        full, axes = self.adapter is None, self.layout.axes
         autocast = self.scheme == "autocast"
         # The embedding's type is that of the hidden states, which autocast leaves as they are.
         wide = self.scheme == "fp32" or self.kbit_prepared
@@ -308,7 +308,8 @@ class Workload:
             fused_rotations=self.fused_rotations,
             chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
-            rearranged=self.apart + (self.layout.axes.sequence > 1),
+            rearranged=max(self.apart, axes.context > 1) + (axes.sequence > 1),
+            gathered=axes.context,
         )
 
     @property

@@ -188,7 +188,10 @@ class Layer:
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
             held = self._scores()
-            mixed = self._attend(q, (query, key, values), [query, key, values, lse], held)
+            given = (key, values)
+            if self.numerics.gathered > 1:
+                given = (self._gathered(key, values),)
+            mixed = self._attend(q, (query, *given), [query, *given, lse], held)
             for _ in range(self.numerics.rearranged):
                 mixed = self._attend(q, (mixed,), [])
             return mixed
@@ -200,6 +203,16 @@ class Layer:
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
         return self._written_out(query, key, values)
+
+    def _gathered(self, key: Value, values: Value) -> Value:
+        """Keys and values of all tokens of a row, as `distributed.context` gathers them.
+
+        They are put side by side, and in the order of the tokens. Backwards their gradient is put
+        in that order too, before it is summed.
+        """
+        own = key.size + self.tokens * self.shape.key * self.numerics.compute
+        beside, whole = self.tape.run(own, (key, values)), own * self.numerics.gathered
+        return self.tape.run(whole, (beside,), forward=own, backward=whole)
 
     def _written_out(self, query: Value, key: Value, values: Value) -> Value:
         """Scores, scaled, masked, through softmax in fp32, and the mean of values that they weigh.
