@@ -13,6 +13,7 @@ from finetune.planner.estimate import (
     advice,
     changes,
     communication,
+    divisions,
     memory,
     parallelism,
     states,
@@ -21,7 +22,7 @@ from finetune.planner.estimate import (
 )
 from finetune.planner.estimate.adapters import adapter_size
 from finetune.planner.estimate.hardware import NETWORKS, Machine, machine
-from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.layout import Layout, of_backend
 from finetune.planner.estimate.workload import LOSSES, Loss, Workload, lora
 from finetune.planner.shapes.architecture import Architecture, Matrix
 from finetune.planner.shapes.read_config import read
@@ -378,14 +379,23 @@ def decision(inputs: Inputs) -> dict[str, Any]:
         quantization="nf4" if "qlora" in mode else "none",
         accumulation=inputs.get("accum", 1),
     )
-    pretraining = mode == "pretrain"
     refused = _refused(inputs, shape, hardware)
-    if any(advice.grids(workload, hardware, pretraining)):
-        return {"choice": ["3d"], "refused": refused}
     recompute: list[Any] = ["none", "full"]
     if "ckpt" in inputs:
         recompute = ["full" if inputs["ckpt"] else "none"]
-    ranked = advice.rank(advice.options(workload, hardware, recompute=recompute))
+    found = divisions.candidates(shape, hardware, "bf16")
+    places = [of_backend(backend, hardware.count) for backend in found]
+    divided = [dataclasses.replace(workload, layout=place) for place in places]
+    ranked = advice.rank(
+        advice.options(
+            workload,
+            hardware,
+            recompute=recompute,
+            rows_per_step=workload.rows * workload.accumulation * hardware.count,
+            micro_rows=[workload.rows * count for count in (1, 2, 4, 8)],
+            divided=divided,
+        )
+    )
     if not ranked:
         path = changes.shortest(workload, hardware) or []
         spoken = {"train an adapter (LoRA)": "lora", "QLoRA": "qlora"}
@@ -393,6 +403,8 @@ def decision(inputs: Inputs) -> dict[str, Any]:
         return {"choice": words, "refused": refused}
     best = ranked[0]
     names = [best.name, *SPELLINGS.get(best.name, ())]
+    if best.divides:
+        names += ["3d", "fsdp_full+tp"] if best.name == "tp_fsdp" else ["3d"]
     if best.name.endswith("_offload") and hardware.count == 1:
         names += ["single+cpu_offload", "single+offload_optimizer", "single+offload"]
     if best.workload.checkpointing == "full":

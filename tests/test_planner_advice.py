@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,33 +107,91 @@ def test_tensor_parallelism_is_refused_with_every_reason() -> None:
         assert reason in text
 
 
-def test_a_suggested_pipeline_has_no_more_stages_than_layers() -> None:
-    large = Workload(shape("llama-3.1-405b"), 1, 2048)
-    found = list(advice.grids(large, hardware.machine("RTX4090", 1024, 128), pretraining=True))
-    assert found[-1] == parallelism.Grid(1, 64, 16)
+def large(rows: int, name: str = "meta-llama/Llama-3.1-70B", length: int = 4096) -> ft.SFT:
+    recipe = ft.SFT(ft.Model(name)).with_data(ft.Data("rows.jsonl", "text"))
+    return recipe.with_batch(rows=rows, micro_rows=1, max_length=length)
 
 
-@pytest.mark.parametrize(("gpus", "suggested"), [(64, None), (512, "TP8 x PP4 x DP16")])
-def test_a_grid_is_suggested_where_its_own_table_says_that_it_fits(
-    capsys: pytest.CaptureFixture[str], gpus: int, suggested: str | None
+def ranked(
+    capsys: pytest.CaptureFixture[str], recipe: ft.SFT, *machine: str
+) -> tuple[list[dict[str, Any]], str]:
+    """The ranking of all backends, and its reason."""
+    assert command.run(words(*machine, "--json"), recipe) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found["options"], found["reason"]
+
+
+H100S = ("--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
+
+
+def test_layouts_that_divide_the_model_are_ranked_with_sizes_that_fit_it(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = ft.Model("meta-llama/Llama-3.1-405B", activation_checkpointing=True)
-    recipe = dataclasses.replace(full_recipe(rows=512), model=model)
-    machine = ("--gpu", "H100-80", "--gpus", str(gpus), "--nodes", str(gpus // 8))
-    assert command.run(words(*machine, "--host-ram", "2000"), recipe) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "consider" in line]
-    assert len(told) == (suggested is not None)
-    for ways, stages in ((8, 1), (8, 2), (8, 4), (8, 8)):
-        grid = ("--tensor", str(ways), "--pipeline", str(stages), "--json")
-        assert command.run(words(*machine, *grid), recipe) == 0
-        fits = json.loads(capsys.readouterr().out)["fits"]
-        if fits:
-            break
-    if suggested is None:
-        assert not fits
-    else:
-        assert told[0].startswith(f"at this size consider {suggested} as well")
-        assert (fits, stages) == (True, 4)
+    options, _ = ranked(capsys, large(rows=256), *H100S)
+    names = {each["backend"] for each in options if each["axes"]}
+    assert {"tp_fsdp", "pp_tp_fsdp", "sp_fsdp"} <= names
+    for each in options:
+        sizes = each["axes"]
+        # Of 64 heads and 8 key heads, on nodes of 8; of 80 layers and 256 rows.
+        assert sizes.get("tensor", 1) * sizes.get("sequence", 1) in (1, 2, 4, 8)
+        stages, count = sizes.get("pipeline", 1), each["accumulation"]
+        assert 64 % stages == 0
+        assert (stages - 1) / (stages - 1 + count) < 0.1
+
+
+def test_slow_links_carry_no_sums_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    options, _ = ranked(capsys, large(256, "Qwen/Qwen3-4B", 512), "--gpu", "A100-80", "--gpus",
+                        "8", "--link", "pcie4")  # fmt: skip
+    assert {axis for each in options for axis in each["axes"]} == {"pipeline"}
+
+
+def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The size and the batch of arXiv:2104.04473, table 1."""
+    gpt = {
+        "model_type": "llama", "hidden_size": 12288, "intermediate_size": 32768,
+        "num_hidden_layers": 96, "num_attention_heads": 96, "num_key_value_heads": 96,
+        "vocab_size": 51200, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    recipe = large(rows=1536, length=2048)
+    recipe = dataclasses.replace(recipe, model=ft.Model(config=gpt, tokenizer="x"))
+    machine = ("--gpu", "A100-80", "--gpus", "3072", "--nodes", "384")
+    options, reason = ranked(capsys, recipe, *machine)
+    assert all(each["axes"] for each in options)
+    first = options[0]
+    assert reason.startswith(f"{first['backend']} (tensor {first['axes']['tensor']}) fits")
+    assert reason.endswith("1536 rows a step are too few for 3072 groups of their own")
+    # What is printed last is what runs.
+    assert command.run(words(*machine), recipe) == 0
+    said = capsys.readouterr().out.splitlines()[-1].split()
+    assert said[:4] == ["in", "full:", "--backend", first["backend"]]
+    sizes = [f"--{axis}={size}" for axis, size in first["axes"].items()]
+    named = recipe.with_batch(micro_rows=first["micro_rows"])
+    assert command.run(words(*machine, "--backend", first["backend"], *sizes, "--json"), named) == 0
+    held = json.loads(capsys.readouterr().out)["prediction"]["memory"]["stages"]
+    assert max(held) == first["bytes"]
+
+
+def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options, reason = ranked(capsys, large(rows=256), *H100S)
+    assert options[0]["backend"] == "fsdp_full_shard"
+    assert command.run(words(*H100S), large(rows=256)) == 0
+    text = capsys.readouterr().out
+    safe = [each for each in options if each["axes"] and each["status"] == "safe"]
+    quickest = max(safe, key=lambda each: each["tokens"] / each["step"])
+    sizes = " x ".join(f"{axis} {size}" for axis, size in quickest["axes"].items())
+    assert f"{quickest['backend']} ({sizes}), which divides the model, would reach" in text
+    few = large(rows=64)  # one row of each GPU: weights are gathered for little work
+    slow = ("--network", "100gbe/node")
+    options, reason = ranked(capsys, few, *H100S, *slow)
+    assert options[0]["axes"]
+    whole = min(each["step"] / each["tokens"] for each in options if not each["axes"])
+    assert options[0]["step"] / options[0]["tokens"] < whole / 1.5
+    assert "and is faster:" in reason
 
 
 def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(

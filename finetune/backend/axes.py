@@ -72,10 +72,15 @@ class Axes:
         """Parts of the model that each stage has."""
         return 2 if self.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Processes along each axis that divides the model, by its field."""
+        found = {field: getattr(self, field) for field in KEYS.values()}
+        return {field: size for field, size in found.items() if size > 1}
+
     def words(self) -> str:
         """Such as `pipeline 2 x tensor 2`."""
-        sizes = {field: getattr(self, field) for field in KEYS.values()}
-        return " x ".join(f"{field} {size}" for field, size in sizes.items() if size > 1)
+        return " x ".join(f"{field} {size}" for field, size in self.sizes.items())
 
     def variables(self) -> dict[str, str]:
         """What Accelerate does not hand to a process, as variables of its kind."""

@@ -1,10 +1,9 @@
 """`finetune plan`: what is asked of the planner about a machine, and what is printed of it."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +13,11 @@ from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import plain, status
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, changes, hardware, page
+from finetune.planner.estimate import advice, changes, divisions, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
 from finetune.planner.estimate.callbacks import Measure, Verify
-from finetune.planner.estimate.grids import GridPlan, plan_grid
+from finetune.planner.estimate.grids import plan_grid
+from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.parallelism import slow_links
 from finetune.planner.estimate.predict import (
     Prediction,
@@ -35,6 +35,8 @@ from finetune.recipe import Recipe
 
 SHOWN = 8
 """Rows of the ranking that are printed."""
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Rows of the micro-batches that are tried."""
 
 
 def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
@@ -133,8 +135,8 @@ def _divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
     settled = plan(recipe, chosen, machine.count, arguments.precision)
-    if chosen.axes.experts * chosen.axes.context > 1:
-        told = "memory is not predicted of divided experts and of gathered keys"
+    if chosen.axes.experts > 1:
+        told = "memory is not predicted of divided experts"
         print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
         if not arguments.json:
             print(f"note         {told}")
@@ -258,16 +260,18 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         machine,
         precision,
         rows_per_step=recipe.batch.rows,
-        micro_rows=_sizes(recipe, machine),
+        micro_rows=[rows for rows in SIZES if recipe.batch.rows % rows == 0],
+        divided=_divisions(recipe, workload, machine, precision),
     )
+    if not found:
+        raise FinetuneError(_too_few_rows(recipe, machine))
     whole = advice.rank(found)
     best = whole[0] if whole else None
     ranked = _possible(recipe, whole, precision)
-    grid = _fitting_grid(recipe, workload, machine, precision)
     first = changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
-        print(json.dumps(_ranking(ranked, found, machine, grid) | listed, indent=2))
+        print(json.dumps(_ranking(ranked, found, machine) | listed, indent=2))
         return 0
     if not ranked:
         least = min(found, key=_missing)
@@ -287,8 +291,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(f"\nshapes from {source.where}")
         return 0
     print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
-    if told := advice.faster(ranked[0], ranked):
-        print(f"\n{told}")
+    for told in (advice.faster(ranked[0], ranked), advice.division(ranked[0], ranked)):
+        print(f"\n{told}" if told else "", end="\n" if told else "")
     if first:
         print(f"\n{page.before_disk(first)}")
     for note in page.machine_notes(machine, precision == "bf16"):
@@ -301,14 +305,9 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.rows} rows: this "
             f"toolkit has no backend of it; its table: --backend {best.name}"
         )
-    if grid is not None:
-        print(
-            f"\nat this size consider {grid.grid.name} as well, with "
-            f"{page.size(grid.memory.total)} per GPU (--tensor {grid.grid.tensor} --pipeline "
-            f"{grid.grid.pipeline}): --backend pp_tp_fsdp, tp_fsdp or pp_fsdp"
-        )
     chosen, words = _chosen(recipe, ranked[0])
-    settled = plan(chosen, on(machine, ranked[0].name), machine.count, precision)
+    backend = _backend_of(ranked[0], machine, precision)
+    settled = plan(chosen, backend, machine.count, precision)
     prediction = _predicted(arguments, settled, machine)
     print(f"\nshapes from {source.where}")
     print(page.whole_run(prediction))
@@ -316,19 +315,33 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     return 0
 
 
-def _fitting_grid(
+def _divisions(
     recipe: Recipe,
     workload: Workload,
     machine: hardware.Machine,
     precision: backends.Precision,
-) -> GridPlan | None:
-    """The first layout of tensor and pipeline parallelism whose own table says that it fits."""
-    for grid in advice.grids(workload, machine, recipe.method == "pretrain"):
-        with contextlib.suppress(FinetuneError):  # the rows of a step do not divide over it
-            found = plan_grid(recipe, machine, grid.tensor, grid.pipeline, precision)
-            if found.fits:
-                return found
-    return None
+) -> Iterator[Workload]:
+    """The recipe under every layout that divides its model, of those that the rules allow."""
+    alone, made = _one_process(recipe), dict[str, Workload]()
+    for backend in divisions.candidates(workload.shape, machine, precision):
+        if incompatibilities(alone, backend, machine.count):
+            continue
+        if backend.name not in made:  # which kernels run does not depend on the sizes
+            settled = plan(alone, backend, machine.count)
+            made[backend.name] = workload_of(settled, workload.shape)
+        place = of_backend(backend, machine.count)
+        yield dataclasses.replace(made[backend.name], layout=place)
+
+
+def _backend_of(
+    option: advice.Option, machine: hardware.Machine, precision: backends.Precision
+) -> backends.Backend:
+    """The backend of an option of the ranking, with its axes."""
+    axes = option.workload.layout.axes
+    found = on(machine, option.name)
+    if axes.any:
+        found, _ = backends.divided(found, machine.count, axes.sizes)
+    return dataclasses.replace(found, precision=precision)
 
 
 def _missing(option: advice.Option) -> tuple[float, float]:
@@ -339,7 +352,8 @@ def _missing(option: advice.Option) -> tuple[float, float]:
 def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
     """The recipe as an option of the ranking has it, and the words that make it so."""
     rows, recompute = option.workload.rows, option.workload.checkpointing
-    words = [f"batch.micro_rows={rows}"]
+    words = [f"--{axis} {size}" for axis, size in option.workload.layout.axes.sizes.items()]
+    words.append(f"batch.micro_rows={rows}")
     if recipe.batch.micro_tokens is not None:
         words.append("batch.micro_tokens=null")
     model = recipe.model
@@ -362,15 +376,12 @@ def _one_process(recipe: Recipe) -> Recipe:
     return recipe.with_batch(micro_rows=1, micro_tokens=None)
 
 
-def _sizes(recipe: Recipe, machine: hardware.Machine) -> list[int]:
-    """Micro-batches to try: powers of two that divide a process's rows of a step."""
-    each = recipe.batch.rows // machine.count
-    if recipe.batch.rows % machine.count:
-        raise FinetuneError(
-            f"batch.rows: {recipe.batch.rows} rows do not divide over {machine.count} GPUs; use "
-            f"batch.rows={max(1, each) * machine.count}"
-        )
-    return [rows for rows in (1, 2, 4, 8, 16, 32) if each % rows == 0]
+def _too_few_rows(recipe: Recipe, machine: hardware.Machine) -> str:
+    rows = max(1, recipe.batch.rows // machine.count) * machine.count
+    return (
+        f"batch.rows: {recipe.batch.rows} rows do not divide over {machine.count} GPUs; use "
+        f"batch.rows={rows}"
+    )
 
 
 def _possible(
@@ -381,8 +392,9 @@ def _possible(
     for option in ranked:
         layout = option.workload.layout
         backend = backends.Backend(
-            layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision
-        )
+            layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision,
+            axes=layout.axes,
+        )  # fmt: skip
         changed = recipe.with_batch(micro_rows=option.workload.rows)
         if layout.name in known and not incompatibilities(changed, backend, layout.processes):
             kept.append(option)
@@ -393,11 +405,11 @@ def _ranking(
     ranked: list[advice.Option],
     found: list[advice.Option],
     machine: hardware.Machine,
-    grid: GridPlan | None,
 ) -> dict[str, Any]:
     rows = [
         {
             "backend": each.name,
+            "axes": each.workload.layout.axes.sizes,
             "micro_rows": each.workload.rows,
             "accumulation": each.workload.accumulation,
             "checkpointing": each.workload.checkpointing,
@@ -411,8 +423,6 @@ def _ranking(
         for each in ranked
     ]
     reason = advice.reason(ranked[0], found) if ranked else "nothing fits"
-    layout = None if grid is None else dataclasses.asdict(grid.grid)
     return {
         "gpu": machine.gpu.name, "gpus": machine.count, "reason": reason, "options": rows,
-        "grid": layout,
     }  # fmt: skip

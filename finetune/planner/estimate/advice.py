@@ -8,11 +8,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from finetune.planner import schedules
 from finetune.planner.estimate import communication, memory, part, timing, totals, traffic
+from finetune.planner.estimate.divisions import WAITS
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.memory import Moment
-from finetune.planner.estimate.parallelism import Grid
 from finetune.planner.estimate.sharding import resident
 from finetune.planner.estimate.timing import Times
 from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
@@ -23,14 +24,16 @@ Status = Literal["safe", "tight", "no"]
 HEADROOM = 0.08
 # Times that differ by less are taken as equal: the model of time is no better than that.
 SAME_TIME = 0.05
-# Tensor parallelism pays from here on, and the pipeline from there (section 4 of the rules).
-TENSOR_PARAMETERS, TENSOR_GPUS = 70e9, 100
-GRID_PARAMETERS, GRID_PRETRAIN_PARAMETERS, GRID_PRETRAIN_GPUS = 200e9, 70e9, 64
+# Times of layouts that divide the model were compared with no GPU, and more libraries take part:
+# one is proposed where it is this many times as fast as what divides none, and of two the simpler
+# one where their times differ by less than a quarter.
+DIVIDED_GAIN, SAME_TIME_DIVIDED = 2.0, 0.25
 
 SIMPLICITY = (
     "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
     "fsdp_full_shard", "zero3", "zero2_offload", "fsdp_full_shard_offload", "zero3_offload",
-    "zero3_nvme",
+    "zero3_nvme", "tp", "tp_fsdp", "sp", "sp_fsdp", "cp", "pp", "pp_fsdp", "sp_tp", "pp_tp",
+    "pp_tp_fsdp",
 )  # fmt: skip
 
 
@@ -55,6 +58,17 @@ class Option:
     @property
     def name(self) -> str:
         return self.workload.layout.name
+
+    @property
+    def divides(self) -> bool:
+        """Whether the model is divided, and not its rows alone."""
+        return self.workload.layout.axes.any
+
+    @property
+    def words(self) -> str:
+        """The name, with the sizes of what divides the model."""
+        axes = self.workload.layout.axes
+        return f"{self.name} ({axes.words()})" if axes.any else self.name
 
     @property
     def usable(self) -> float:
@@ -152,6 +166,7 @@ def on(
         workload,
         layout=layout,
         scheme=scheme_of(layout, precision),
+        root_unit=layout.axes.any or workload.root_unit,
         checkpointing=checkpointing or workload.checkpointing,
     )
 
@@ -163,30 +178,36 @@ def options(
     recompute: Iterable[Checkpointing] = ("none", "full"),
     rows_per_step: int | None = None,
     micro_rows: Iterable[int] | None = None,
+    divided: Iterable[Workload] = (),
 ) -> list[Option]:
     """Every layout x checkpointing x micro-batch; offload only where nothing else fits.
 
     Args:
         rows_per_step: rows of a step over all processes, from which accumulation follows.
+        divided: the same under layouts that divide the model; pipelines that wait for long are
+            left out.
     """
     sizes = [workload.rows] if micro_rows is None else list(micro_rows)
     choices = list(recompute)
 
-    def tried(candidates: Iterable[Layout]) -> list[Option]:
+    def tried(candidates: Iterable[Layout], base: Workload = workload) -> list[Option]:
         found: list[Option] = []
         for layout in candidates:
             for checkpointing in choices:
                 for rows in sizes:
-                    steps = workload.accumulation
+                    steps = base.accumulation
                     if rows_per_step is not None:
-                        if rows_per_step % (rows * layout.processes):
+                        if rows_per_step % (rows * layout.data):
                             continue
-                        steps = rows_per_step // (rows * layout.processes)
-                    changed = dataclasses.replace(workload, rows=rows, accumulation=steps)
+                        steps = rows_per_step // (rows * layout.data)
+                    if schedules.bubble(layout.axes, steps) >= WAITS:
+                        continue
+                    changed = dataclasses.replace(base, rows=rows, accumulation=steps)
                     found.append(option(on(changed, layout, precision, checkpointing), machine))
         return found
 
     whole = tried(layouts(machine))
+    whole += [each for base in divided for each in tried([base.layout], base)]
     if any(each.status != "no" for each in whole):
         return whole
     from_host = tried(offloads(machine))
@@ -197,14 +218,13 @@ def options(
 
 
 def rank(found: Iterable[Option]) -> list[Option]:
-    """What fits, best first: safe before tight, then least time, then simplest within 5 %."""
+    """What fits, best first: safe before tight, then least time, then simplest of the same time."""
 
     def order(options: list[Option]) -> list[Option]:
         left = sorted(options, key=lambda each: each.comparable)
         ranked: list[Option] = []
         while left:
-            limit = left[0].comparable * (1 + SAME_TIME)
-            near = [each for each in left if each.comparable <= limit]
+            near = _near(left)
             best = min(near, key=lambda each: (_simplicity(each), each.comparable))
             ranked.append(best)
             left.remove(best)
@@ -217,15 +237,32 @@ def rank(found: Iterable[Option]) -> list[Option]:
     return order(safe) + order(tight)
 
 
+def _near(left: list[Option]) -> list[Option]:
+    """Those that take about the least time, of options by their time.
+
+    What divides the model comes before what does not where it is twice as fast.
+    """
+    least = left[0].comparable
+    near = [each for each in left if each.comparable <= least * (1 + SAME_TIME)]
+    whole = [each for each in left if not each.divides]
+    if any(not each.divides for each in near):
+        return near
+    if whole and whole[0].comparable <= least * DIVIDED_GAIN:
+        return whole[:1]
+    return [each for each in left if each.comparable <= least * (1 + SAME_TIME_DIVIDED)]
+
+
 def _simplicity(each: Option) -> tuple[int, int]:
     return SIMPLICITY.index(each.name), int(each.workload.checkpointing != "none")
 
 
 def reason(best: Option, found: Iterable[Option]) -> str:
     """Why the best option is that, in one sentence."""
-    name, times = best.name, best.times
+    name, times, tried = best.words, best.times, list(found)
+    if best.divides:
+        return _reason_to_divide(best, [e for e in tried if not e.divides])
     simpler = [
-        each for each in found
+        each for each in tried
         if each.status == "no" and _simplicity(each)[0] < _simplicity(best)[0]
     ]  # fmt: skip
     room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
@@ -233,33 +270,79 @@ def reason(best: Option, found: Iterable[Option]) -> str:
         return f"{name} fits ({room}) and moves least: nothing needs to be sharded"
     if not simpler:
         return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
-    crowded = [each for each in simpler if each.peak.total > each.usable]
+    return f"{name} fits ({room}); {_what_lacks(simpler)}"
+
+
+def _what_lacks(options: list[Option]) -> str:
+    """What the nearest of those that do not fit would need."""
+    crowded = [each for each in options if each.peak.total > each.usable]
     if not crowded:
-        nearest = min(simpler, key=lambda each: each.host)
+        nearest = min(options, key=lambda each: each.host)
         return (
-            f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
+            f"{nearest.name}, which is simpler, would need "
             f"{nearest.host / 1e9:.0f} GB of host memory in a node"
         )
     nearest = min(crowded, key=lambda each: each.peak.total)
-    return (
-        f"{name} fits ({room}); {nearest.name}, which is simpler, would need "
-        f"{nearest.peak.total / 1e9:.1f} GB"
-    )
+    return f"{nearest.name}, which is simpler, would need {nearest.peak.total / 1e9:.1f} GB"
+
+
+def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
+    """Against what divides no model: that does not run, does not fit, or is slower."""
+    axes, layout = best.workload.layout.axes, best.workload.layout
+    room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
+    waits = schedules.bubble(axes, best.workload.accumulation)
+    stages = f", and a stage waits {waits:.1%} of a step" if axes.pipeline > 1 else ""
+    begun = f"{best.words} fits ({room}{stages})"
+    if not undivided:
+        rows = best.workload.rows * best.workload.accumulation * layout.data
+        return f"{begun}; {rows} rows a step are too few for {layout.processes} groups of their own"
+    fitting = [each for each in undivided if each.status != "no"]
+    if not fitting:
+        return f"{begun}; {_what_lacks(undivided)}"
+    other = min(fitting, key=lambda each: each.comparable)
+    crowded = " tightly" if other.status == "tight" else ""
+    times = f"{best.times.tokens_per_second:,.0f} tokens/s, {other.times.tokens_per_second:,.0f}"
+    return f"{begun} and is faster: {times} with {other.name}, which fits{crowded} too"
 
 
 def faster(best: Option, ranked: Iterable[Option]) -> str:
-    """What would be faster than the best option, and why it is not that; empty where nothing is."""
-    quickest = max(ranked, key=lambda each: each.times.tokens_per_second)
+    """What would be faster than the best option, and why it is not that; empty where nothing is.
+
+    Options that divide the model are compared with those that do, the others with the others.
+    """
+    alike = [each for each in ranked if each.divides == best.divides]
+    quickest = max(alike, key=lambda each: each.times.tokens_per_second)
     if quickest.times.tokens_per_second <= best.times.tokens_per_second * (1 + SAME_TIME):
         return ""
-    which = f"{quickest.name} with {quickest.workload.rows} rows"
+    which = f"{quickest.words} with {quickest.workload.rows} rows"
     speed = f"{quickest.times.tokens_per_second:,.0f} tokens/s"
     if quickest.status == "tight" and best.status == "safe":
         return f"{which} would be faster, {speed}, but fits tightly: a longer row may not"
+    if best.divides:
+        return f"{which} would be faster, {speed}; {best.name} is simpler, and nearly as fast"
     return (
         f"{which} would be faster, {speed}, because DeepSpeed reduces gradients in 16 bits, half "
         f"the bytes, and rounds their sum; {best.name} reduces them in fp32. Where the network "
         f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.rows}"
+    )
+
+
+def division(best: Option, ranked: Iterable[Option]) -> str:
+    """The fastest that divides the model, where it is as fast as a best option that does not."""
+    divided = [each for each in ranked if each.divides and each.status == "safe"]
+    if best.divides or not divided:
+        return ""
+    quickest = max(divided, key=lambda each: each.times.tokens_per_second)
+    times = quickest.times.tokens_per_second / best.times.tokens_per_second
+    if times < 1:
+        return ""
+    words = " ".join(f"--{axis} {n}" for axis, n in quickest.workload.layout.axes.sizes.items())
+    return (
+        f"{quickest.words}, which divides the model, would reach "
+        f"{quickest.times.tokens_per_second:,.0f} tokens/s with {quickest.workload.rows} rows, "
+        f"{times:.2f} times as many; it would come first from {DIVIDED_GAIN:.0f} times on, because "
+        f"more libraries take part. To have it: --backend {quickest.name} {words} "
+        f"batch.micro_rows={quickest.workload.rows}"
     )
 
 
@@ -278,22 +361,3 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def grids(workload: Workload, machine: Machine, pretraining: bool) -> Iterator[Grid]:
-    """Layouts of tensor and pipeline parallelism where the rules call for one, by their stages.
-
-    Whether one fits is for its table to say (`grids.plan_grid`).
-    """
-    size, count = workload.shape.parameters, machine.count
-    early = pretraining and size >= GRID_PRETRAIN_PARAMETERS and count >= GRID_PRETRAIN_GPUS
-    if workload.adapter is not None or not (size >= GRID_PARAMETERS or early):
-        return
-    tensor = machine.per_node if machine.fast else 1
-    while workload.shape.heads % tensor or workload.shape.kv_heads % tensor:
-        tensor -= 1
-    pipeline = 1
-    while pipeline <= min(workload.shape.layers, count // tensor):
-        if not count % (tensor * pipeline):
-            yield Grid(tensor, pipeline, count // (tensor * pipeline))
-        pipeline *= 2

@@ -249,16 +249,17 @@ def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
     more = len(rows) - shown
     if not rows:
         return "no backend fits"
+    wide = max([22, *(len(each.words) for each in rows[:shown])])
     lines = [
         reason,
         "",
-        f"  {'backend':22} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
+        f"  {'backend':{wide}} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
     ]
     for each in rows[:shown]:
         workload = each.workload
         tight = "  tight" if each.status == "tight" else ""
         lines.append(
-            f"  {each.name:22} {workload.rows:4} {workload.checkpointing:9} "
+            f"  {each.words:{wide}} {workload.rows:4} {workload.checkpointing:9} "
             f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
         )
     if more > 0:

@@ -1,0 +1,51 @@
+"""Backends that divide a model, with the sizes of their axes that are worth predicting."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from finetune import backend as backends
+from finetune.backend import Backend, Precision
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.shapes.architecture import Architecture
+
+WAITS = 0.1
+"""Share of a step from which on a pipeline is not proposed: so long a stage waits for others."""
+STAGES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Stages of a pipeline: powers of two, and three times those."""
+WAYS = (2, 4, 8, 16)
+"""Processes that share each layer, or the tokens of a row."""
+
+
+def candidates(shape: Architecture, machine: Machine, precision: Precision) -> Iterator[Backend]:
+    """Every division that a machine has the processes and the links for.
+
+    Layers are divided, and tokens shared, within a node whose GPUs are joined by NVLink, by powers
+    of two; those of layers divide the heads. Stages are as many as divide the processes. What is
+    left of the processes reads rows of its own, under FSDP2. Of divided experts no memory is
+    predicted: none of them are here.
+    """
+    known = {name: backends.load(name) for name in backends.names()}
+    for name, sizes in _sizes(shape, machine):
+        inner, count = math.prod(sizes.values()), machine.count
+        named = name if inner == count else f"{name}_fsdp"
+        if count % inner or named not in known:
+            continue
+        found, _ = backends.divided(known[named], count, sizes)
+        yield dataclasses.replace(found, precision=precision)
+
+
+def _sizes(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:
+    """Axes without FSDP2, and their sizes."""
+    ways = [size for size in WAYS if machine.fast and size <= machine.per_node]
+    tensor = [size for size in ways if not (shape.heads % size or shape.kv_heads % size)]
+    shared = [size for size in ways if not shape.heads % size]
+    stages = [size for size in STAGES if size <= shape.layers]
+    for size in tensor:
+        yield "tp", {"tensor": size}
+        yield from (("pp_tp", {"pipeline": count, "tensor": size}) for count in stages)
+        inside = [count for count in shared if count * size <= machine.per_node]
+        yield from (("sp_tp", {"sequence": count, "tensor": size}) for count in inside)
+    yield from (("pp", {"pipeline": count}) for count in stages)
+    yield from (("sp", {"sequence": size}) for size in shared)
+    yield from (("cp", {"context": size}) for size in ways)
