@@ -33,8 +33,8 @@ plan: $(READY) ## Say what `make train` with the same variables would do and nee
 	$(BIN)/finetune plan $(JOB)
 
 prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two processes.
-	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --crossings ring --jobs 3 \
-		--output proofs/every_backend $(ARGS)
+	$(BIN)/finetune prove quickstart --backends all --kinds lora,qlora,full --crossings ring --steps 6 \
+		--jobs 3 --output proofs/every_backend $(ARGS)
 	$(BIN)/finetune prove qwen3_0_6b_kto --backends fsdp_full_shard --steps 6 --jobs 3 \
 		--output proofs/kto
 	$(BIN)/finetune prove qwen3_0_6b_grpo --backends ddp --steps 6 --jobs 3 \
