@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finetune
+from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_run import (
     CHATML,
@@ -25,6 +26,7 @@ from tiny_run import (
     relative,
     save_base,
     save_checkpoint,
+    sign,
     start_run,
     tiny_llama,
     trained_adapter,
@@ -76,10 +78,24 @@ def test_the_command_of_vllm_has_the_smallest_rank_that_fits(tmp_path):
 def test_every_reason_against_vllm_is_told_and_nothing_is_left(tmp_path):
     trained = lora_run(tmp_path, use_dora=True, modules_to_save=["lm_head"])
     with pytest.raises(FinetuneError) as caught:
-        export(trained.run, tmp_path / "out", format="vllm")
+        export(trained.run, tmp_path / "out", format="vllm", gate=unreachable)
     assert len(caught.value.problems) == 2
     assert all("--format merged can be served" in each for each in caught.value.problems)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def unreachable(step: int) -> None:
+    raise AssertionError(f"step {step} is evaluated before everything else is checked")
+
+
+@pytest.mark.parametrize("format", ["merged", "nf4"])
+def test_what_cannot_be_merged_is_refused_before_the_gate(tmp_path, format):
+    trained = lora_run(tmp_path)
+    checkpoint = trained.run.checkpoint(10)
+    LoraConfig(target_modules=["absent"]).save_pretrained(checkpoint / "adapter")
+    sign(checkpoint, 10)
+    with pytest.raises(FinetuneError, match="absent"):
+        export(trained.run, tmp_path / "out", format=format, gate=unreachable)
 
 
 def test_an_nf4_export_is_the_merged_model_quantised_by_transformers(tmp_path):
@@ -300,11 +316,12 @@ def test_a_push_is_private_and_never_names_a_path_of_this_machine(tmp_path, fine
     words = ["export", trained.run.root, "--push", "me/tuned", "--to"]
     with hub() as (address, sent):
         env = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
-        refused = finetune(*words, tmp_path / "a", env=env)
+        # The hub's client reads its address when it is imported.
+        refused = finetune(*words, tmp_path / "a", env=env, cold=True)
         assert refused.status == 2
         assert f"adapter_config.json names {trained.base}, a path of this machine" in refused.stderr
         assert sent == []
-        done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env)
+        done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env, cold=True)
         assert done.status == 0, done.output
     assert sent[0][0] == "/api/repos/create"
     # The field of huggingface_hub 1 and its newer name.

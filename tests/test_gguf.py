@@ -162,6 +162,9 @@ def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
         export(trained.run, tmp_path / "out", format="gguf")
     with pytest.raises(FinetuneError, match=r"it has no convert_hf_to_gguf.py"):
         export(trained.run, tmp_path / "out", format="gguf", llama_cpp=tmp_path)
+    (tmp_path / gguf.CONVERTER).touch()
+    with pytest.raises(FinetuneError, match=r"--gguf-type: got 'q4_k_n'.* did you mean 'q4_k_"):
+        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=tmp_path, gguf_type="q4_k_n")
     assert not (tmp_path / "out").exists()
 
 
@@ -178,16 +181,20 @@ CONVERTERS = {
 }
 
 
+def unreachable(step: int) -> None:
+    raise AssertionError(f"step {step} is evaluated before everything else is checked")
+
+
 @pytest.mark.parametrize(("text", "told"), CONVERTERS.values(), ids=CONVERTERS.keys())
-def test_what_a_checkout_cannot_convert_is_refused_before_anything_is_merged(tmp_path, text, told):
-    """A merge would fail on the missing base; it is not reached."""
+def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path, text, told):
+    """A merge would fail on the missing base; neither it nor the gate is reached."""
     trained = lora_run(tmp_path)
     (trained.base / "model.safetensors").unlink()
     checkout = tmp_path / "llama.cpp"
     checkout.mkdir()
     (checkout / gguf.CONVERTER).write_text(text)
     with pytest.raises(FinetuneError, match=told):
-        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=checkout)
+        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=checkout, gate=unreachable)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "llama.cpp", "run"]
 
 

@@ -10,3 +10,14 @@ EXPORTERS: dict[str, str] = {
     "ollama": "finetune.exporters.ollama:write",
 }
 """`module:function` of each, imported when it is used."""
+
+CHECKS: dict[str, str] = {
+    "adapter": "finetune.exporters.adapter:check",
+    "merged": "finetune.exporters.model:check_merged",
+    "model": "finetune.exporters.model:check",
+    "vllm": "finetune.exporters.vllm:check",
+    "nf4": "finetune.exporters.model:check_whole",
+    "gguf": "finetune.exporters.gguf:check",
+    "ollama": "finetune.exporters.ollama:check",
+}
+"""`module:function` that refuses a checkpoint before anything is evaluated, merged or written."""

@@ -27,37 +27,60 @@ from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 
 
-def write(source: Source, folder: Path) -> Kind:
-    """Write adapter_config.json, the adapter's weights, and the stop tokens.
+def check(source: Source) -> LoraConfig:
+    """The configuration that is written.
 
     Raises:
-        FinetuneError: the run has no adapter, or it is incomplete.
-        TrainingFailure: what was written reads back otherwise.
+        FinetuneError: the run has no adapter, it is incomplete, or its start cannot be computed.
     """
+    config = _trained_config(source)
+    if not changes_base(config):
+        return config
+    if source.initial is None and str(config.init_lora_weights).lower() not in RECOMPUTED:
+        raise FinetuneError(
+            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be computed "
+            "again, and the run did not store it"
+        )
+    return _twice_the_rank(config)
+
+
+def _trained_config(source: Source) -> LoraConfig:
     if source.adapter is None:
         raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
-    _write_adapter(source, source.adapter, folder)
-    if source.generation is not None:
-        source.generation.save_pretrained(folder)
-    return "adapter"
-
-
-def _write_adapter(source: Source, adapter: Path, folder: Path) -> None:
     recipe = source.recipe
     with torch.device("meta"):
         skeleton = auto_class(recipe.scores).from_config(
             base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
         )
-    config = check_adapter(adapter, skeleton)
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    if changes_base(config):
-        before = _initial_tensors(recipe, config, source.initial)
-        tensors = _difference(tensors, before)
-        config = _twice_the_rank(config)
+    return check_adapter(source.adapter, skeleton)
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write adapter_config.json, the adapter's weights, and the stop tokens.
+
+    Raises:
+        FinetuneError: as `check`.
+        TrainingFailure: what was written reads back otherwise.
+    """
+    config, trained = check(source), _trained_config(source)
+    assert source.adapter is not None, "checked"
+    tensors = load_file(source.adapter / ADAPTER_WEIGHTS)
+    if changes_base(trained):
+        tensors = _difference(tensors, _initial_tensors(source.recipe, trained, source.initial))
+    _write_adapter(source, config, tensors, folder)
+    if source.generation is not None:
+        source.generation.save_pretrained(folder)
+    return "adapter"
+
+
+def _write_adapter(
+    source: Source, config: LoraConfig, tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    recipe = source.recipe
     config.base_model_name_or_path, config.revision = source.base_name
     config.task_type = TaskType.CAUSAL_LM if recipe.scores is None else TaskType.SEQ_CLS
     if recipe.scores is not None:  # PEFT takes labels and pad token of no other file
-        AutoConfig.from_pretrained(adapter).save_pretrained(folder)
+        AutoConfig.from_pretrained(source.adapter).save_pretrained(folder)
     config.inference_mode = True
     config.save_pretrained(str(folder))
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -72,11 +95,6 @@ def _initial_tensors(
     """The adapter before its first step: as it was stored, or computed again from the base."""
     if initial is not None:
         return load_file(initial / ADAPTER_WEIGHTS)
-    if str(config.init_lora_weights).lower() not in RECOMPUTED:
-        raise FinetuneError(
-            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be computed "
-            "again, and the run did not store it"
-        )
     fresh = copy.deepcopy(config)
     model = get_peft_model(base_model(recipe, torch.float32, device="cpu"), fresh)
     return get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from finetune import extensions
 from finetune.checkpoints.handover import follow_umask, saved_tokenizer
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters import EXPORTERS
+from finetune.exporters import CHECKS, EXPORTERS
 from finetune.exporters.check import CHECK_ROWS, check, check_lines
 from finetune.exporters.commands import serve_commands
 from finetune.exporters.source import Source, open_source, turn_end
@@ -71,7 +71,8 @@ def export(
         llama_cpp: a checkout of llama.cpp, for `gguf` and `ollama`.
         gguf_type: how the numbers of a GGUF file are stored, such as q8_0 or q4_k_m.
         base: name by which others find the base of an adapter; by default as the run has it.
-        gate: called with the step before anything is written; what it raises stops the export.
+        gate: called with the step when nothing else stands against the export, before anything
+            is written; what it raises stops the export.
 
     Raises:
         FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, what the
@@ -104,6 +105,8 @@ def export(
             f"{_usual(source, merge)}"
         )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
+    if name in CHECKS:
+        extensions.find("--format", name, CHECKS)(source)
     if gate is not None:
         gate(source.step)
     with _replacing(to) as folder:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from finetune.checkpoints.handover import saved_tokenizer
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
 from finetune.exporters import model
 from finetune.exporters.source import Source, turn_end
 from finetune.inference.load import base_config
@@ -27,21 +27,32 @@ TYPES = ("f32", "f16", "bf16", "q8_0")
 """What the converter writes by itself; other types are made of f16 by llama.cpp's quantiser."""
 
 
-def write(source: Source, folder: Path) -> Kind:
-    """Write `model-TYPE.gguf`, whose tokenizer gives the ids of training.
+def check(source: Source) -> None:
+    """Refuse what llama.cpp cannot convert, before anything is merged.
 
     Raises:
         FinetuneError: no checkout is named, it does not know the tokenizer or the architecture,
-            or it lacks a quantiser.
+            it lacks a quantiser, there is no such type of numbers, or the model cannot be merged.
+    """
+    checkout = find_checkout(source.llama_cpp)
+    _quantiser(source, checkout)
+    with tempfile.TemporaryDirectory() as name:
+        _check_tokenizer(source, checkout, Path(name))
+    model.check_whole(source)
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write `model-TYPE.gguf`, whose tokenizer gives the ids of training, after `check`.
+
+    Raises:
         TrainingFailure: a tool of the checkout failed.
     """
     checkout = find_checkout(source.llama_cpp)
     kind = source.gguf_type
     first = kind if kind in TYPES else "f16"
-    quantiser = None if kind == first else find_quantiser(checkout)
+    quantiser = _quantiser(source, checkout)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
         whole = Path(name)
-        _check_tokenizer(source, checkout, whole)
         model.write_whole(source, whole)
         saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(whole)
         target = folder / f"model-{first}.gguf"
@@ -72,6 +83,22 @@ def find_checkout(named: Path | None) -> Path:
     if missing:
         raise FinetuneError(f"--format gguf needs {' and '.join(missing)}: {install('gguf')}")
     return named
+
+
+def _quantiser(source: Source, checkout: Path) -> Path | None:
+    """The program for types that the converter does not write."""
+    from gguf import LlamaFileType
+
+    kind = source.gguf_type
+    if kind in TYPES:
+        return None
+    known = [name.removeprefix("MOSTLY_").lower() for name in LlamaFileType.__members__]
+    if kind not in known:
+        raise FinetuneError(
+            f"--gguf-type: got '{kind}', expected one of {', '.join(TYPES)}, q4_k_m or another "
+            f"type of llama-quantize{did_you_mean(kind, known)}"
+        )
+    return find_quantiser(checkout)
 
 
 def find_quantiser(checkout: Path) -> Path:

@@ -18,6 +18,38 @@ from finetune.inference.load import tensor_shapes, trained_dtype
 from finetune.reports.card import Kind
 
 
+def check(source: Source) -> None:
+    """Refuse what is not a whole model.
+
+    Raises:
+        FinetuneError: the run trained an adapter.
+    """
+    if source.adapter is not None:
+        raise FinetuneError(
+            "--format model: the run trained an adapter; export it as 'adapter' or 'merged'"
+        )
+
+
+def check_merged(source: Source) -> None:
+    """Refuse what cannot be merged, without reading the base's numbers.
+
+    Raises:
+        FinetuneError: the run has no adapter, or the base is not the one that it was trained on,
+            or the adapter does not fit it.
+    """
+    _merge(source)
+
+
+def check_whole(source: Source) -> None:
+    """Refuse what `write_whole` cannot write.
+
+    Raises:
+        FinetuneError: as `check_merged`.
+    """
+    if source.adapter is not None:
+        check_merged(source)
+
+
 def write(source: Source, folder: Path) -> Kind:
     """Write the whole model that was trained.
 
@@ -25,10 +57,7 @@ def write(source: Source, folder: Path) -> Kind:
         FinetuneError: the run trained an adapter.
         TrainingFailure: what was written lacks tensors.
     """
-    if source.adapter is not None:
-        raise FinetuneError(
-            "--format model: the run trained an adapter; export it as 'adapter' or 'merged'"
-        )
+    check(source)
     base = open_trained(source.recipe, source.checkpoint / "model")
     dtype = source.result_dtype
     known = base.network.state_dict()
@@ -43,9 +72,16 @@ def write_merged(source: Source, folder: Path) -> Kind:
     """Write base and adapter as one model, merged in fp32 and rounded once.
 
     Raises:
-        FinetuneError: the run has no adapter, or the base is not the one that it was trained on.
+        FinetuneError: as `check_merged`.
         TrainingFailure: a merged weight is not finite, or what was written lacks tensors.
     """
+    merge = _merge(source)
+    _write_weights(source, folder, merge.skeleton(), merge.tensors())
+    _write_rest(source, folder, merge.network())
+    return "merged"
+
+
+def _merge(source: Source) -> Merge:
     recipe = source.recipe
     if source.adapter is None:
         raise FinetuneError("--format merged: the run trained all weights; export it as 'model'")
@@ -55,10 +91,7 @@ def write_merged(source: Source, folder: Path) -> Kind:
         base = as_trained(base, trained_dtype(source.run) or torch.bfloat16)
     if recipe.scores is not None:
         base.network.config.pad_token_id = AutoConfig.from_pretrained(source.adapter).pad_token_id
-    merge = Merge(base, source.adapter, source.initial, source.result_dtype)
-    _write_weights(source, folder, merge.skeleton(), merge.tensors())
-    _write_rest(source, folder, merge.network())
-    return "merged"
+    return Merge(base, source.adapter, source.initial, source.result_dtype)
 
 
 def write_whole(source: Source, folder: Path) -> Kind:

@@ -52,13 +52,19 @@ class Parts:
     """What stands before the words of an answer."""
 
 
-def write(source: Source, folder: Path) -> Kind:
-    """Write a GGUF file and a `Modelfile`.
+def check(source: Source) -> None:
+    """Refuse what Ollama cannot run.
 
     Raises:
         FinetuneError: as the format `gguf`; or the chat template is no concatenation of messages,
             which Ollama's templates cannot say.
     """
+    go_template(source.tokenizer)
+    gguf.check(source)
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write a GGUF file and a `Modelfile`, after `check`."""
     tokenizer = source.tokenizer
     template = go_template(tokenizer)
     kind = gguf.write(source, folder)

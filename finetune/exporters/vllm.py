@@ -22,20 +22,24 @@ REFUSED = ("use_dora", "lora_bias", "layer_replication", "alora_invocation_token
 """Fields of an adapter's configuration with which vLLM (0.32) refuses it, or ignores a part."""
 
 
-def write(source: Source, folder: Path) -> Kind:
-    """Write the adapter in PEFT's format.
+def check(source: Source) -> None:
+    """Refuse an adapter that vLLM would refuse.
 
     Raises:
-        FinetuneError: the run has no adapter, or vLLM would refuse it: with every reason.
+        FinetuneError: the run has no adapter, or there are reasons: with every one.
     """
-    kind = adapter.write(source, folder)
-    config = read_config(folder)
-    reasons = problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS))
+    config = adapter.check(source).to_dict()
+    assert source.adapter is not None, "checked"
+    reasons = problems(config, tensor_shapes(source.adapter / ADAPTER_WEIGHTS))
     if reasons:
         raise FinetuneError(
             *(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
         )
-    return kind
+
+
+def write(source: Source, folder: Path) -> Kind:
+    """Write the adapter in PEFT's format, after `check`."""
+    return adapter.write(source, folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
