@@ -7,6 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.inference.rows import Draw, Rows, can_share
+from finetune.planner.estimate.sampling import ROOM
+from finetune.serving.scheduler import in_passes
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -62,13 +64,32 @@ def test_rows_join_and_leave_without_a_trace(kind: str) -> None:
     check(rows, {0: 4, 1: 10, 2: 20})
     rows.advance([texts[0][4], texts[1][10], texts[2][20]])
     rows.keep([0, 1])
-    rows.join(Rows(model, [texts[3][:1]], 0))  # shorter
-    for step in range(14):  # past the window of sliding layers, and the room of the cache
-        rows.advance([texts[0][5 + step], texts[1][11 + step], texts[3][1 + step]])
-    check(rows, {0: 19, 1: 25, 3: 15})
+    rows.join(*(Rows(model, [texts[number][:length]], 0) for number, length in ((3, 1), (2, 7))))
+    places = {tensor.data_ptr() for tensor in cached(rows)}
+    for step in range(14):  # past the window of sliding layers
+        more = (texts[0][5 + step], texts[1][11 + step], texts[3][1 + step], texts[2][7 + step])
+        rows.advance(more)
+        moved = {tensor.data_ptr() for tensor in cached(rows)} != places
+        assert moved == (step >= ROOM)  # a token is put behind the others, which stay
+    check(rows, {0: 19, 1: 25, 3: 15, 2: 21})
     rows.keep([2])
     rows.advance([texts[3][15]])
     check(rows, {3: 16})
+
+
+def cached(rows: Rows) -> list[torch.Tensor]:
+    """Keys and values of the layers that keep all tokens."""
+    return [each for layer in rows._cache.layers for each in (layer.keys, layer.values)]
+
+
+def test_a_cpu_pads_prompts_less_than_it_reads_weights_again() -> None:
+    lengths = [1000, 4, 2, 990, 2, 40]
+    order, passes = in_passes([[0] * length for length in lengths], torch.device("cpu"))
+    assert [lengths[number] for number in order] == [2, 2, 4, 40, 990, 1000]
+    assert [[len(prompt) for prompt in each] for each in passes] == [[2, 2, 4], [40], [990, 1000]]
+    order, passes = in_passes([[0] * length for length in lengths], torch.device("meta"))
+    assert order == [0, 1, 2, 3, 4, 5]
+    assert [[len(prompt) for prompt in each] for each in passes] == [lengths]
 
 
 @pytest.mark.parametrize(("kind", "fields"), ALONE.values(), ids=ALONE.keys())

@@ -78,14 +78,17 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def join(self, others: "Rows") -> None:
+    def join(self, *others: "Rows") -> None:
         """Take in rows of the same model, after these."""
-        for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
+        if not others:
+            return
+        layers = [self._cache.layers, *(each._cache.layers for each in others)]
+        for mine, *theirs in zip(*layers, strict=True):
             if mine.is_initialized:
-                mine.keys = _below(mine.keys, theirs.keys)
-                mine.values = _below(mine.values, theirs.values)
-        self.lengths = torch.cat([self.lengths, others.lengths])
-        self.logits = torch.cat([self.logits, others.logits])
+                mine.keys = _below([mine.keys, *(each.keys for each in theirs)])
+                mine.values = _below([mine.values, *(each.values for each in theirs)])
+        self.lengths = torch.cat([self.lengths, *(each.lengths for each in others)])
+        self.logits = torch.cat([self.logits, *(each.logits for each in others)])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Some of the rows by number, at least one, without padding that none of them needs."""
@@ -120,13 +123,16 @@ class Rows:
         return output.logits[:, -1]
 
 
-def _below(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Rows of `one`, then of `other`, aligned at the end: (rows, heads, tokens, head size)."""
-    width = max(one.shape[2], other.shape[2])
-    shape = (len(one) + len(other), one.shape[1], width + ROOM, one.shape[3])
-    whole = one.new_zeros(shape)  # what is masked counts 0 times, which needs a number
-    whole[: len(one), :, width - one.shape[2] : width] = one
-    whole[len(one) :, :, width - other.shape[2] : width] = other
+def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of each part in turn, aligned at the end: (rows, heads, tokens, head size)."""
+    width = max(each.shape[2] for each in parts)
+    first = parts[0]
+    shape = (sum(map(len, parts)), first.shape[1], width + ROOM, first.shape[3])
+    whole = first.new_zeros(shape)  # what is masked counts 0 times, which needs a number
+    row = 0
+    for each in parts:
+        whole[row : row + len(each), :, width - each.shape[2] : width] = each
+        row += len(each)
     return whole[:, :, :width]
 
 

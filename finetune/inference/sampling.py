@@ -183,18 +183,32 @@ class GrowingLayer(DynamicLayer):
 
 
 def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` behind `held`, in place where what `held` is a view of has room.
+    """`new` behind `held`, in place where the memory of `held` has room.
 
     Both are (rows, heads, tokens, head size).
     """
     before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
-    whole = held._base
-    is_view = whole is not None and whole.dim() == 4 and whole.data_ptr() == held.data_ptr()
-    if whole is None or not is_view or whole.shape[-2] < after:
+    whole = _with_room(held)
+    if whole.shape[-2] < after:
         whole = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
         whole[:, :, :before] = held
     whole[:, :, before:after] = new
     return whole[:, :, :after]
+
+
+def _with_room(held: torch.Tensor) -> torch.Tensor:
+    """The tensor whose first tokens `held` is, or `held`: (rows, heads, tokens, head size).
+
+    It is found by its strides, since a view made in inference mode does not know its base.
+    """
+    rows, heads, _, size = held.shape
+    width = held.stride(1) // size
+    strides = heads * width * size, width * size, size, 1
+    if held.stride() != strides or held.storage_offset():
+        return held
+    if held.untyped_storage().nbytes() != rows * strides[0] * held.element_size():
+        return held
+    return held.as_strided((rows, heads, width, size), strides)
 
 
 def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

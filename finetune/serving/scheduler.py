@@ -10,7 +10,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,7 +23,10 @@ from finetune.serving.answer import Answer, Growing, Question, answer_alone
 from finetune.serving.models import Served
 
 READ_AT_ONCE = 2048
-"""Tokens of prompts, with their padding, in one forward pass; a longer prompt is read alone."""
+"""Tokens of prompts, with their padding, between two tokens of the others; a longer prompt is read
+alone."""
+PASS = 16
+"""Tokens whose forward pass takes a CPU as long as it takes to read the weights, about."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -213,7 +216,7 @@ class _Group:
             self.rows.keep(kept)
 
     def _begin(self) -> None:
-        """Read the prompts of new jobs, as many as fit one forward pass."""
+        """Read the prompts of new jobs, up to `READ_AT_ONCE` before the others get a token."""
         begun = 0 if self.rows is None else len(self.rows)
         prompts, longest = list[list[int]](), 0
         for job in self.jobs[begun:]:
@@ -223,8 +226,35 @@ class _Group:
             prompts.append(job.growing.question.ids)
         if not prompts:
             return
-        new = Rows(self.served.loaded.model, prompts, self._pad)
-        if self.rows is None:
-            self.rows = new
+        order, passes = in_passes(prompts, self.served.loaded.model.device)
+        new = self.jobs[begun : begun + len(prompts)]
+        self.jobs[begun : begun + len(prompts)] = [new[number] for number in order]
+        read = [Rows(self.served.loaded.model, each, self._pad) for each in passes]
+        rows = self.rows or read.pop(0)
+        rows.join(*read)
+        self.rows = rows
+
+
+def in_passes(
+    prompts: Sequence[list[int]], device: torch.device
+) -> tuple[list[int], list[list[list[int]]]]:
+    """Which prompts go through the model together.
+
+    A forward pass of a CPU takes time for each token, padding included, and for reading the
+    weights as much as for `PASS` tokens: a prompt joins shorter ones where that pads less.
+
+    Returns:
+        Numbers of the prompts in the order of the passes, and the prompts of each pass.
+    """
+    if device.type != "cpu":
+        return list(range(len(prompts))), [list(prompts)]
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    passes: list[list[list[int]]] = []
+    for number in order:
+        prompt = prompts[number]
+        last = passes[-1] if passes else []
+        if last and len(last) * (len(prompt) - len(last[-1])) <= PASS:
+            last.append(prompt)
         else:
-            self.rows.join(new)
+            passes.append([prompt])
+    return order, passes
