@@ -199,6 +199,7 @@ class Changes:
         *,
         every: int | None = UNCHANGED,
         micro_rows: int | None = UNCHANGED,
+        best: str = UNCHANGED,
         patience: int | None = UNCHANGED,
         metrics: tuple[
             Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"],

@@ -237,8 +237,10 @@ class Evaluation(metaclass=Checked):
     """Optimizer steps between evaluations; by default once, at the end."""
     micro_rows: Positive | None = None
     """Rows per forward pass; by default that of the batch."""
+    best: Text = "loss"
+    """What the best checkpoint has: lowest `loss`, or the highest (`-NAME`: lowest) of a metric."""
     patience: Positive | None = None
-    """Stop after so many evaluations in a row without a better loss; null to never stop early."""
+    """Stop after so many evaluations in a row that are not better; null to never stop early."""
     metrics: tuple[AnswerMetric, ...] = ()
     """Metrics of greedy answers to held-out rows at each evaluation, by `finetune eval`'s names."""
     metric_rows: Positive = 64
@@ -254,7 +256,7 @@ class Saving(metaclass=Checked):
     every: Positive | None = None
     """Optimizer steps between checkpoints; by default once, at the end."""
     keep: Positive = 2
-    """Newest checkpoints that stay; the best one by evaluation loss stays besides."""
+    """Newest checkpoints that stay; the one with the best evaluation stays besides."""
     background: bool = False
     """Write checkpoints while training goes on: for a copy of the state in host memory."""
     rehearse: bool = False
@@ -403,9 +405,8 @@ class Recipe(Changes, metaclass=Checked):
     @property
     def most_micro_rows(self) -> int:
         """Rows of full length in a forward pass."""
-        if self.batch.micro_tokens is None:
-            return self.batch.micro_rows
-        return max(1, self.batch.micro_tokens // self.row_length)
+        tokens = self.batch.micro_tokens
+        return self.batch.micro_rows if tokens is None else max(1, tokens // self.row_length)
 
     @property
     def needs_second_model(self) -> bool:

@@ -56,7 +56,7 @@ class Progress:
     step: int = 0
     """Optimizer steps taken."""
     best_loss: float | None = None
-    """Lowest evaluation loss so far."""
+    """Lowest evaluation loss so far, or what `evaluation.best` names, as lower is better."""
     best_step: int | None = None
     stale: int = 0
     """Evaluations in a row that were not better."""

@@ -1,6 +1,7 @@
 """Rules against pairs of recipe and backend: each names the field, the reason, and a way out."""
 
 import dataclasses
+import fnmatch
 import json
 import re
 from collections.abc import Iterator
@@ -361,6 +362,30 @@ def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
         yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
     if recipe.eval_data and recipe.eval_rows is not None:
         yield "eval_rows: rows are held out of `data` only where eval_data is not given"
+    yield from _best(recipe, held_out)
+
+
+def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
+    """A best checkpoint by what is not measured. Metrics of answers have names of their own."""
+    best, known = recipe.evaluation.best, _evaluated(recipe)
+    if best != "loss" and not held_out:
+        yield f"evaluation.best: {best}, but nothing is evaluated; give eval_data or eval_rows"
+    is_known = any(fnmatch.fnmatch(best.removeprefix("-"), each) for each in known)
+    if best != "loss" and not is_known and not recipe.evaluation.metrics:
+        yield (
+            f"evaluation.best: {best} is not measured by method {recipe.method}; there are: "
+            f"{', '.join(['loss', *known])}"
+        )
+
+
+def _evaluated(recipe: Recipe) -> list[str]:
+    """Names of what an evaluation measures besides its loss; `*` stands for any name."""
+    if recipe.takes == "prompts":
+        lengths = ("mean_length", "clipped_ratio", "mean_terminated_length")
+        return ["reward", "rewards/*/mean", *(f"completions/{name}" for name in lengths)]
+    more = ["f1", "f1/*"] if recipe.scores is not None and recipe.takes == "labelled" else []
+    derived = recipe.derived(dict.fromkeys(recipe.metrics, 0.0))
+    return [*dict.fromkeys([*recipe.metrics, *derived, *recipe.extremes, *more])]
 
 
 def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

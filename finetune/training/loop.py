@@ -105,6 +105,11 @@ class EvalResult:
         """The same pass, with what else was measured."""
         return dataclasses.replace(self, metrics={**self.metrics, **more})
 
+    def judged_by(self, best: str) -> float:
+        """What `evaluation.best` names, the lower the better; NaN where it was not measured."""
+        name, sign = best.removeprefix("-"), 1 if best.startswith("-") else -1
+        return self.loss if best == "loss" else sign * self.metrics.get(name, math.nan)
+
 
 class _Metrics:
     """Sums and counts of what a method measures, over the micro-batches of one rank."""

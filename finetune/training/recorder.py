@@ -44,6 +44,7 @@ from finetune.runs.run import Run, write_json
 from finetune.runs.trackers import open_trackers, track
 from finetune.training.loop import EvalResult, StepResult
 from finetune.training.nonfinite import places, verdict
+from finetune.training.pair_watch import PairWatch
 
 COUNTED_STEPS = 8
 """Steps whose rows are looked at for the slots of an average step."""
@@ -64,6 +65,7 @@ class Recorder:
         """FLOP/s of matrix products alone, of all processes together."""
         self.forecast = expected(engine, data, steps, self.flops / engine.world)
         self.tokens, self.spent = 0, 0.0
+        self.watch = PairWatch()
 
     def write_request(self) -> None:
         """Once data and model are known to be good: a mistake leaves the directory free."""
@@ -156,6 +158,8 @@ class Recorder:
                 metrics=dict(result.metrics),
             )
         )
+        for told in self.watch.warnings(result.metrics, self.plan.recipe.reads_reference):
+            self.warned(progress.step, told)
 
     @property
     def _rows_per_step(self) -> float:
@@ -236,6 +240,12 @@ class Recorder:
                 metrics=dict(result.metrics),
             )
         )
+
+        name = self.plan.recipe.evaluation.best.removeprefix("-")
+        if name not in ("loss", *result.metrics):
+            known = ", ".join(["loss", *result.metrics])
+            told = f"evaluation.best: {name} was not measured, so no checkpoint is the best"
+            self.warned(step, f"{told}; there are: {known}")
 
     def saved(self, records: list[Saved]) -> None:
         for record in records:

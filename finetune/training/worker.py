@@ -431,11 +431,11 @@ class Training:
             result = self.rollouts.evaluate(self.data.eval)
         if self.answering is not None:
             result = result.with_metrics(self.answering.measure(self.engine))
-        best = self.progress.best_loss
-        better = math.isfinite(result.loss) and (best is None or result.loss < best)
+        judged, best = result.judged_by(self.recipe.evaluation.best), self.progress.best_loss
+        better = math.isfinite(judged) and (best is None or judged < best)
         if better:
             self.progress = dataclasses.replace(
-                self.progress, best_loss=result.loss, best_step=self.progress.step, stale=0
+                self.progress, best_loss=judged, best_step=self.progress.step, stale=0
             )
         else:
             self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)

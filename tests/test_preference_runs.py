@@ -1,0 +1,114 @@
+"""Runs on preferences: what they warn of, and which checkpoint is the best."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Tiny
+from safetensors.torch import load_file
+from test_dpo import fields, pairs, train
+
+from finetune import DPO, GRPO, KTO, SFT, backend
+from finetune.errors import FinetuneError
+from finetune.planner.plan import plan
+from finetune.recipe import Recipe
+from finetune.runs.run import Run
+
+BEST = "rewards/margins"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def broken(tiny: Tiny, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run with a learning rate at which answers break."""
+    place = tmp_path_factory.mktemp("broken")
+    given = fields(
+        tiny, data, optim={"lr": 3e-2}, max_steps=20, eval_rows=6, saving={"keep": 1},
+        evaluation={"every": 2, "best": BEST},
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FINETUNE_CACHE", str(place / "cache"))
+        yield train(place / "run", given)
+
+
+def told(run: Run) -> list[tuple[int, str]]:
+    return [(each["step"], each["told"]) for each in run.read_metrics("warning")]
+
+
+def test_a_margin_that_grows_while_the_chosen_answers_get_unlikely_is_warned_of_once(
+    broken: Run,
+) -> None:
+    ((step, words),) = told(broken)
+    seen = [each["metrics"] for each in broken.read_metrics("train")][:step]
+    before, newest = seen[-10:-5], seen[-5:]
+
+    def mean(part: list[dict[str, float]], name: str) -> float:
+        return sum(each[f"rewards/{name}"] for each in part) / 5
+
+    assert mean(newest, "margins") > mean(before, "margins") > 0
+    assert mean(newest, "chosen") < min(0, mean(before, "chosen"))
+    assert words.startswith(
+        f"rewards/chosen: it falls ({mean(before, 'chosen'):.3g} to {mean(newest, 'chosen'):.3g} in"
+    )
+    assert "lower optim.lr, raise beta, or add sft_weight" in words
+
+
+def test_a_margin_that_grows_with_the_chosen_answers_is_not_warned_of(
+    tiny: Tiny, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    run = train(tmp_path / "run", fields(tiny, data, optim={"lr": 1e-4}, max_steps=12))
+    last = list(run.read_metrics("train"))[-1]["metrics"]
+    assert last["rewards/margins"] > last["rewards/chosen"] > 0
+    assert told(run) == []
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_metric(broken: Run) -> None:
+    found = list(broken.read_metrics("eval"))
+    best = max(found, key=lambda each: each["metrics"][BEST])
+    lowest = min(found, key=lambda each: each["loss"])
+    assert best["step"] not in (lowest["step"], found[0]["step"])
+    assert broken.best_step() == best["step"]
+    running = [-each["metrics"][BEST] for each in found]
+    assert [each["best"] for each in found] == [
+        running[n] < min(running[:n], default=torch.inf) for n in range(len(running))
+    ]
+    kept, final = (
+        load_file(place / "model.safetensors")
+        for place in (broken.checkpoint(best["step"]) / "model", broken.final)
+    )
+    assert kept.keys() == final.keys()
+    assert all(kept[name].equal(final[name]) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "best", "expected"),
+    [
+        (DPO(eval_rows=2), "rewards/accuracies", ""),
+        (KTO(eval_rows=2), "rewards/margins", ""),
+        (GRPO(eval_rows=2), "rewards/json_valid/mean", ""),
+        (SFT(eval_rows=2).with_evaluation(metrics=("labels",)), "macro_f1", ""),
+        (DPO(), "rewards/accuracies", "rewards/accuracies, but nothing is evaluated; give"),
+        (DPO(eval_rows=2), "accuracy", "accuracy is not measured by method dpo; there are: loss, "),
+        (SFT(eval_rows=2), "-kl", "-kl is not measured by method sft; there are: loss"),
+    ],
+)
+def test_a_best_by_what_is_not_measured_is_refused(
+    recipe: Recipe, best: str, expected: str
+) -> None:
+    chosen = recipe.with_evaluation(best=best)
+    try:
+        plan(chosen, backend.load("single"), 1, "fp32")
+    except FinetuneError as error:
+        problems = [each for each in error.problems if each.startswith("evaluation.best")]
+    else:
+        problems = []
+    assert [expected in each for each in problems] == ([True] if expected else [])
