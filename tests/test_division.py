@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
 from finetune.recipe import Batch, Data, Model, Recipe, Teacher
+from finetune.reports import mesh_drawings
+from finetune.reports.page import report
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
@@ -152,10 +155,9 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_pipeline_goes_on_from_tensor_parallel(
-    work: Path, alone: Run, tensor: Run, finetune: Finetune
-) -> None:
-    """Five layers in two stages, a tied table on both; its result is a plain model."""
+@pytest.fixture(scope="module")
+def pipelined(work: Path, tensor: Run, finetune: Finetune) -> Run:
+    """A pipeline that goes on from the middle of tensor parallel."""
     run = Run(work / "from-tensor")
     shutil.copytree(tensor.root, run.root)
     shutil.rmtree(run.checkpoint(STEPS))
@@ -163,15 +165,45 @@ def test_a_pipeline_goes_on_from_tensor_parallel(
     words = ("--backend", "pp", "--precision", "fp32", "--output", run.root, "--no-plot")
     done = finetune("launch", work / "full.json", *words, "--resume")
     assert done.status == 0, done.output
-    assert_equal(alone, run)
-    assert_planned(run)
+    return run
+
+
+def test_a_pipeline_goes_on_from_tensor_parallel(alone: Run, pipelined: Run) -> None:
+    """Five layers in two stages, a tied table on both; its result is a plain model."""
+    assert_equal(alone, pipelined)
+    assert_planned(pipelined)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         logits = [
             AutoModelForCausalLM.from_pretrained(each.final, dtype=torch.float32)(ids).logits
-            for each in (alone, run)
+            for each in (alone, pipelined)
         ]
     assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(
+    pipelined: Run, alone: Run
+) -> None:
+    page, settled = report(pipelined).read_text(), read(pipelined.plan)
+    counted = list(pipelined.read_metrics("memory"))[-1]
+    assert re.findall(r"<title>(rank [^<]*)<", page) == ["rank 0: pipeline 0", "rank 1: pipeline 1"]
+    assert re.findall(r">layers ([^<]*)<", page) == ["0 to 2", "3 to 4"]
+    sent = settled["prediction"]["sent"]["pipeline"]
+    assert f">{mesh_drawings.size(sent)}<" in page
+    # A stage's bar is made of the parts of its planned peak, and ends beside its mark.
+    drawn = re.findall(r">([^<]*), measured ([^<]*?) *<", page)
+    pairs = zip(counted["planned"], counted["peaks"], strict=True)
+    assert drawn == [tuple(map(mesh_drawings.size, pair)) for pair in pairs]
+    sums = [round(sum(parts.values())) for parts in counted["parts"]]
+    assert sums == pytest.approx(counted["planned"], abs=len(mesh_drawings.PARTS))
+    assert page.count('class="measured"') == 2
+    # One task for each pass of a micro-batch, in the schedule of the plan.
+    for name in ("forward", "backward"):
+        for stage in range(2):
+            found = re.findall(rf">{name} pass, micro-batch (\d), part {stage}<", page)
+            assert found == [str(each) for each in range(settled["accumulation"])]
+    assert f"1F1B: a stage waits {settled['bubble']:.1%} of a step" in page
+    assert "Who held what" not in report(alone).read_text()
 
 
 @pytest.mark.slow

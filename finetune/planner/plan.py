@@ -121,10 +121,15 @@ class Plan:
             "padding": self.padding.line(),
             "accumulation": self.accumulation,
             "lr": self.lr,
-            **({"bubble": self.bubble} if self.mesh.pipeline > 1 else {}),
+            **self._of_pipeline(),
             "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
+
+    def _of_pipeline(self) -> dict[str, object]:
+        if self.mesh.pipeline == 1:
+            return {}
+        return {"schedule": self.backend.axes.schedule, "bubble": self.bubble}
 
     def explain(self) -> str:
         """The plan as text, a line for each topic."""

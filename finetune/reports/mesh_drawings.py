@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
+from finetune.backend.axes import Axes
 from finetune.planner import schedules
 from finetune.planner.estimate.moments import Moment
-from finetune.planner.estimate.page import size
+from finetune.planner.estimate.page import size as large
 from finetune.planner.estimate.predict import Prediction
 from finetune.planner.mesh import AXES, Mesh
-from finetune.planner.plan import Plan
 
 WIDTH = 940
 IN_A_LINE = 6
@@ -26,6 +26,11 @@ PARTS = (
 """Parts of a moment, in the order in which they are stacked."""
 SHOWN_SLOTS = 12
 """Micro-batches of a schedule that are drawn: the others repeat them."""
+
+
+def size(count: float) -> str:
+    """Bytes in words; small ones in kB."""
+    return large(count) if count >= 1e7 else f"{count / 1e3:,.0f} kB"
 
 
 def drawing(width: int, height: float, parts: Iterator[str], label: str) -> Markup:
@@ -51,14 +56,14 @@ def box(x: float, y: float, wide: float, high: float, kind: str, about: str = ""
 # The mesh ----------------------------------------------------------------------------------------
 
 
-def mesh(plan: Plan, layers: int, sent: Mapping[str, float], per_node: int) -> Markup:
+def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_node: int) -> Markup:
     """Every stage with its layers and processes, and the bytes that cross each kind of link.
 
     Args:
+        layers: of the model.
         sent: bytes of a process in a step, by axis.
         per_node: processes of a node.
     """
-    axes, shape = plan.backend.axes, plan.mesh
     spans = schedules.spans(layers, axes)
     line = min(IN_A_LINE, axes.pipeline)
     wide = WIDTH / line
@@ -172,10 +177,9 @@ def parts_of(peaks: Sequence[Moment]) -> list[str]:
 # The schedule ------------------------------------------------------------------------------------
 
 
-def schedule(plan: Plan) -> Markup:
-    """When each stage runs which pass of which micro-batch; what is empty waits."""
-    axes = plan.backend.axes
-    lines = schedules.timed(axes, drawn(plan))
+def schedule(axes: Axes, count: int) -> Markup:
+    """When each stage runs which pass of which of `count` micro-batches; what is empty waits."""
+    lines = schedules.timed(axes, drawn(axes, count))
     end = max(line[-1].end for line in lines)
     scale, high = (WIDTH - 70) / end, 26.0 if axes.pipeline <= 8 else 18.0
     parts = axes.pipeline * axes.chunks
@@ -197,11 +201,17 @@ def schedule(plan: Plan) -> Markup:
     return drawing(WIDTH, axes.pipeline * high, shapes(), "the schedule of a step")
 
 
-def drawn(plan: Plan) -> int:
-    """Micro-batches of a step that `schedule` draws."""
-    axes = plan.backend.axes
-    shown = min(plan.accumulation, max(SHOWN_SLOTS, 2 * axes.pipeline))
+def drawn(axes: Axes, count: int) -> int:
+    """How many of a step's `count` micro-batches `schedule` draws."""
+    shown = min(count, max(SHOWN_SLOTS, 2 * axes.pipeline))
     return shown - shown % axes.pipeline if axes.chunks > 1 else shown
+
+
+def about(axes: Axes, count: int) -> str:
+    """What a reader of `schedule` must know."""
+    shown = drawn(axes, count)
+    part = f"Drawn are {shown} of {count} micro-batches, which take longer to fill. "
+    return (part if shown < count else "") + "A backward pass is taken as two forward passes."
 
 
 NAMES: Mapping[schedules.Kind, str] = {
@@ -212,9 +222,9 @@ NAMES: Mapping[schedules.Kind, str] = {
 }
 
 
-def kinds(plan: Plan) -> list[tuple[str, str]]:
+def kinds(axes: Axes) -> list[tuple[str, str]]:
     """Kind of task and its name, of those that the schedule has."""
-    halves = plan.backend.axes.schedule == "ZBVZeroBubble"
+    halves = axes.schedule == "ZBVZeroBubble"
     return [(kind, NAMES[kind]) for kind in NAMES if kind == "F" or (kind != "B") == halves]
 
 

@@ -17,6 +17,7 @@ import yaml
 from markupsafe import Markup
 
 from finetune.reports.curves import MANY, Curve, Point, draw, finite, smooth
+from finetune.reports.run_mesh import drawings
 from finetune.reports.sections import sections
 from finetune.reports.tables import cell
 from finetune.runs import units
@@ -53,6 +54,8 @@ def report(run: Run) -> Path:
     with of_record(run.environment):
         command = command_line(read_object(run.environment).get("command", []))
     parts = sections(run, history)
+    with of_record(run.plan):
+        processes = drawings(run, history)
     with of_record(run.root):
         text = (
             templates()
@@ -65,6 +68,7 @@ def report(run: Run) -> Path:
                 made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
                 tiles=tiles,
                 charts=charts,
+                processes=processes,
                 sections=parts,
                 samples=samples[:SHOWN_SAMPLES],
                 exact=exact,

@@ -34,7 +34,7 @@ def _text(prediction: Prediction) -> str:
     plan, machine = prediction.plan, prediction.machine
     peaks = draw.peaks_of(prediction)
     sent = {link.axis: link.sent for link in prediction.links}
-    pipeline = plan.mesh.pipeline > 1
+    axes, pipeline = plan.backend.axes, plan.mesh.pipeline > 1
     return (
         templates()
         .get_template("plan.html.jinja")
@@ -45,13 +45,13 @@ def _text(prediction: Prediction) -> str:
             verdict=plan.mesh.words(),
             model=plan.recipe.model.name or "from scratch",
             tiles=_tiles(prediction),
-            mesh=draw.mesh(plan, prediction.source.shape.layers, sent, machine.per_node),
+            mesh=draw.mesh(axes, plan.mesh, prediction.source.shape.layers, sent, machine.per_node),
             memory=draw.memory(peaks, prediction.usable),
             parts=draw.parts_of(peaks),
             links=_links(prediction),
-            schedule=draw.schedule(plan) if pipeline else None,
+            schedule=draw.schedule(axes, plan.accumulation) if pipeline else None,
             schedule_words=_schedule_words(plan) if pipeline else "",
-            kinds=draw.kinds(plan) if pipeline else [],
+            kinds=draw.kinds(axes) if pipeline else [],
             text=f"{prediction.page()}\n\n{plan.explain()}",
             made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
         )
@@ -60,9 +60,7 @@ def _text(prediction: Prediction) -> str:
 
 def _schedule_words(plan: Plan) -> str:
     """The bubble, and how much of the step is drawn."""
-    drawn, count = draw.drawn(plan), plan.accumulation
-    part = f" Drawn are {drawn} of them, which take longer to fill." if drawn < count else ""
-    return f"{plan.pipeline_words()}.{part} A backward pass is taken as two forward passes."
+    return f"{plan.pipeline_words()}. {draw.about(plan.backend.axes, plan.accumulation)}"
 
 
 def _tiles(prediction: Prediction) -> list[tuple[str, str, str]]:

@@ -131,6 +131,8 @@ class Measured(Record):
     """`peak` of every process, by rank."""
     planned: list[int] = dataclasses.field(default_factory=list[int])
     """What the formulas give for each of them; empty for an unknown model."""
+    parts: list[dict[str, float]] = dataclasses.field(default_factory=list[dict[str, float]])
+    """Bytes of what makes up the planned peak of each stage, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -430,6 +432,8 @@ def _fits(annotation: Any, value: Any) -> bool:
         return isinstance(value, bool)
     if annotation == dict[str, float]:
         return isinstance(value, dict) and all(_fits(float, each) for each in value.values())
+    if annotation == list[dict[str, float]]:
+        return isinstance(value, list) and all(_fits(dict[str, float], each) for each in value)
     for item in (str, int):
         if annotation == list[item]:
             return isinstance(value, list) and all(type(each) is item for each in value)

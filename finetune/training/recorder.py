@@ -24,6 +24,7 @@ from finetune.models import model
 from finetune.planner import Plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, Forecast, forecast
+from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.timing import step_flops
 from finetune.planner.padding import Padding
 from finetune.reports.display import Display
@@ -210,11 +211,12 @@ class Recorder:
         rows, length = max(rows), max(length) * shares
         if not max(peaks):
             return
-        planned = list[int]()
+        planned, stages = list[int](), list[Moment]()
         if self.forecast is not None:
-            planned = self.forecast.peaks(
+            stages = self.forecast.peaks(
                 rows, length, any(padded), max(labelled) * shares, max(longest)
             )
+            planned = self.forecast.of_ranks(stages)
         # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
         each = max(rows, self.plan.recipe.most_micro_rows)
         length = -(-rows * length // each)
@@ -226,6 +228,7 @@ class Recorder:
                 predicted=max(planned, default=None),
                 peaks=peaks,
                 planned=planned,
+                parts=[{n: round(b) for n, b in s.parts.items() if b} for s in stages],
             )
         )
 

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, memory, timing
+from finetune.planner.estimate import advice, memory, timing, traffic
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
+from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.sampling import Sampling, sampling
 from finetune.planner.estimate.workload import Workload
@@ -55,15 +56,22 @@ class Forecast:
         """Bytes of one process at the peak of the largest micro-batch."""
         return round(memory.timeline(self.workload).peak.total)
 
-    def peaks(self, rows: int, length: int, padded: bool, labelled: int, longest: int) -> list[int]:
-        """Bytes of each process at its peak, by micro-batches of `rows` of `length` tokens.
+    def peaks(
+        self, rows: int, length: int, padded: bool, labelled: int, longest: int
+    ) -> list[Moment]:
+        """The peak of each stage, by micro-batches of `rows` of `length` tokens.
 
         `longest` are the tokens of the longest document, 0 where rows are not side by side.
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
         workload = _of_length(workload, length, padded, labelled)
-        return memory.ranks(workload)
+        return [found.peak for found in memory.by_stage(workload)]
+
+    def of_ranks(self, peaks: list[Moment]) -> list[int]:
+        """Bytes of each process at its peak, by rank: stages are the outermost axis."""
+        each = self.workload.layout.processes // len(peaks)
+        return [round(peak.total) for peak in peaks for _ in range(each)]
 
     def summary(self) -> dict[str, Any]:
         """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
@@ -73,6 +81,11 @@ class Forecast:
             "moment": timeline.peak.name,
             "length": self.workload.length,
         }
+        if self.workload.layout.processes > 1:
+            found |= {
+                "layers": self.workload.shape.layers,
+                "sent": dict(traffic.by_axis(advice.volume(self.workload))),
+            }
         if self.machine is not None:
             moved = advice.volume(self.workload)
             each = self.facts.slots / self.workload.layout.processes

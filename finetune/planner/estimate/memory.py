@@ -49,13 +49,6 @@ def largest(workload: Workload) -> Timeline:
     return max(ends, key=lambda found: found.peak.total)
 
 
-def ranks(workload: Workload) -> list[int]:
-    """Bytes of each process at its peak, by rank: stages are the outermost axis."""
-    peaks = [round(found.peak.total) for found in by_stage(workload)]
-    each = workload.layout.processes // len(peaks)
-    return [peak for peak in peaks for _ in range(each)]
-
-
 class _Step:
     """The quantities of one step, and the moments made of them."""
 
