@@ -1,0 +1,100 @@
+"""Completions that a run of an online method passes over: without a score, or cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Tiny
+from test_dpo import train
+from test_rollouts import completions, fields
+
+from finetune.methods.grpo import GRPO
+from finetune.runs.run import Run
+
+PICKY = """
+def even(completions, **_):
+    lengths = [len(said) for said in completions]
+    if any(length % 2 for length in lengths):
+        raise ValueError("an odd length")
+    return [float(length) for length in lengths]
+
+def length(completions, **_):
+    return [float(len(said)) for said in completions]
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prompts, next to the module with the reward."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "picky.py").write_text(PICKY)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("a cat", "the dog", "sees")))
+    return path
+
+
+def one_step(tiny: Tiny, prompts: Path, place: Path, **sections: Any) -> Run:
+    """A step of two prompts, whose completions are all kept in the record."""
+    given = fields(
+        tiny, prompts, **{"batch": {"rows": 8}, "num_iterations": 1, "max_steps": 1, **sections}
+    )
+    for name in ("evaluation", "eval_rows", "eval_reward_funcs"):
+        del given[name]
+    return train(place, given)
+
+
+def test_completions_whose_reward_fails_are_left_out_and_named(
+    tiny: Tiny,
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    run = one_step(
+        tiny, prompts, tmp_path / "run", reward_funcs=["picky:even"], on_reward_error="skip"
+    )
+    found = completions(run)
+    lengths = [len(each["completion"]) for each in found]
+    rewards = [None if length % 2 else float(length) for length in lengths]
+    assert 2 <= rewards.count(None) <= 5
+    assert [each["reward"] for each in found] == rewards
+    known = np.array(rewards, dtype=float)
+    advantages = GRPO(num_generations=4).advantages(known.reshape(2, 4)).ravel()
+    assert [each["advantage"] for each in found] == pytest.approx(advantages.tolist())
+    assert {n for n, reward in enumerate(rewards) if reward is None} <= set(
+        np.flatnonzero(advantages == 0)
+    )
+    (step,) = run.read_metrics("train")
+    assert step["metrics"]["reward"] == pytest.approx(np.nanmean(known))
+    assert step["grad_norm"] > 0
+    told = [each["told"] for each in run.read_metrics("warning")]
+    (warning,) = [each for each in told if "picky" in each]
+    first = next(each for each in found if each["reward"] is None)
+    assert warning.startswith("reward 'picky:even' raises ValueError: an odd length")
+    assert repr(first["prompt"]) in warning
+    assert repr(first["completion"]) in warning
+
+
+def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
+    tiny: Tiny,
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    """The completions are the same, whether the loss counts those that ran into the limit."""
+    changes: dict[str, Any] = {
+        "max_completion_length": 60, "batch": {"rows": 16, "max_length": 100}, "num_generations": 8,
+        "reward_funcs": ["picky:length"],
+    }  # fmt: skip
+    masks = {"mask_truncated_completions": True}
+    counted = one_step(tiny, prompts, tmp_path / "all", **changes)
+    masked = one_step(tiny, prompts, tmp_path / "masked", **changes, **masks)
+    found = completions(masked)
+    assert found == completions(counted)
+    cut = [each["tokens"] for each in found if not each["ended"]]
+    ended = [each["tokens"] for each in found if each["ended"]]
+    assert set(cut) == {60}
+    assert ended
+    (every,), (some,) = (list(run.read_metrics("train")) for run in (counted, masked))
+    assert every["trained_tokens"] == sum(cut) + sum(ended)
+    assert some["trained_tokens"] == sum(ended)
+    assert 0 < some["grad_norm"] != every["grad_norm"]
