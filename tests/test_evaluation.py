@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
-from tiny_run import save_base, start_run, tiny_llama
+from tiny_run import SIZES, save_base, start_run, tiny_llama
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import finetune as ft
 from finetune import catalog
@@ -261,3 +265,66 @@ def test_what_cannot_be_evaluated_is_named_and_leaves_nothing(run, capsys, tmp_p
     assert told in evaluate(capsys, run.root, *words, "--max-new-tokens", "2", status=2)
     assert sorted(run.root.rglob("*")) == kept
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# Rewards.
+
+
+def test_rewards_score_the_answers_of_both_models(run, capsys, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "def letters(prompts, completions, answer):\n"
+        "    assert all(each[-1]['role'] == 'user' for each in prompts)\n"
+        "    said = [each[0]['content'] for each in completions]\n"
+        "    return [float(len(one)) if one == two else None for one, two in zip(said, answer)]\n"
+    )
+    own_modules(tmp_path, monkeypatch)
+    words = ["--rewards", "exact_match,own:letters", "--max-new-tokens", "8"]
+    found = measured(capsys, run.root, *words, "--require", "reward/letters>=3")
+    found = found["measures"]
+    assert (found["reward/exact_match"]["before"], found["reward/exact_match"]["after"]) == (0, 1)
+    assert found["reward/letters"]["after"] == 3
+
+
+@pytest.mark.slow  # its process imports torch and loads the model
+def test_a_reward_model_scores_answers_as_plain_transformers_does(run, capsys, tmp_path):
+    judge = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1, pad_token_id=0))
+    judge.eval().save_pretrained(tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(run.final)
+    tokenizer.save_pretrained(tmp_path / "judge")
+    words = ["--rewards", tmp_path / "judge", "--max-new-tokens", "8", "--output", "out"]
+    found = measured(capsys, run.root, *words)["measures"]["reward/judge"]
+    for side in ("before", "after"):
+        scores = [
+            judge(torch.tensor([tokenizer.apply_chat_template([
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row[side]},
+            ])["input_ids"]])).logits.item()
+            for row in samples(tmp_path / "out")
+        ]  # fmt: skip
+        assert found[side] == pytest.approx(sum(scores) / 3, abs=1e-5)
+
+
+def own_modules(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let this process and those that it starts import modules of a folder."""
+    patch.syspath_prepend(folder)
+    patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    patch.delitem(sys.modules, "own", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("exakt", "--rewards: got 'exakt', expected one of exact_match, "),
+        ("./nowhere", "--rewards: './nowhere': there is no such folder; name the run of a reward"),
+        ("own:needs", "--rewards: 'own:needs' needs 'hint', which is neither a column"),
+        ("own:fails", "--rewards: reward 'own:fails' raises ValueError: no (own.py:2) (prompt "),
+    ],
+)
+def test_rewards_that_cannot_score_are_named(run, capsys, tmp_path, monkeypatch, reward, told):
+    (tmp_path / "own.py").write_text(
+        "def needs(completions, hint): ...\ndef fails(completions): raise ValueError('no')\n"
+    )
+    own_modules(tmp_path, monkeypatch)
+    words = ["--rewards", reward, "--max-new-tokens", "2", "--limit", "1", "--against", "none"]
+    assert told in evaluate(capsys, run.root, *words, "--output", "out", status=2)
+    assert not (tmp_path / "out").exists()

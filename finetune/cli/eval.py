@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--judge", help="URL of a model that says which answer is better")
     measured.add_argument("--judge-model", help="its name there; by default the first")
     measured.add_argument(
+        "--rewards",
+        help="what scores the answers: runs of reward models, built-in rewards or module:function",
+    )
+    measured.add_argument(
         "--tasks", help="tasks of lm-evaluation-harness: names or YAML files, separated by commas"
     )
     parser.add_argument("--model-name", help="of a URL: the model's name there")
@@ -82,6 +86,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
     from finetune.evaluation.tasks import find_tasks
     from finetune.inference.endpoint import open_endpoint
     from finetune.recipe import Data
+    from finetune.rewards import Reward
 
     key = _key(arguments.key_file)
     judged = None
@@ -106,6 +111,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
         key=key,
         general_text=arguments.general_text,
         judge=judged,
+        rewards=tuple(Reward(name) for name in _words(arguments.rewards)),
         tasks=tasks,
         require=tuple(gate.bounds(arguments.require)) if arguments.require else (),
     )

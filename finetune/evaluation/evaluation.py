@@ -10,7 +10,7 @@ import torch
 from finetune.data.chat.render import load_chat
 from finetune.data.samples import Preference
 from finetune.errors import FinetuneError
-from finetune.evaluation import gate
+from finetune.evaluation import gate, rewards
 from finetune.evaluation.answers import Answer, Answers, Asking, ask
 from finetune.evaluation.forgetting import general_text
 from finetune.evaluation.judge import Judge, win_rate
@@ -35,6 +35,7 @@ from finetune.inference.generate import Loaded
 from finetune.inference.load import Step
 from finetune.methods import DPO, SFT
 from finetune.recipe import Batch, Data, Recipe
+from finetune.rewards import Reward
 from finetune.runs.run import Run, open_run
 
 ANSWERED = 200
@@ -65,6 +66,8 @@ class Request:
     key: str | None = None
     general_text: Path | None = None
     judge: Judge | None = None
+    rewards: tuple[Reward, ...] = ()
+    """Functions and reward models that score the answers."""
     tasks: Tasks | None = None
     """Tasks of lm-evaluation-harness; then there need be no rows."""
     require: tuple[gate.Bound, ...] = ()
@@ -199,6 +202,7 @@ def evaluate(request: Request) -> Evaluation:
         raise FinetuneError("--tasks: a model behind a URL cannot be loaded; name a run or folder")
     if request.judge is not None:
         request.judge.check(against is not None, bool(asked))
+    rewards.check(request.rewards, asked)
     job = _Job(
         request=request,
         scored=everything if request.limit is None else spread(everything, request.limit),
@@ -210,6 +214,11 @@ def evaluate(request: Request) -> Evaluation:
     notes = _notes(after, before)
     measures = _measures(after, asked, metrics, request.settings)
     earlier = _measures(before, asked, metrics, request.settings) if before is not None else {}
+    sides = [after.answers] if before is None else [after.answers, before.answers]
+    for found, more in zip(
+        (measures, earlier), rewards.measure(request.rewards, asked, sides), strict=False
+    ):
+        found |= more
     measures |= _of_both(after, before, pairs)
     if request.judge is not None and before is not None:
         compared = [(each.prompt, a.text, b.text) for each, a, b in zip(
@@ -271,6 +280,7 @@ def _check_gate(
     known += [name for metric in metrics.values() for name in metric.measures]
     known += [f"pass@{request.code_samples}"] if "code" in metrics else []
     known += ["preference"] if pairs else []
+    known += [] if texts else [rewards.name_of(each) for each in request.rewards]
     known += ["general_loss"] if request.measures_forgetting else []
     if against is not None:
         known += ["forgetting"] + (["reward_accuracy", "reward_margin"] if pairs else [])

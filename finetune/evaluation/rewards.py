@@ -1,0 +1,106 @@
+"""Score answers with rewards: functions, or a reward model, as online methods call them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.data.prompts import ANSWER, RESERVED
+from finetune.data.samples import CONVERSATION, Completion
+from finetune.errors import FinetuneError
+from finetune.evaluation.answers import Answer
+from finetune.evaluation.measures import Measure
+from finetune.evaluation.questions import Asked
+from finetune.rewards import Reward
+from finetune.rewards.functions import arguments_of, function_of
+from finetune.rewards.process import RewardProcess
+
+TIMEOUT = 600.0
+"""Seconds that one reward may take for the answers of a model."""
+PROMPTS = ("prompt", "messages", "question", "completion")
+"""Columns that are the prompt and its reference."""
+
+
+def name_of(reward: Reward) -> str:
+    """The measure of a reward."""
+    return f"reward/{reward.name}"
+
+
+def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
+    """Refuse rewards that cannot score these rows, before a model is loaded.
+
+    Raises:
+        FinetuneError: there are no answers, there is no such function or reward model, or it needs
+            a column that the rows lack; with every problem.
+    """
+    if rewards and not asked:
+        raise FinetuneError("--rewards: scores answers, and the rows are texts")
+    names = columns_of(asked)
+    problems = list[str]()
+    for reward in rewards:
+        try:
+            arguments_of(reward, function_of(reward), names)
+        except FinetuneError as error:
+            problems += [each.replace("reward_funcs", "--rewards", 1) for each in error.problems]
+    if problems:
+        raise FinetuneError(*problems)
+
+
+def measure(
+    rewards: Sequence[Reward], asked: Sequence[Asked], sides: Sequence[Sequence[Answer]]
+) -> list[dict[str, Measure]]:
+    """The mean of each reward over the answers that it scores, of each model.
+
+    Raises:
+        FinetuneError: a reward fails, or takes too long; it names the prompt and the answer.
+    """
+    if not rewards:
+        return [{} for _ in sides]
+    process = RewardProcess(rewards, TIMEOUT)
+    try:
+        return [_of_side(process, asked, answers) for answers in sides]
+    finally:
+        process.close()
+
+
+def _of_side(
+    process: RewardProcess, asked: Sequence[Asked], answers: Sequence[Answer]
+) -> dict[str, Measure]:
+    columns: dict[str, list[Any]] = {"prompts": [], "completions": []}
+    for row, answer in zip(asked, answers, strict=True):
+        question = row.question
+        is_text = isinstance(question, Completion)
+        said = [{"role": "assistant", "content": answer.text}]
+        columns["prompts"].append(question.prompt if is_text else list(question.messages[:-1]))
+        columns["completions"].append(answer.text if is_text else said)
+    columns |= columns_of(asked)
+    scores, failed = process.score(columns, skip=True)
+    if failed:
+        raise FinetuneError(*(f"--rewards: {each}" for each in failed))
+    named = zip(map(name_of, process.rewards), scores, strict=True)
+    return {name: _of(name, each) for name, each in named}
+
+
+def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
+    """What a reward is given of the rows: other columns than the prompt, and the reference."""
+    named = {name: None for each in asked for name in each.row}
+    kept = [name for name in named if name not in (*PROMPTS, *CONVERSATION, *RESERVED)]
+    found = {name: [each.row.get(name) for each in asked] for name in kept}
+    found = {name: values for name, values in found.items() if _is_json(values)}
+    return {ANSWER: [each.expected for each in asked], **found}
+
+
+def _of(name: str, scores: Sequence[float | None]) -> Measure:
+    """A row without a score counts as none."""
+    sums = np.array([[each or 0.0, each is not None] for each in scores], dtype=np.float64)
+    binary = all(each in (0, 1) for each in scores)
+    return Measure(name, sums, unit="", binary=binary)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
