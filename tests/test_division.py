@@ -15,16 +15,18 @@ import pytest
 import torch
 from conftest import ROOT, Finetune, Tiny, warm_python, write_recipe
 from safetensors.torch import load_file
+from torch.autograd.profiler_util import FunctionEvent
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import mixin
 
 from finetune import backend as backends
 from finetune import catalog
-from finetune.backend.axes import Axes
+from finetune.backend.axes import Axes, Schedule
 from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed import layers
 from finetune.distributed.context import attention_of_part
 from finetune.distributed.filling import padded
+from finetune.distributed.pipeline import PASS
 from finetune.errors import FinetuneError
 from finetune.methods import GRPO, KTO, SFT, Classifier, Distill, RewardModel
 from finetune.models.packed_attention import attend
@@ -36,6 +38,7 @@ from finetune.recipe import Batch, Data, Model, Recipe, Teacher
 from finetune.reports import mesh_drawings
 from finetune.reports.page import report
 from finetune.runs.run import Run
+from finetune.training import rank_profiles
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
 from finetune.verification.proofs.runs import steps_of
@@ -265,7 +268,7 @@ run()
         ("lora", "tp_fsdp", ()),
         ("packed", "sp_tp", ()),
         ("packed", "cp", ()),
-        ("full", "pp", ("--schedule", "Interleaved1F1B")),
+        ("full", "pp", ("--schedule", "Interleaved1F1B", "--profile")),
         ("full", "pp_tp_fsdp", ("batch.rows=16",)),
         ("full", "sp_fsdp", ()),
     ],
@@ -278,6 +281,25 @@ def test_every_division_learns_what_one_process_learns(
     run = train(finetune, work, name, backend, *words)
     assert_equal(alone, run)
     assert_planned(run)
+    if "--profile" in words:
+        assert_profiled(run)
+
+
+def assert_profiled(run: Run) -> None:
+    """Each rank has a trace with the passes of its parts, and its times beside those of others."""
+    count = read(run.plan)["accumulation"]
+    for rank in range(2):
+        events = read(run.profile / f"trace-rank-{rank:05d}.json")["traceEvents"]
+        marks = {each["name"] for each in events if str(each.get("name")).startswith(PASS)}
+        assert marks == {
+            f"{PASS} {part} {kind} {micro}"
+            for part in (rank, rank + 2)
+            for kind in ("forward", "backward")
+            for micro in range(count)
+        }
+    ranks = read(run.profile / "ranks.json")
+    assert all(0 < each["passes"] < each["pipeline"] < each["step"] for each in ranks)
+    assert all(each["waits"] == each["step"] - each["computes"] for each in ranks)
 
 
 @pytest.mark.slow
@@ -627,6 +649,34 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> Non
     assert short.boundaries.longest == 4
     assert (short.trained_tokens, short.real_tokens) == (3, 3)
     assert long.ids.shape == (1, 7)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule: Schedule) -> None:
+    """The passes of a profile as the plan times them: a stage of two parts has shorter ones."""
+    axes, mesh = Axes(pipeline=2, schedule=schedule), Mesh(pipeline=2, tensor=2)
+    found: list[rank_profiles.Shares] = []
+    for line in schedules.timed(axes, 4):
+        passes = [event(f"{PASS} {slot.task}", slot.start * 1e6, slot.end * 1e6) for slot in line]
+        exchanged = [(0.0, 2e6), (1e6, 3e6)]
+        mine = rank_profiles.shares(passes, 40.0, 30.0 - len(found), exchanged, cuda=False)
+        found += [mine, dataclasses.replace(mine, computes=mine.computes - 5)]
+    assert rank_profiles.bubble(found) == pytest.approx(schedules.bubble(axes, 4))
+    assert {each.exchanges for each in found} == {3.0}
+    told = rank_profiles.table(found, mesh, schedules.bubble(axes, 4))
+    assert told[2].split() == ["1", "pipeline", "0,", "tensor", "1", "25.000", "s", "3.000", "s",
+                               "15.000", "s"]  # fmt: skip
+    assert told[-2] == (
+        "slowest: rank 0 (pipeline 0, tensor 0) computes 30.000 s, the fastest 23.000 s"
+    )
+    share = f"{schedules.bubble(axes, 4):.1%}"
+    assert told[-1] == (
+        f"pipeline: a stage runs no pass in {share} of the time, by the formula {share}"
+    )
+
+
+def event(name: str, start: float, end: float) -> FunctionEvent:
+    return FunctionEvent(0, name, 0, start, end)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(4, 1 / 5), (8, 1 / 9)])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from finetune.data.collate import MicroBatch
@@ -26,6 +27,8 @@ from finetune.planner import schedules
 from finetune.process import rendezvous
 
 LossOf = Callable[[int, nn.Module], torch.Tensor]
+PASS = "stage pass"
+"""How a profile's marks of passes begin, which torch 2.13 makes for some schedules alone."""
 
 
 class PipelineEngine(MeshEngine):
@@ -129,7 +132,7 @@ class PipelineEngine(MeshEngine):
         scalar = torch.empty(1, dtype=torch.float32, **meta)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         built = [
-            PipelineStage(
+            _Marked(
                 stage,
                 stage.index,
                 stage.total,
@@ -184,6 +187,22 @@ class PipelineEngine(MeshEngine):
     def block(self, parameter: nn.Parameter) -> Block:
         writes, offsets = super().block(parameter)
         return writes and id(parameter) not in self.elsewhere(self.model), offsets
+
+
+class _Marked(PipelineStage):
+    """Marks in a profile when a micro-batch passes; what it waits for before is outside."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *words: Any, **named: Any) -> Any:
+        with record_function(f"{PASS} {self.stage_index} forward {fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *words, **named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *words: Any, **named: Any) -> Any:
+        with record_function(f"{PASS} {self.stage_index} backward {bwd_chunk_id}"):
+            return super().backward_one_chunk(bwd_chunk_id, *words, **named)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *words: Any, **named: Any) -> Any:
+        with record_function(f"{PASS} {self.stage_index} weights {bwd_chunk_id}"):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *words, **named)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from finetune.distributed.base import Engine
 from finetune.planner.estimate.forecast import Forecast
+from finetune.training import rank_profiles
 
 STEP = 2
 """Steps before the one that is traced: memory is laid out and kernels are chosen."""
@@ -61,6 +61,8 @@ class Profile:
     vocabulary: int
     ranks: frozenset[int]
     """Of the adapter's matrices."""
+    engine: Engine | None = None
+    """Of several ranks, whose steps are compared; None for one."""
 
     @contextlib.contextmanager
     def of_step(self, number: int) -> Iterator[None]:
@@ -74,13 +76,34 @@ class Profile:
             yield
         self.folder.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(str(self.folder / f"trace-rank-{self.rank:05d}.json"))
-        found = spent(traced.events(), self.vocabulary, self.ranks, cuda)
+        events = traced.events()
+        found = spent(events, self.vocabulary, self.ranks, cuda)
         path = self.folder / f"where-rank-{self.rank:05d}.json"
         path.write_text(json.dumps(found, indent=2) + "\n")
         if self.say is not None:
             for line in table(found):
                 self.say(line)
+        compared = self._compared(found, events, cuda)
+        if self.say is not None:
+            for line in compared:
+                self.say(line)
             self.say(f"trace: {self.folder}")
+
+    def _compared(
+        self, found: dict[str, float], events: list[FunctionEvent], cuda: bool
+    ) -> list[str]:
+        """The step of every rank, which all of them take part in; empty for one rank."""
+        if self.engine is None:
+            return []
+        whole = sum(seconds for kind, seconds in found.items() if kind != COMMUNICATION)
+        exchanged = [(e.time_range.start, e.time_range.end) for e in events if _exchanges(e.name)]
+        mine = rank_profiles.shares(events, whole, whole - found[REST], exchanged, cuda)
+        ranks = self.engine.gather(mine)
+        plan = self.engine.plan
+        if self.folder is not None and self.rank == 0:
+            written = [dataclasses.asdict(each) | {"waits": each.waits} for each in ranks]
+            (self.folder / "ranks.json").write_text(json.dumps(written, indent=2) + "\n")
+        return rank_profiles.table(ranks, plan.mesh, plan.bubble)
 
 
 def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -> Profile:
@@ -93,6 +116,7 @@ def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -
         print if engine.speaks else None,
         vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
         ranks=frozenset(ranks),
+        engine=engine if engine.world > 1 else None,
     )
 
 
@@ -119,18 +143,9 @@ def spent(
         if kind is not None and (kind == COMMUNICATION or not event.is_async):
             found[kind] += seconds
     counted = sum(seconds for kind, seconds in found.items() if kind != COMMUNICATION)
-    busy = _union(kernels) / 1e6 if cuda else counted
+    busy = rank_profiles.union(kernels) / 1e6 if cuda else counted
     found[REST] = max(0.0, (last - first) / 1e6 - busy)
     return found
-
-
-def _union(intervals: list[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def _exchanges(name: str) -> bool:
