@@ -84,7 +84,7 @@ clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2
-PARALLEL = --numprocesses $(WORKERS) --dist loadfile
+PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A CUDA build of another version: TRACE_TORCH=2.13.0. It is several gigabytes.
 TRACE_TORCH := 2.14.1

@@ -28,6 +28,17 @@ LAUNCH_SECONDS = 900
 """A launch takes about ten seconds, one that compiles an operator first about six minutes."""
 
 
+LONG = (
+    "test_quickstart", "test_models", "test_prover", "test_notebook", "test_packaging",
+    "test_documents", "test_damage", "test_backends", "test_division", "test_benchmarks",
+)  # fmt: skip
+"""Files that take longest. Begun first, none of them is left for one of two workers at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(scope="session")
 def assets() -> Path:
     """The folder of real models, tokenizers and data; tests that need it are skipped without."""

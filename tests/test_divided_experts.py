@@ -3,12 +3,13 @@
 import dataclasses
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finetune, Tiny, warm_python, write_recipe
+from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
 from test_division import LLAMA, assert_equal, read, refused, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -68,7 +69,7 @@ def divided(work: Path) -> Run:
     """Expert parallel by plain `accelerate launch`, which knows nothing of this project."""
     run = Run(work / "full-ep_fsdp")
     done = subprocess.run(
-        [warm_python(), "-m", "accelerate.commands.launch", "--config_file",
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
          str(ROOT / "accelerate_configs/ep_fsdp.yaml"), "--mixed_precision", "no",
          "--main_process_port", "0", "-m", "finetune", "train", str(work / "full.json"),
          "--output", str(run.root), "--no-plot"],

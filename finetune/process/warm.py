@@ -45,7 +45,7 @@ REQUEST = 1 << 20
 INTERPRETER = """#!{python} -SE
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-if not {{"-m", "-c", "-u"}}.intersection(words[:2]) or "-I" in words[:1]:
+if words[:1] not in (["-m"], ["-c"], ["-u"]) and words[:2] != ["-P", "-m"]:
     os.execv({python!r}, [{python!r}, *words])
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.connect({address!r})
@@ -63,8 +63,8 @@ os._exit(status)
 """
 """Takes the words of `python`, hands signals on, and ends as the process that it asked for ends.
 
-A file that no agent starts (with `-u`) may count on nothing being imported: it gets an interpreter
-of its own.
+A file that no agent starts (with `-u`) may count on nothing being imported, and code of this
+package (`-P -c`) on whose child it is: they get an interpreter of their own.
 """
 
 
@@ -222,6 +222,8 @@ def _use_threads() -> None:
 
 def _run(words: list[str], safe: bool) -> None:
     """`-m MODULE`, `-c CODE` or a file, as the main module."""
+    added = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:0] = [each for each in added if each not in sys.path]
     kind = words[0] if words[0] in ("-m", "-c") else "file"
     what, *rest = words if kind == "file" else words[1:]
     sys.argv = ["-c" if kind == "-c" else what, *rest]
