@@ -63,7 +63,6 @@ class Merge:
         self.aliases = _aliases(network)
         self.rows = token_rows(network) or 0
         self.config = check_adapter(adapter, network)
-        _refuse_unmergeable(adapter, network, plain_lora(self.config))
         self.initial = _initial(adapter, self.config, initial)
         self.originals = dict(network.named_modules())
         grown = network.state_dict()
@@ -77,6 +76,8 @@ class Merge:
             for path, wrapper in self.wrappers.items()
             if not changes and is_plain(wrapper, ADAPTER)
         }
+        if len(self.plain) < len(self.wrappers):
+            _refuse_unmergeable(adapter, base.network, plain_lora(self.config))
         self.untied = [names for names in self.aliases.values() if not self._stay_tied(names)]
 
     def skeleton(self) -> Tensors:

@@ -4,17 +4,14 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.pretrained import write_settings
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.base_tensors import Tensors, as_trained, open_base, open_trained, rounded
-from finetune.exporters.merge import Merge
+from finetune.exporters.base_tensors import Tensors, open_trained, rounded
 from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
-from finetune.inference.load import tensor_shapes, trained_dtype
+from finetune.inference.load import tensor_shapes
 from finetune.reports.card import Kind
 
 
@@ -37,7 +34,7 @@ def check_merged(source: Source) -> None:
         FinetuneError: the run has no adapter, or the base is not the one that it was trained on,
             or the adapter does not fit it.
     """
-    _merge(source)
+    _ = source.merge
 
 
 def check_whole(source: Source) -> None:
@@ -75,23 +72,10 @@ def write_merged(source: Source, folder: Path) -> Kind:
         FinetuneError: as `check_merged`.
         TrainingFailure: a merged weight is not finite, or what was written lacks tensors.
     """
-    merge = _merge(source)
+    merge = source.merge
     _write_weights(source, folder, merge.skeleton(), merge.tensors())
     _write_rest(source, folder, merge.network())
     return "merged"
-
-
-def _merge(source: Source) -> Merge:
-    recipe = source.recipe
-    if source.adapter is None:
-        raise FinetuneError("--format merged: the run trained all weights; export it as 'model'")
-    refuse_other_base(source.checkpoint, recipe.model)
-    base = open_base(recipe)
-    if source.merge_into == "nf4":
-        base = as_trained(base, trained_dtype(source.run) or torch.bfloat16)
-    if recipe.scores is not None:
-        base.network.config.pad_token_id = AutoConfig.from_pretrained(source.adapter).pad_token_id
-    return Merge(base, source.adapter, source.initial, source.result_dtype)
 
 
 def write_whole(source: Source, folder: Path) -> Kind:

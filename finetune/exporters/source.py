@@ -2,13 +2,18 @@
 
 import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from finetune import catalog
+from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.handover import base_reference, generation_config
+from finetune.errors import FinetuneError
+from finetune.exporters.base_tensors import as_trained, open_base
+from finetune.exporters.merge import Merge
 from finetune.inference.generate import stop_ids, turn
 from finetune.inference.load import (
     Step,
@@ -16,6 +21,7 @@ from finetune.inference.load import (
     initial_adapter,
     load_tokenizer,
     open_checkpoint,
+    trained_dtype,
 )
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
@@ -60,6 +66,27 @@ class Source:
     def base_name(self) -> tuple[str, str | None]:
         """Name and revision of the base in an adapter's files."""
         return base_reference(self.recipe.model) if self.base is None else (self.base, None)
+
+    @functools.cached_property
+    def merge(self) -> Merge:
+        """The adapter put together with its base, without the base's numbers.
+
+        Raises:
+            FinetuneError: the run has no adapter, the base is not the one that it was trained on,
+                or the adapter does not fit it.
+        """
+        recipe = self.recipe
+        if self.adapter is None:
+            raise FinetuneError(
+                "--format merged: the run trained all weights; export it as 'model'"
+            )
+        refuse_other_base(self.checkpoint, recipe.model)
+        base = open_base(recipe)
+        if self.merge_into == "nf4":
+            base = as_trained(base, trained_dtype(self.run) or torch.bfloat16)
+        if recipe.scores is not None:
+            base.network.config.pad_token_id = AutoConfig.from_pretrained(self.adapter).pad_token_id
+        return Merge(base, self.adapter, self.initial, self.result_dtype)
 
     @property
     def result_dtype(self) -> torch.dtype:
