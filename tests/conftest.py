@@ -1,6 +1,5 @@
 """What the tests share: a tiny real model, uneven data, and real runs through the command line."""
 
-import contextlib
 import functools
 import json
 import os
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from finetune.process.warm import TRAINING, Warm
@@ -23,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As the command line sets it before torch is loaded: the profiler else writes into captured output.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# There is no network: a name that is on no disk is asked for at once, not five times.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 LAUNCH_SECONDS = 900
 """A launch takes about ten seconds, one that compiles an operator first about six minutes."""
@@ -219,10 +219,10 @@ def run_command(
     return Finished(process.returncode, stdout, stderr)
 
 
-def start(words: list[str], cache: Path, **env: str) -> "subprocess.Popen[str]":
-    """Start the command line and do not wait for it."""
+def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":
+    """Start the command line and do not wait for it; `warm`, its imports are there already."""
     return subprocess.Popen(
-        [sys.executable, "-m", "finetune", *words],
+        [warm_python() if warm else sys.executable, "-m", "finetune", *words],
         cwd=cache,
         env=environment(cache) | env,
         stdin=subprocess.DEVNULL,
@@ -249,10 +249,9 @@ def wait_for(
 
 def end_tree(pid: int) -> None:
     """End a process with all that it started: torch gives each worker a session of its own."""
-    root = psutil.Process(pid)
-    for process in [*root.children(recursive=True), root]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    from finetune.verification.proofs.runs import end, family_of
+
+    end(family_of(pid))
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -164,7 +164,7 @@ def as_an_export(words: list[str], folder: Path, finetune: Finetune) -> None:
 
 def as_a_server(words: list[str], folder: Path, finetune: Finetune) -> None:
     """Started on a free port, asked for its models, and ended."""
-    process = start([*words[1:], "--port", "0"], folder)
+    process = start([*words[1:], "--port", "0"], folder, warm=True)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split(" at ")[1].split(",")[0]

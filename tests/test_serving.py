@@ -56,7 +56,7 @@ class Server:
 @contextlib.contextmanager
 def running(folder: Path, *words: str, **env: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """A server on a free port, and its process."""
-    process = start(["serve", *words, "--port", "0"], folder, **env)
+    process = start(["serve", *words, "--port", "0"], folder, warm=True, **env)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

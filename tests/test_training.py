@@ -127,7 +127,7 @@ def test_a_killed_run_continues_as_if_it_had_not_been(
 
 def kill_after(step: int, words: list[str], run: Run, cache: Path) -> None:
     """Start a run and end all of its processes with SIGKILL once a checkpoint is complete."""
-    process = start(words, cache)
+    process = start(words, cache, warm=True)
     wait_for(lambda: (run.newest() or 0) >= step, process)
     end_tree(process.pid)
     process.communicate()
@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
     run = Run(small_disk / "run")
     words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
-    process = start(words, tmp_path)
+    process = start(words, tmp_path, warm=True)
     wait_for(lambda: (run.newest() or 0) >= 2, process)
     fill(small_disk)
     _, told = process.communicate(timeout=120)
@@ -226,7 +226,7 @@ def test_a_disk_that_fills_between_checkpoints_is_told(
     words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
     if processes == 2:
         words = ["launch", str(recipe), *TWO, str(run.root)]
-    process = start(words, tmp_path)
+    process = start(words, tmp_path, warm=True)
     wait_for(lambda: len(list(run.read_metrics("train"))) >= steps, process)
     fill(small_disk)
     _, told = process.communicate(timeout=120)
