@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
-from test_division import LLAMA, assert_equal, read, refused, train
+from test_division import LLAMA, assert_equal, assert_planned, read, refused, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune import backend as backends
@@ -82,6 +82,7 @@ def divided(work: Path) -> Run:
 def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run) -> None:
     """Uneven rows on each process, accumulation, and the load-balancing loss by document."""
     assert_equal(alone, divided)
+    assert_planned(divided)
     held = [rank["parameters"] for rank in read(divided.realised)["ranks"]]
     whole = read(alone.realised)["ranks"][0]["parameters"]
     assert sum(held) == whole
@@ -110,12 +111,14 @@ def test_experts_and_tensor_parallel_go_on_from_shards(
     done = finetune("launch", work / "full.json", *words, "--resume")
     assert done.status == 0, done.output
     assert_equal(alone, run)
+    assert_planned(run)
 
 
 @pytest.mark.slow
 def test_adapters_of_attention_beside_divided_experts(work: Path, finetune: Finetune) -> None:
     runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
+    assert_planned(runs[1])
 
 
 MIXTURE = LLAMA | {

@@ -194,6 +194,24 @@ def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named(
     assert "and is faster:" in reason
 
 
+def test_experts_are_divided_where_gathering_all_of_them_takes_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mixtral = large(64, "mistralai/Mixtral-8x7B-v0.1", 2048)
+    machine = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2")
+    options, reason = ranked(capsys, mixtral, *machine)
+    assert options[0]["axes"] == {"experts": 8}
+    assert reason.startswith("ep_fsdp (experts 8) fits (")
+    assert "and is faster:" in reason
+    # Each token's copies for two experts go to eight processes and back, and so do gradients.
+    found = ("--backend", "ep_fsdp", "--experts", "8", "--json")
+    assert command.run(words(*machine, *found), mixtral) == 0
+    links = json.loads(capsys.readouterr().out)["prediction"]["communication"]["links"]
+    sent = {link["axis"]: link["sent"] for link in links}
+    steps, tokens, hidden, layers = 4, 2048, 4096, 32
+    assert sent["experts"] == steps * layers * 4 * (2 * tokens * hidden * 2) * 7 / 8
+
+
 def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

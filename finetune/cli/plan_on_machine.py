@@ -135,12 +135,6 @@ def _divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
     settled = plan(recipe, chosen, machine.count, arguments.precision)
-    if chosen.axes.experts > 1:
-        told = "memory is not predicted of divided experts"
-        print(json.dumps(settled.summary(), indent=2) if arguments.json else settled.explain())
-        if not arguments.json:
-            print(f"note         {told}")
-        return 0
     prediction = _predicted(arguments, settled, machine)
     if problems := slow_links(chosen.axes.tensor, machine.per_node, machine.fast):
         raise FinetuneError(*problems)

@@ -33,7 +33,7 @@ SIMPLICITY = (
     "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
     "fsdp_full_shard", "zero3", "zero2_offload", "fsdp_full_shard_offload", "zero3_offload",
     "zero3_nvme", "tp", "tp_fsdp", "sp", "sp_fsdp", "cp", "pp", "pp_fsdp", "sp_tp", "pp_tp",
-    "pp_tp_fsdp",
+    "pp_tp_fsdp", "ep_fsdp", "ep_tp",
 )  # fmt: skip
 
 

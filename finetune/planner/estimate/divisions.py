@@ -21,11 +21,13 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
     """Every division that a machine has the processes and the links for.
 
     Layers are divided, and tokens shared, within a node whose GPUs are joined by NVLink, by powers
-    of two; those of layers divide the heads. Stages are as many as divide the processes. What is
-    left of the processes reads rows of its own, under FSDP2. Of divided experts no memory is
-    predicted: none of them are here.
+    of two; those of layers divide the heads. Stages are as many as divide the processes, and
+    experts lie within a node. What is left of the processes reads rows of its own, under FSDP2.
     """
     known = {name: backends.load(name) for name in backends.names()}
+    for name, sizes in _of_experts(shape, machine):
+        found, _ = backends.divided(known[name], machine.count, sizes)
+        yield dataclasses.replace(found, precision=precision)
     for name, sizes in _sizes(shape, machine):
         inner, count = math.prod(sizes.values()), machine.count
         named = name if inner == count else f"{name}_fsdp"
@@ -33,6 +35,18 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
             continue
         found, _ = backends.divided(known[named], count, sizes)
         yield dataclasses.replace(found, precision=precision)
+
+
+def _of_experts(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:
+    """Backends that divide experts, and the processes over which those of a layer lie."""
+    if shape.experts is None:
+        return
+    for size in WAYS:
+        if size > machine.per_node or shape.experts.count % size or machine.count % size:
+            continue
+        yield "ep_fsdp", {"experts": size}
+        if size == machine.count:
+            yield "ep_tp", {"tensor": size, "experts": size}
 
 
 def _sizes(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:

@@ -105,8 +105,6 @@ class Forecast:
 
 def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
     """What a plan will take, or None where the formulas do not know the model or its adapter."""
-    if plan.backend.axes.experts > 1:
-        return None
     try:
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:

@@ -69,7 +69,8 @@ class _Step:
         if self.deepspeed and workload.layout.shard != "optimizer":
             immediate = True
         self.immediate = immediate
-        self.layer_gradient = 0.0 if immediate else per_layer * width
+        held = workload.shape.held_layer if trained else per_layer
+        self.layer_gradient = 0.0 if immediate else held * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         if trained and workload.layout.group == 1:
             # Of a table that tensor parallel cuts the gradient comes whole, and stays so.

@@ -56,5 +56,7 @@ class Numerics:
     rearranged: int = 0
     """Copies of attention's result in another order, each kept as well: documents that attended
     in calls of their own put side by side, heads exchanged for tokens."""
+    dispatched: bool = False
+    """Whether tokens travel to experts on other processes."""
     gathered: int = 1
     """Processes whose keys and values are gathered before attention (context parallel)."""

@@ -15,13 +15,22 @@ ROWS = ("o_proj", "down_proj")
 class Part(Architecture):
     """What one process holds of a model's shape.
 
-    Layers, heads, inner widths and vocabulary are those of the process; norms are whole.
+    Layers, heads, inner widths, vocabulary and experts are those of the process; norms are whole.
     """
 
     first: bool = True
     """Whether the embedding is here."""
     last: bool = True
     """Whether the last norm and the head are."""
+    expert_groups: int = 1
+    """Groups of other experts among the processes that shard a layer: they hold them together."""
+
+    @property
+    def held_layer(self) -> int:
+        if self.experts is None:
+            return self.layer_parameters
+        each = self.experts.count * self.experts.weights(self.hidden)
+        return self.layer_parameters + (self.expert_groups - 1) * each
 
     @property
     def outer_parameters(self) -> int:
@@ -53,7 +62,11 @@ def here(workload: Workload) -> Workload:
         "tied": shape.tied and first and last,
         "matrices": tuple(_cut(matrix, ways) for matrix in shape.matrices),
     }
-    found = Part(**fields, first=first, last=last)
+    groups = 1
+    if shape.experts is not None and axes.experts > 1:
+        count, groups = shape.experts.count // axes.experts, max(1, axes.experts // ways)
+        fields["experts"] = dataclasses.replace(shape.experts, count=count)
+    found = Part(**fields, first=first, last=last, expert_groups=groups)
     length = math.ceil(workload.length / axes.parts)
     return dataclasses.replace(
         workload,

@@ -44,6 +44,8 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
         found["tensor"] = _tensor(workload, here, stream * steps)
     if axes.parts > 1:
         found["sequence"] = _sequence(workload, here)
+    if axes.experts > 1:
+        found["experts"] = _experts(workload, here)
     if axes.pipeline > 1:
         numbers, last = schedules.parts_of(workload.layout.stage, axes), axes.pipeline * axes.chunks
         forward = sum(n + 1 < last and n + 1 not in numbers for n in numbers)
@@ -99,6 +101,19 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
 
 
+def _experts(workload: Workload, here: Workload) -> dict[str, float]:
+    """Tokens to their experts and back, and the same of their gradients.
+
+    As many come as go, if all experts are met alike.
+    """
+    shape = here.shape
+    assert shape.experts is not None
+    again = workload.checkpointing in ("full", "attention")
+    chosen = here.tokens * shape.experts.active / shape.ways
+    each = 2.0 * chosen * shape.hidden * here.numerics.compute
+    return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
+
+
 def _shard(workload: Workload, here: Workload) -> dict[str, float]:
     """FSDP2: units are gathered before they run, gradients are reduced.
 
@@ -106,8 +121,18 @@ def _shard(workload: Workload, here: Workload) -> dict[str, float]:
     reduces once; its embedding, norm and head once a step.
     """
     shape, layout = here.shape, workload.layout
-    reduced = here.sharded * float(here.gradient_width if here.scheme != "fsdp" else 4)
-    layers, steps = shape.layers * here.unit_bytes, workload.accumulation
+    axes, unit = layout.axes, here.unit_bytes
+    trained = float(here.sharded)
+    if axes.experts > 1 and shape.experts is not None:
+        # Of experts those of this process alone, and none where no other process has the same.
+        each = shape.experts.count * shape.experts.weights(shape.hidden)
+        alone = axes.experts == layout.group * axes.tensor
+        unit -= each * here.frozen_width if alone else 0
+        if workload.adapter is None:
+            inner = shape.layer_parameters - (each if alone else 0)
+            trained = float(shape.layers * inner + shape.outer_parameters)
+    reduced = trained * (here.gradient_width if here.scheme != "fsdp" else 4)
+    layers, steps = shape.layers * unit, workload.accumulation
     if layout.axes.pipeline == 1:
         again = 2 * layers + here.outer_bytes
         reduces = steps if workload.synchronise_each else 1
@@ -129,6 +154,7 @@ def sent(workload: Workload) -> dict[str, float]:
     sizes = {
         "tensor": axes.tensor,
         "sequence": axes.parts,
+        "experts": axes.experts,
         "shard": workload.layout.group,
         "replicate": workload.layout.replicas,
     }
@@ -154,6 +180,7 @@ def reaches(workload: Workload, axis: str) -> int:
     axes, layout = workload.layout.axes, workload.layout
     inside = {"tensor": axes.tensor, "sequence": axes.tensor * axes.parts}
     shard = axes.tensor * layout.group
+    inside["experts"] = axes.experts
     known = inside | {"shard": shard, "replicate": shard * layout.replicas}
     return known.get(axis, shard * layout.replicas + 1)
 

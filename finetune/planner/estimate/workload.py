@@ -310,6 +310,7 @@ class Workload:
             grouped_adapters=self.grouped_adapters and self._groups,
             rearranged=max(self.apart, axes.context > 1) + (axes.sequence > 1),
             gathered=axes.context,
+            dispatched=axes.experts > 1,
         )
 
     @property
@@ -344,7 +345,9 @@ class Workload:
         """All frozen weights as they lie in memory, unsharded."""
         if self.adapter is None:
             return 0.0
-        return self.shape.layers * self.frozen_layer_bytes + self.frozen_outer_bytes
+        elsewhere = (self.shape.held_layer - self.shape.layer_parameters) * self.frozen_width
+        inside = self.shape.layers * (self.frozen_layer_bytes + elsewhere)
+        return inside + self.frozen_outer_bytes
 
     @property
     def frozen_layer_bytes(self) -> float:

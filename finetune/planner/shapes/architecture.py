@@ -136,8 +136,13 @@ class Architecture:
         return self.embedding + self.positions * self.hidden + self.norm_size + head
 
     @property
+    def held_layer(self) -> int:
+        """Parameters of a layer that its processes hold together, each a shard where they shard."""
+        return self.layer_parameters
+
+    @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.outer_parameters
+        return self.layers * self.held_layer + self.outer_parameters
 
     @property
     def active_parameters(self) -> int:

@@ -320,9 +320,20 @@ class Layer:
 
     def _experts(self, value: Value) -> Value:
         """Each token's copies through its experts, then summed with their routing weights."""
+        shape, tape = self.shape, self.tape
+        assert shape.experts is not None
+        if self.numerics.dispatched:
+            return self._dispatched(value)
+        chosen, h = self.tokens * shape.experts.active, shape.hidden
+        down, _ = self._through_experts(value, chosen)
+        # Routing weights are fp32, and so is what they multiply.
+        weighted = tape.run(4 * chosen * h, (down,), (down,))
+        return tape.run(value.size, (weighted,), holds=(value,))
+
+    def _through_experts(self, value: Value, chosen: float) -> tuple[Value, Value]:
+        """What the experts give for `chosen` copies of tokens, and those copies."""
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
-        chosen = self.tokens * shape.experts.active
         # Autocast does not know products of groups: they run in the type of their weights.
         h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
         count = shape.experts.count
@@ -334,9 +345,28 @@ class Layer:
         active = tape.run(chosen * f * c, (joint,), (joint,))
         product = tape.run(chosen * f * c, (active, joint), (active, joint))
         trained = (product,) if n.trained or n.expert_rank else ()
-        down = tape.run(chosen * h * c, (product, inner), (*trained, inner))
-        # Routing weights are fp32, and so is what they multiply.
-        weighted = tape.run(4 * chosen * h, (down,), (down,))
+        return tape.run(chosen * h * c, (product, inner), (*trained, inner)), copies
+
+    def _dispatched(self, value: Value) -> Value:
+        """The same where experts are divided: tokens travel to them and back, as transformers 5.23
+        sends them.
+
+        Experts meet tokens of other processes, as many as are sent to those if all are met alike.
+        Tensor parallel processes send a share each.
+        """
+        shape, n, tape = self.shape, self.numerics, self.tape
+        assert shape.experts is not None
+        chosen = self.tokens * shape.experts.active / shape.ways
+        size = chosen * shape.hidden * n.compute
+        received = tape.run(size, (tape.run(size, (value,), holds=(value,)),), holds=(value,))
+        down, copies = self._through_experts(received, chosen)
+        held = (value, received, copies, down)
+        weighted = tape.run(size, (down,), holds=held)
+        in_order = tape.run(size, (weighted,), holds=held)
+        returned = tape.run(size, (in_order,), holds=(value,))
+        own = tape.run(size, (returned,), holds=(value,))
+        # Here by routing weights, in fp32; their gradient is a product of as many elements.
+        weighted = tape.run(4 * chosen * shape.hidden, (own,), (own,), backward=size)
         return tape.run(value.size, (weighted,), holds=(value,))
 
     def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
