@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tiny_run import save_base, tiny_llama
 
 from finetune.cli import main as cli
 from finetune.evaluation.judge import Judge, win_rate
@@ -122,6 +123,23 @@ def test_a_judge_is_asked_in_both_orders(url):
     assert (found.detail["wins"], found.detail["losses"], found.detail["ties"]) == (1, 1, 1)
     assert len(Handler.seen) == 2 * len(compared)
     assert "{question}" in found.detail["prompt"]
+
+
+def test_a_judge_says_who_wins_whoever_is_asked_about(url, data, capsys, tmp_path):
+    """A model that says something else loses every row against one that says "right"."""
+    base = str(save_base(tiny_llama(), tmp_path / "base"))
+    words = ["--data", str(data), "--max-new-tokens", "4", "--metrics", "exact", "--json"]
+    words += ["--judge", url, "--judge-model", "judge", "--require", "win_rate>=0.4"]
+    for pair, status, wins, losses in (((url, base), 0, 4, 0), ((base, url), 1, 0, 4)):
+        subject, against = pair
+        assert cli.main(["eval", subject, "--against", against, *words]) == status
+        found = json.loads(capsys.readouterr().out)
+        won = found["measures"]["win_rate"]
+        assert won["after"] == wins / 4
+        assert (won["after_detail"]["wins"], won["after_detail"]["losses"]) == (wins, losses)
+        assert won["after_detail"]["order_decided"] == 0
+        (verdict,) = found["gate"]
+        assert verdict["passed"] == (status == 0)
 
 
 @pytest.mark.parametrize(

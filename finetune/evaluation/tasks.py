@@ -27,6 +27,8 @@ class Tasks:
 
     names: tuple[str, ...]
     folders: tuple[str, ...]
+    published: bool
+    """Whether a name is not that of a file."""
     limit: int | None
     max_new_tokens: int
     batch_rows: int
@@ -35,7 +37,7 @@ class Tasks:
         """The harness's index of tasks: its own, only where a name is not that of a file."""
         from lm_eval.tasks import TaskManager
 
-        return TaskManager(include_path=list(self.folders), include_defaults=not self.folders)
+        return TaskManager(include_path=list(self.folders), include_defaults=self.published)
 
 
 def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, rows: int) -> Tasks:
@@ -59,7 +61,8 @@ def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, row
             problems.append(f"--tasks {word}: not a task of the harness: {error}")
     if problems:
         raise FinetuneError(*problems)
-    tasks = Tasks(tuple(names), tuple(dict.fromkeys(folders)), limit, max_new_tokens, rows)
+    own = tuple(dict.fromkeys(folders))
+    tasks = Tasks(tuple(names), own, len(folders) < len(names), limit, max_new_tokens, rows)
     known = tasks.manager().all_tasks
     unknown = [name for name in names if name not in known]
     if unknown:
