@@ -328,6 +328,45 @@ def scores(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
         return model.eval()(**tokenizer(texts, return_tensors="pt", padding=True)).logits
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("reward", None),
+        ("classifier", "multi_label_classification"),
+        ("classifier", "regression"),
+    ],
+)
+def test_exports_of_every_kind_of_score_head_load_in_plain_libraries(
+    tiny: Tiny, sources: dict[str, Path], tmp_path: Path, method: str, kind: str | None
+) -> None:
+    """The adapter in PEFT and the merged model in transformers give the scores of final/."""
+    sections = {} if kind is None else {"problem_type": kind}
+    source = sources[method]
+    if kind in LABELS:
+        rows = [row | {"label": LABELS[kind](row["label"])} for row in labelled(24)]
+        source = written(tmp_path / "rows.jsonl", rows)
+    run = train(tmp_path / "run", fields(tiny, method, source, adapter={"r": 4}, **sections))
+    tokenizer = AutoTokenizer.from_pretrained(run.final)
+    texts = ["one two", "three", "four five six"]
+    adapter = ft.export(run, tmp_path / "adapter")
+    merged = ft.export(run, tmp_path / "merged", merge=True)
+    found = AutoModelForSequenceClassification.from_pretrained(merged)
+    assert found.config.problem_type == kind
+    count = 1 if kind in (None, "regression") else len(CLASSES)
+    given = scores(found, tokenizer, texts)
+    assert given.shape == (3, count)
+    for folder in (run.final, adapter):
+        plain = AutoPeftModelForScores.from_pretrained(folder, num_labels=count)
+        assert torch.allclose(scores(plain, tokenizer, texts), given, atol=1e-5)
+
+
+LABELS = {
+    "multi_label_classification": lambda name: [name],
+    "regression": lambda name: float(CLASSES.index(name)),
+}
+"""Labels of other kinds of classification, from those of `labelled`."""
+
+
 @pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["full", "lora"])
 def test_a_result_loads_in_plain_libraries_with_the_metrics_of_training(
     tiny: Tiny, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
