@@ -98,3 +98,23 @@ def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
     assert every["trained_tokens"] == sum(cut) + sum(ended)
     assert some["trained_tokens"] == sum(ended)
     assert 0 < some["grad_norm"] != every["grad_norm"]
+
+
+def test_a_run_warns_where_nothing_is_learned_and_where_completions_are_cut_off(
+    tiny: Tiny, prompts: Path, tmp_path: Path
+) -> None:
+    """No completion is JSON, so all groups are flat; most do not end within ten tokens."""
+    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["json_valid"], max_steps=6)
+    assert all(each["grad_norm"] == 0 for each in run.read_metrics("train"))
+    told = [(each["step"], each["told"].split(":")[0]) for each in run.read_metrics("warning")]
+    assert told == [(1, "completions/clipped_ratio"), (5, "nothing is learned")]
+
+
+def test_a_run_warns_where_its_entropy_is_gone(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
+    optim = {"lr": 1.0, "schedule": "constant", "warmup": 0}
+    reward = {"reward_funcs": ["picky:length"], "optim": optim, "max_steps": 4}
+    run = one_step(tiny, prompts, tmp_path / "run", **reward)
+    entropies = [each["metrics"]["entropy"] for each in run.read_metrics("train")]
+    gone = next(n for n, value in enumerate(entropies) if value < 0.1 * entropies[0])
+    told = [each for each in run.read_metrics("warning") if each["told"].startswith("entropy")]
+    assert [each["step"] for each in told] == [gone + 1]
