@@ -17,6 +17,8 @@ from finetune.runs.run import Run, open_run
 pytestmark = pytest.mark.slow
 
 NOTEBOOK = ROOT / "notebooks" / "finetune.ipynb"
+METHODS = ROOT / "notebooks" / "methods.ipynb"
+GRPO_RUN = "runs/methods-grpo"
 CELL_SECONDS = 600
 """The longest cell takes half a minute on two cores; a loaded machine may take many times that."""
 
@@ -29,23 +31,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def executed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    """The notebook after every cell ran in a fresh kernel; an error in one raises."""
+def run_through(notebook: Path, folder: Path, cache: Path) -> NotebookNode:
+    """A notebook after every cell ran in a fresh kernel; an error in one raises."""
     kernels = AsyncKernelManager()  # its default kernel is the python of this process
     client = NotebookClient(
-        nbformat.read(NOTEBOOK, as_version=4),
+        nbformat.read(notebook, as_version=4),
         km=kernels,
         timeout=CELL_SECONDS,
         resources={"metadata": {"path": str(folder)}},
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name in set(os.environ) - set(variables := environment(tmp_path_factory.mktemp("c"))):
+        for name in set(os.environ) - set(variables := environment(cache)):
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
         patch.delenv("PYTEST_CURRENT_TEST")  # with it, a kernel does not show what processes print
         return client.execute()
+
+
+@pytest.fixture(scope="module")
+def executed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+    return run_through(NOTEBOOK, folder, tmp_path_factory.mktemp("c"))
+
+
+@pytest.fixture(scope="module")
+def methods(
+    executed: NotebookNode, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> NotebookNode:
+    """With the base that the first notebook trained."""
+    return run_through(METHODS, folder, tmp_path_factory.mktemp("c"))
 
 
 def cell(notebook: NotebookNode, words: str) -> NotebookNode:
@@ -109,9 +123,30 @@ def test_the_exported_adapter_is_what_plain_peft_loads(
         assert held[name].equal(value.to(held[name].dtype))
 
 
-def test_what_is_committed_holds_no_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_the_same_start_learns_by_pairs_and_by_a_reward(
+    methods: NotebookNode, folder: Path
+) -> None:
+    assert not [o for cell in methods.cells for o in cell.get("outputs", ()) if "ename" in o]
+    lines = printed(cell(methods, "shares = {}")).splitlines()
+    shares, answers = {}, {}
+    for line in lines[-3:]:
+        name, share, _, answer = line.split(maxsplit=3)
+        shares[name], answers[name] = float(share.removesuffix("%")), list(json.loads(answer))
+    assert list(shares) == ["SFT", "DPO", "GRPO"]
+    assert answers["SFT"] == ["name", "item", "count", "day", "city"]
+    assert answers["DPO"] == answers["GRPO"] == sorted(answers["SFT"])
+    assert shares["SFT"] < 5
+    assert min(shares["DPO"], shares["GRPO"]) > 90
+    pictures = [o for c in methods.cells for o in c.get("outputs", ()) if "data" in o]
+    assert ["image/png" in each.data for each in pictures] == [True] * 4
+    rewards = [each["metrics"]["reward"] for each in Run(folder / GRPO_RUN).read_metrics("train")]
+    assert rewards[-1] > 3 * rewards[0] > 0
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, METHODS], ids=lambda path: path.stem)
+def test_what_is_committed_holds_no_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not [cell for cell in code if cell.outputs or cell.execution_count is not None]
-    assert NOTEBOOK.stat().st_size < 20_000
+    assert path.stat().st_size < 20_000
