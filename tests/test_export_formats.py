@@ -33,6 +33,7 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.exporters import ollama, vllm
 from finetune.exporters.export import export
@@ -316,11 +317,11 @@ def test_a_push_is_private_and_never_names_a_path_of_this_machine(tmp_path, fine
     words = ["export", trained.run.root, "--push", "me/tuned", "--to"]
     with hub() as (address, sent):
         env = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
-        # The hub's client reads its address when it is imported.
-        refused = finetune(*words, tmp_path / "a", env=env, cold=True)
+        refused = finetune(*words, tmp_path / "a", env=env)
         assert refused.status == 2
         assert f"adapter_config.json names {trained.base}, a path of this machine" in refused.stderr
         assert sent == []
+        # The hub's client reads its address when it is imported.
         done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env, cold=True)
         assert done.status == 0, done.output
     assert sent[0][0] == "/api/repos/create"
@@ -332,6 +333,14 @@ def test_a_push_is_private_and_never_names_a_path_of_this_machine(tmp_path, fine
     assert files.keys() == {path.name for path in (tmp_path / "b").iterdir()}
     config = json.loads(base64.b64decode(files["adapter_config.json"]["content"]))
     assert config["base_model_name_or_path"] == "their/base"
+
+
+def test_a_name_that_the_hub_refuses_is_refused_before_anything_is_written(tmp_path, capsys):
+    trained = lora_run(tmp_path)
+    words = ["export", str(trained.run.root), "--to", str(tmp_path / "out"), "--push", "me/a b"]
+    assert cli.main([*words, "--require", "loss<=10"]) == 2
+    assert "error: --push: got 'me/a b', expected OWNER/NAME: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bundle_is_the_record_of_a_run_without_weights_and_rows(tmp_path, finetune: Finetune):

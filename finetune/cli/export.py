@@ -70,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.require is not None and arguments.to is None:
         raise FinetuneError("--require: says what is exported; name the folder with --to")
     run = open_run(arguments.run)
-    from finetune.exporters.share import bundle, push
+    from finetune.exporters.share import bundle, check_name, push
 
+    if arguments.push is not None:
+        check_name(arguments.push)
     if arguments.bundle is not None:
         print(f"wrote {bundle(run, arguments.bundle)}")
     if arguments.to is None:

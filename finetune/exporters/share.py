@@ -17,6 +17,21 @@ TEXTS = (".json", ".md", ".jinja", ".txt", "Modelfile")
 LOCAL_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]+")
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that the hub would refuse, before anything is written.
+
+    Raises:
+        FinetuneError: it is not a repository's name.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise FinetuneError(f"--push: got '{name}', expected OWNER/NAME: {error}") from None
+
+
 def push(folder: Path, name: str, private: bool = True) -> str:
     """Upload the folder of an export to a repository of the hub; returns its address.
 
