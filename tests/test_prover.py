@@ -315,7 +315,7 @@ def test_a_machine_without_deepspeed_proves_the_rest_and_ends_with_1(
     )
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     words = ["prove", proved.recipe, "--backends", "zero3,single", "--output", tmp_path / "proof"]
-    done = finetune(*words, env=env)
+    done = finetune(*words, env=env, cold=True)
     assert done.status == 1, done.output
     told = " ".join(done.stdout.split())  # the terminal's lines are folded
     assert "not possible here: the recipe on zero3: zero3 needs DeepSpeed" in told
