@@ -18,6 +18,7 @@ from transformers import (
 
 from finetune import GRPO, Batch, Data, Model, Reward, backend, catalog
 from finetune.data.samples import Completion
+from finetune.errors import FinetuneError
 from finetune.inference import scores
 from finetune.planner.estimate import hardware, memory
 from finetune.planner.estimate.judges import judges
@@ -129,3 +130,6 @@ def test_a_reward_model_is_planned_with_its_forward_pass(tiny: Tiny, tmp_path: P
     left = card.gpu.memory - card.outside - card.gpu.context - there.memory
     assert found.usable == pytest.approx(left * hardware.RESERVE)
     assert f"reward model {folder}: 7 MB of weights" in found.page()
+    gone = dataclasses.replace(recipe, reward_funcs=(Reward("runs/gone"),))
+    with pytest.raises(FinetuneError, match="reward_funcs: 'runs/gone': there is no such folder"):
+        judges(gone, lambda each: model_source(each).shape, cpu=True)

@@ -1,5 +1,6 @@
 """Predict a run at its start, to be compared with what is measured."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -124,7 +125,9 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
     sampled = sampling(
         plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
     )
-    found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)
+    found = list[Judge]()
+    with contextlib.suppress(FinetuneError):  # of a model that the formulas do not know
+        found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)
     return Forecast(workload, facts, machine, steps, sampled, tuple(found))
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune.errors import FinetuneError
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.memory import inference
 from finetune.planner.estimate.workload import Adapter, Workload, lora
@@ -44,7 +45,7 @@ def judges(
         tokens: of the longest prompt with its completion; by default all that may be.
 
     Raises:
-        FinetuneError: the shape of one is not known.
+        FinetuneError: one is not there, or its shape is not known.
     """
     return [
         _judge(recipe, name, shape_of, cpu, tokens or recipe.batch.max_length)
@@ -70,12 +71,20 @@ def leaving_room(
 def _judge(
     recipe: Recipe, name: str, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int
 ) -> Judge:
+    if not Path(name).is_dir():
+        raise FinetuneError(
+            f"reward_funcs: '{name}': there is no such folder; name the run of a reward model"
+        )
     run, adapter, model = Run(Path(name)), None, Model(name=name)
     if run.recipe.is_file():
         fields = read_object(run.recipe)
         model = Model(**fields["model"])
         adapter = None if fields.get("adapter") is None else LoRA(**fields["adapter"])
-    shape = shape_of(dataclasses.replace(recipe, model=model, adapter=None))
+    try:
+        shape = shape_of(dataclasses.replace(recipe, model=model, adapter=None))
+    except FinetuneError as error:
+        told = (each.replace("model.name", "its model.name") for each in error.problems)
+        raise FinetuneError(*(f"reward_funcs: '{name}': {each}" for each in told)) from None
     shape = dataclasses.replace(shape, tied=True, scores=1)
     workload = Workload(
         shape, AT_ONCE, tokens, "fp32" if cpu else "bf16",
