@@ -84,10 +84,10 @@ def test_a_shape_is_measured_beside_its_plan_and_kept_when_the_next_fails(tmp_pa
 
 @pytest.mark.slow
 def test_two_processes_are_compared_with_one(tmp_path: Path) -> None:
-    found = scaling.measure(tmp_path, ["ddp"], turns=2, shape=SMALL)
+    found = scaling.measure(tmp_path, ["ddp"], turns=1, shape=SMALL)
     turns, measured = found.values["turns"], found.values["backends"]
     single, ddp = measured["single"], measured["ddp"]
-    assert (single["processes"], single["speedup_of_turns"]) == (1, [1, 1])
+    assert (single["processes"], single["speedup_of_turns"]) == (1, [1])
     assert (ddp["processes"], ddp["parameters"]) == (2, single["parameters"])
     assert ddp["speedup_of_turns"] == [turn["single"] / turn["ddp"] for turn in turns]
     assert 0.1 < measured["matrix products"]["speedup"] < 4  # of two on one core, or on two
