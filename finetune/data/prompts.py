@@ -63,7 +63,7 @@ def columns_as_json(sample: Prompt) -> str:
     try:
         return json.dumps({"prompt": prompt, **sample.columns}, ensure_ascii=False)
     except (TypeError, ValueError):
-        wrong = [name for name, value in sample.columns.items() if not _is_json(value)]
+        wrong = [name for name, value in sample.columns.items() if not is_json(value)]
         kinds = ", ".join(f"'{name}' ({kind_of(sample.columns[name])})" for name in wrong)
         raise RowProblem(
             f"column {kinds}: a reward is given values of JSON only; leave it out: "
@@ -71,7 +71,8 @@ def columns_as_json(sample: Prompt) -> str:
         ) from None
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Whether a value can be written as JSON, as a reward in a process of its own is given it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -1,12 +1,11 @@
 """Score answers with rewards: functions, or a reward model, as online methods call them."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from finetune.data.prompts import ANSWER, RESERVED
+from finetune.data.prompts import ANSWER, RESERVED, is_json
 from finetune.data.samples import CONVERSATION, Completion
 from finetune.errors import FinetuneError
 from finetune.evaluation.answers import Answer
@@ -87,7 +86,7 @@ def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
     named = {name: None for each in asked for name in each.row}
     kept = [name for name in named if name not in (*PROMPTS, *CONVERSATION, *RESERVED)]
     found = {name: [each.row.get(name) for each in asked] for name in kept}
-    found = {name: values for name, values in found.items() if _is_json(values)}
+    found = {name: values for name, values in found.items() if is_json(values)}
     return {ANSWER: [each.expected for each in asked], **found}
 
 
@@ -96,11 +95,3 @@ def _of(name: str, scores: Sequence[float | None]) -> Measure:
     sums = np.array([[each or 0.0, each is not None] for each in scores], dtype=np.float64)
     binary = all(each in (0, 1) for each in scores)
     return Measure(name, sums, unit="", binary=binary)
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

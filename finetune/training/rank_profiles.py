@@ -22,7 +22,7 @@ class Shares:
     computes: float
     """In operations of its own."""
     exchanges: float
-    """In which a collective or a hand-over is under way, also beside its own operations."""
+    """In which a collective or a hand-over is under way, also while it computes."""
     passes: float = 0.0
     """In passes of micro-batches through its stages; 0 without a pipeline."""
     pipeline: float = 0.0
