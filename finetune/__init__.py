@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from finetune.reports.plot import plot_loss
     from finetune.rewards import Reward
     from finetune.runs.run import Run, open_run
-    from finetune.training.worker import Options, train
+    from finetune.training.options import Options
+    from finetune.training.worker import train
     from finetune.verification.doctor.examination import doctor
     from finetune.verification.proofs.prove import prove
 
@@ -109,7 +110,7 @@ HOMES = {
     "Prediction": "finetune.planner.estimate.predict",
     "launch": "finetune.launchers.job",
     "train": "finetune.training.worker",
-    "Options": "finetune.training.worker",
+    "Options": "finetune.training.options",
     "export": "finetune.exporters.export",
     "prove": "finetune.verification.proofs.prove",
     "doctor": "finetune.verification.doctor.examination",

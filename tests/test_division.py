@@ -353,7 +353,7 @@ import collections, json, os, sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.cli import run
-from finetune.training import worker
+from finetune.training import stages
 
 folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
 KINDS = {"all_reduce": "all-reduce", "allreduce_": "all-reduce", "send": "send",
@@ -387,7 +387,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-step = worker.train_step
+step = stages.train_step
 
 def counted(engine, feed, number, *others):
     if number:
@@ -404,7 +404,7 @@ def counted(engine, feed, number, *others):
         json.dump(about | found.sizes, file)
     return result
 
-worker.train_step = counted
+stages.train_step = counted
 run()
 """
 

@@ -25,11 +25,11 @@ GENEROUS = 60
 COUNTING = """
 import json, os, sys
 import torch
-from finetune.training import worker
+from finetune.training import stages
 from finetune.distributed.ranks import group_on_host
 from finetune.distributed.heartbeat import collectives_begun
 
-seen, step_of = [], worker.train_step
+seen, step_of = [], stages.train_step
 def counted(engine, *given):
     if not seen and os.environ["CONTROL"] == "gloo":  # as on a GPU
         engine.control = group_on_host(torch.device("cuda"))
@@ -38,7 +38,7 @@ def counted(engine, *given):
     if engine.speaks:
         print("collectives", json.dumps(seen), flush=True)
     return result
-worker.train_step = counted
+stages.train_step = counted
 from finetune.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

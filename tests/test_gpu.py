@@ -54,12 +54,13 @@ from finetune import catalog
 from finetune.distributed.build import build
 from finetune.planner import plan
 from finetune.runs.run import Run
-from finetune.training.worker import Options, Training
+from finetune.training.options import Options
+from finetune.training.worker import Worker
 
 recipe, backend, precision, place = sys.argv[1:]
 settled = plan(catalog.load(Path(recipe)), backend, 1, precision)
 engine = build(settled, Path(place) / "offload", datetime.timedelta(minutes=5))
-Training(engine, Run(Path(place)), Options(Path(place))).go()
+Worker(engine, Run(Path(place)), Options(Path(place))).go()
 parameters = list(engine.module.parameters())
 found = {
     "engine": engine.accelerator.distributed_type.value,

@@ -23,7 +23,8 @@ from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.runs.run import Run
 from finetune.training.memory_meter import Meter
-from finetune.training.worker import Options, train
+from finetune.training.options import Options
+from finetune.training.worker import train
 
 
 def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(

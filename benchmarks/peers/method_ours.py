@@ -30,8 +30,10 @@ from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import reference
 from finetune.training.loop import StepResult, TakesSteps
+from finetune.training.options import Options
 from finetune.training.preflight import check_here
-from finetune.training.worker import Options, Training
+from finetune.training.stages import Training
+from finetune.training.worker import Worker
 
 FORMATS = {"kto": "kto", "grpo": "prompts"}
 LONGEST = 2048
@@ -42,11 +44,11 @@ class InTurn(Training):
 
     turns: Turns
 
-    def _train(self) -> None:
+    def train(self) -> None:
         if self.recipe.method != "grpo":
             self.turns.watch(self.engine.model, read)
         self.turns.ready()
-        super()._train()
+        super().train()
 
     def _step(self, feed: TakesSteps, measuring: AbstractContextManager[None] | None) -> StepResult:
         self.turns.wait()
@@ -117,8 +119,9 @@ def main(place: Path) -> None:
     with nothing_compiled():
         settled = check_here(recipe_of(job, place), "single", "fp32")
         engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
-        racing = InTurn(engine, Run(place / "run"), Options(place / "run", plot=False))
-        racing.turns = turns
+        options = Options(place / "run", plot=False)
+        racing = Worker(engine, Run(place / "run"), options, stages=InTurn)
+        racing.training.turns = turns
         racing.go()
 
 

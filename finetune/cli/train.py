@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
     with collecting_later(), compiling_later():
         read_models_once()
-        from finetune.training.worker import Options, train
+        from finetune.training.options import Options
+        from finetune.training.worker import train
 
     carried_out = Options(
         options.output_of(arguments),

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Job(Protocol):
-    """What of a training is looked at: see `finetune.training.worker.Training`."""
+    """What of a training is looked at: see `finetune.training.stages.Training`."""
 
     engine: Engine
     run: Run

@@ -1,0 +1,320 @@
+"""The stages of a training on one rank: claim, prepare, build, step, evaluate, save, publish."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from finetune.checkpoints import checkpoint, handover
+from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
+from finetune.checkpoints.checkpoint import Progress
+from finetune.checkpoints.lock import locked
+from finetune.checkpoints.resume import claim, refuse_other_data
+from finetune.checkpoints.saver import Saver, restore_best
+from finetune.data.audit import identity
+from finetune.data.chat.render import load_chat
+from finetune.data.prepare import Prepared
+from finetune.distributed.base import Engine
+from finetune.distributed.heartbeat import Heartbeat
+from finetune.errors import Interrupted, TrainingFailure
+from finetune.exporters.publish import describe, publish
+from finetune.models import adapters, experts, model, scoring, sizes, starting_adapter, teacher
+from finetune.models.packed_attention import layout
+from finetune.planner import Plan
+from finetune.planner.estimate.forecast import Forecast
+from finetune.process.signals import Interruption
+from finetune.recipe import Recipe
+from finetune.rewards.process import RewardFailure
+from finetune.runs.run import Run
+from finetune.training import optim
+from finetune.training.answering import answering
+from finetune.training.compiled import settle_compiled
+from finetune.training.fit import check_context
+from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
+from finetune.training.memory_meter import Meter, peak_bytes
+from finetune.training.options import Options
+from finetune.training.profiler import STEP, profile_of
+from finetune.training.recorder import Reason, Recorder
+from finetune.training.reference import with_other, with_own
+from finetune.training.rollouts import rollouts_of, second_model
+from finetune.training.shared_rows import prepare_on_ranks
+from finetune.training.startup_checks import (
+    make_sure,
+    refuse_full_gpu,
+    refuse_weights_not_finite,
+)
+
+T = TypeVar("T")
+
+
+class Training:
+    """The stages of one run on one rank: `prepare`, then `train`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: Run,
+        options: Options,
+        interruption: Interruption,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.engine = engine
+        self.run = run
+        self.options = options
+        self.interruption = interruption
+        self.heartbeat = heartbeat
+        self.held = contextlib.ExitStack()
+        """The run directory, on the rank that writes the record."""
+        self.forecast: Forecast | None = None
+        """What is predicted, as soon as it is."""
+        self.plan: Plan = engine.plan
+        self.recipe: Recipe = engine.plan.recipe
+
+    def prepare(self) -> None:
+        self.resumed = self.on_one(self._claim)
+        self.tokenizer = model.load_tokenizer(self.recipe)
+        self.data = self._data()
+        if self.resumed is not None:
+            refuse_other_data(self.run, self.resumed, identity(self.data.counts))
+        self.steps = self.plan.steps(len(self.data.train))
+        self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
+        self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
+        self.forecast = self.recorder.forecast
+        refuse_full_gpu(self.engine, self.forecast)
+        self.meter = Meter(self.engine.device)
+        self.data, other = with_other(
+            self.engine, self.run, self.data, self.steps, self.tokenizer, self.resumed is not None
+        )
+        self.progress = self._build()
+        (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
+        told = make_sure(self) + other
+        self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
+        self.data, own = with_own(
+            self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
+            self.resumed is not None,
+        )  # fmt: skip
+        self.rollouts = rollouts_of(
+            self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
+        )
+        if self.engine.speaks:
+            print(told + own, flush=True)
+
+    def _claim(self) -> int | None:
+        self.held.enter_context(locked(self.run))
+        return claim(self.run, self.plan, self.options.resume)
+
+    def train(self) -> None:
+        left = self.steps - self.progress.step
+        if self.options.profile and left <= STEP:
+            self.notes.append(
+                f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
+                f"and {left} are left"
+            )
+        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
+        try:
+            self._loop()
+        finally:
+            self.recorder.close()
+
+    def on_one(self, work: Callable[[], T]) -> T:
+        """Do something on one rank; all get its result, or raise its error."""
+        return self.engine.on_first(work)
+
+    def _data(self) -> Prepared:
+        chosen = self.recipe.model
+        self.chat = chat = load_chat(
+            self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
+        )
+        self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
+        data = prepare_on_ranks(self.engine, self.recipe, chat)
+        return teacher.ready(self.recipe, self.tokenizer, data) if self.recipe.teaches else data
+
+    def _build(self) -> Progress:
+        """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
+        engine = self.engine
+        compiled = settle_compiled(engine, self.data, self.steps)
+        network = engine.together(lambda: model.build(engine, self.recipe.seed))
+        self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
+        self.padding = layout(self.recipe, network.config)
+        self.data = self.data.side_by_side(self.padding.free)
+        self.pad_id, vocabulary_notes = scoring.fit_tokens(
+            self.recipe, network, self.tokenizer, self.data.train.documents
+        )
+        self.tokenizer = handover.settle(network, self.chat, self.data.train)
+        self.parameters = sizes.counts(engine, network)
+        self.stored = sizes.stored(engine, network)
+        self.notes = [
+            *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
+            *self._origin(), *vocabulary_notes,
+            *check_context(self.recipe, network, self.data),
+            *model.kernel_notes(network, self.plan), *compiled,
+            *experts.notes(network, self.recipe),
+        ]  # fmt: skip
+        self.on_one(self.recorder.write_request)
+        folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
+        if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
+            # Such an adapter took its product out of the base: to undo that, the product is kept.
+            network.save_pretrained(self.run.initial_adapter)
+            handover.follow_umask(self.run.initial_adapter)
+        self.reference = second_model(engine, network)
+        if folder is not None:
+            if self.recipe.adapter is not None:
+                refuse_other_base(folder, self.recipe.model)
+            checkpoint.load_weights(network, folder)
+        rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
+        engine.prepare(network, rules)
+        self.notes += engine.notes
+        rows = identity(self.data.counts)
+        if folder is None:
+            return Progress(data=rows, base=self.base)
+        checkpoint.load_state(engine, folder)
+        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
+        self.on_one(lambda: restore_best(self.run, progress))
+        return progress
+
+    def _origin(self) -> list[str]:
+        """Record the adapter that training goes on from; a note of it."""
+        if self.recipe.model.adapter is None:
+            return []
+        is_new = self.resumed is None
+        return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
+
+    def _loop(self) -> None:
+        self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
+        self.interruption.defer()
+        if self.rollouts is None:
+            with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
+                stop = self._take_steps(feed)
+        else:
+            with contextlib.closing(self.rollouts):
+                stop = self._take_steps(self.rollouts)
+        self._finish_saving()
+        self._end("early stop" if stop else "finished")
+
+    def _take_steps(self, feed: TakesSteps) -> bool:
+        """Train until the last step or out of patience; returns whether it was the patience."""
+        first, stop = self.progress.step, self._patience_is_over()
+        folder = self.run.profile if self.options.profile else None
+        profile = profile_of(self.engine, folder, self.recorder.forecast)
+        while self.progress.step < self.steps and not stop:
+            step = self.progress.step
+            self.heartbeat.step = step + 1
+            # The second step of a start is the first that begins with the optimizer's moments.
+            counted = step == min(first + 1, self.steps - 1)
+            measuring = self.meter.measuring(self.engine.model, self.reference) if counted else None
+            with profile.of_step(step - first):
+                result = self._step(feed, measuring)
+            self.progress = dataclasses.replace(self.progress, step=step + 1)
+            self.peak, interrupted = result.largest
+            self._record(result)
+            self._warn()
+            if counted:
+                self.recorder.memory(step + 1, result, self.meter.peak)
+            if step == first:
+                self.recorder.realised(self.parameters, self.stored)
+            better = self._evaluate_if_due(step + 1 == self.steps)
+            stop = self._patience_is_over()
+            done = stop or step + 1 == self.steps
+            self._save_if_due(done or bool(interrupted), better)
+            self.recorder.saved(self.saver.written())
+            if interrupted and not done:
+                self._finish_saving()
+                self._end_interrupted()
+        return stop
+
+    def _step(
+        self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
+    ) -> StepResult:
+        """One step. Where a reward fails, what was trained is saved before the run ends."""
+        step = self.progress.step
+        try:
+            return train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+        except RewardFailure:
+            if step:
+                self.saver.save(self.progress, False)
+                self._finish_saving()
+            raise
+
+    def _noticed(self) -> list[int]:
+        """What each rank brings to the meeting of a step: its peak, whether it was interrupted."""
+        return [peak_bytes(self.engine.device), int(self.interruption.asked)]
+
+    def _finish_saving(self) -> None:
+        self.saver.finish()
+        self.recorder.saved(self.saver.written())
+
+    def _patience_is_over(self) -> bool:
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.progress.stale >= patience
+
+    def _warn(self) -> None:
+        if self.rollouts is not None:
+            for told in self.rollouts.warnings:
+                self.recorder.warned(self.progress.step, told)
+            self.rollouts.warnings.clear()
+
+    def _record(self, result: StepResult) -> None:
+        if result.suspects is None:
+            self.recorder.step(self.progress, result, self.peak)
+            return
+        if not self.progress.skipped:
+            refuse_weights_not_finite(self.engine)
+        self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
+        self.recorder.skipped(self.progress, result, result.suspects)
+
+    def _end_interrupted(self) -> None:
+        self.recorder.end(self.progress.step, "interrupted", self.peak)
+        raise Interrupted(
+            f"interrupted by {self.interruption.name} after step {self.progress.step} of "
+            f"{self.steps}, which is saved: continue with --resume, or --resume auto"
+        )
+
+    def _end(self, reason: Reason) -> None:
+        """Write the result and the end of the record."""
+        self.on_one(lambda: self._finish_record(self._publish))
+        self.recorder.end(self.progress.step, reason, self.peak)
+        self.on_one(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
+        self.engine.accelerator.wait_for_everyone()
+
+    def _finish_record(self, work: Callable[[], None]) -> None:
+        causes = checkpoint.causes_of([checkpoint.attempt(work)])
+        if causes:
+            raise TrainingFailure(
+                f"{self.run.root}: trained to the end, but the result could not be written "
+                f"({causes}); its checkpoint is whole: make room or allow writing, and resume"
+            )
+
+    def _publish(self) -> None:
+        with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
+            publish(self.run)
+
+    def _evaluate_if_due(self, done: bool) -> bool:
+        """Evaluate where it is due; returns whether it was the best so far."""
+        every = self.recipe.evaluation.every
+        due = done or (every is not None and self.progress.step % every == 0)
+        if not due or not len(self.data.eval):
+            return False
+        if self.rollouts is None:
+            result = evaluate(self.engine, self.data.eval, self.pad_id)
+        else:
+            result = self.rollouts.evaluate(self.data.eval)
+        if self.answering is not None:
+            result = result.with_metrics(self.answering.measure(self.engine))
+        judged, best = result.judged_by(self.recipe.evaluation.best), self.progress.best_loss
+        better = math.isfinite(judged) and (best is None or judged < best)
+        if better:
+            self.progress = dataclasses.replace(
+                self.progress, best_loss=judged, best_step=self.progress.step, stale=0
+            )
+        else:
+            self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)
+        self.recorder.evaluated(self.progress.step, result, better)
+        return better
+
+    def _save_if_due(self, done: bool, better: bool) -> None:
+        every = self.recipe.saving.every
+        due = done or (every is not None and self.progress.step % every == 0)
+        if not (due or better):
+            return
+        self.saver.save(self.progress, better)
