@@ -1,6 +1,7 @@
 """Imports go down the floors only; what has no torch stays so; modules stay small."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def floor(name: str) -> int:
     return found
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -101,7 +103,8 @@ def ours(tree: ast.AST) -> set[str]:
     return names
 
 
-def without_typing(tree: ast.Module) -> ast.Module:
+@functools.cache
+def without_typing(path: Path) -> ast.Module:
     """The module less its `if TYPE_CHECKING:` blocks, which import nothing when it runs."""
 
     class Drop(ast.NodeTransformer):
@@ -109,7 +112,7 @@ def without_typing(tree: ast.Module) -> ast.Module:
             typing_only = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
             return None if typing_only else self.generic_visit(node)
 
-    return Drop().visit(tree)
+    return Drop().visit(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def test_every_module_stands_on_one_floor() -> None:
@@ -121,7 +124,7 @@ def test_every_module_stands_on_one_floor() -> None:
 @each_module
 def test_bitsandbytes_is_optional(path: Path) -> None:
     if path not in (PACKAGE / "kernels/quantised.py", PACKAGE / "training/optim.py"):
-        names = {name.split(".")[0] for name in imported(without_typing(parse(path)))}
+        names = {name.split(".")[0] for name in imported(without_typing(path))}
         assert "bitsandbytes" not in names
 
 
@@ -129,9 +132,7 @@ def test_bitsandbytes_is_optional(path: Path) -> None:
 def test_a_module_imports_only_from_lower_floors(path: Path) -> None:
     mine = top(path)
     wrong = {
-        name
-        for name in ours(without_typing(parse(path)))
-        if name != mine and floor(name) >= floor(mine)
+        name for name in ours(without_typing(path)) if name != mine and floor(name) >= floor(mine)
     }
     assert wrong == set()
 
@@ -148,7 +149,7 @@ def test_no_folder_has_the_name_of_a_public_function() -> None:
 @each_module
 def test_code_for_cpus_is_reached_through_its_folder_alone(path: Path) -> None:
     if not path.is_relative_to(CPU):
-        names = set(imported(without_typing(parse(path))))
+        names = set(imported(without_typing(path)))
         inside = {name for name in names if name.startswith("finetune.kernels.cpu.")}
         assert inside <= {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
         assert not any(name.split(".")[0] == "ctypes" for name in names)
@@ -162,7 +163,7 @@ def test_the_package_itself_is_imported_by_nobody(path: Path) -> None:
 @each_module
 def test_what_must_answer_at_once_never_imports_torch(path: Path) -> None:
     if top(path) in NO_TORCH:
-        roots = {name.split(".")[0] for name in imported(without_typing(parse(path)))}
+        roots = {name.split(".")[0] for name in imported(without_typing(path))}
         assert roots & HEAVY == set()
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from finetune.planner.references import BASE, START, reference_of
 from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
+from finetune.recipe.references import BASE, START, reference_of
 from finetune.rewards import REWARDS, Rewards
 from finetune.rewards.functions import is_model
 

@@ -12,9 +12,9 @@ from finetune.planner.engines import TRAITS
 from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import against, known_fields, padding
-from finetune.planner.references import other_model
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.recipe import Batch, Data, LoRA, Recipe
+from finetune.recipe.references import other_model
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 

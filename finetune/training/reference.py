@@ -37,8 +37,8 @@ from finetune.models.adapters import reads_base
 from finetune.models.model import compute_dtype, frozen, weight_dtype
 from finetune.models.teacher import REFERENCE, compare_tokenizer
 from finetune.planner import Plan
-from finetune.planner.references import BASE, START, other_model, reference_of
 from finetune.recipe import Model
+from finetune.recipe.references import BASE, START, other_model, reference_of
 from finetune.runs.run import Run
 from finetune.training.answers import cut_answers, mismatched_batches, sum_logps
 from finetune.training.loop import epoch_of

@@ -30,7 +30,7 @@ from finetune.inference.sampling import Completion, Sampler, Wanted
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
 from finetune.models.model import frozen
-from finetune.planner.references import other_model
+from finetune.recipe.references import other_model
 from finetune.rewards.functions import arguments_of, function_of
 from finetune.rewards.process import RewardProcess
 from finetune.runs.run import Run

@@ -35,12 +35,12 @@ from finetune.planner.estimate.workload import (
 )
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
-from finetune.planner.references import second_model
 from finetune.planner.shapes import published
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Model, Recipe
+from finetune.recipe.references import second_model
 
 LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "scores": SCORES}
 """By the value of the kernel option `head`."""
