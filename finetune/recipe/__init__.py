@@ -1,6 +1,6 @@
-"""Recipes: what is learned, as frozen and validated values.
+"""Recipes: frozen, validated dataclasses that define what is learned.
 
-A recipe says nothing about machines: how many processes, which sharding and which precision come
+A recipe contains nothing about machines: the number of processes, sharding and precision come
 from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, never stated.
 """
 
@@ -45,45 +45,45 @@ __all__ = [
 ]  # fmt: skip
 
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
-"""Samples: single sequences, pairs of answers, answers that are wanted or not, sequences with a
-label, or prompts."""
+"""Kind of sample: single sequences (`text`), preference pairs (`pairs`), answers marked as wanted
+or unwanted (`judged`), sequences with a label (`labelled`), or prompts (`prompts`)."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe(Changes, metaclass=Checked):
-    """What is learned. A method (`finetune.methods`) subclasses it and defines a row's loss."""
+    """What is learned. Each method (`finetune.methods`) is a subclass that defines the loss."""
 
     method: ClassVar[str] = ""
     """The method's name in YAML and JSON."""
     takes: ClassVar[Kind] = "text"
-    """Samples that it learns from."""
+    """Kind of sample that the method trains on."""
     document_names: ClassVar[tuple[str, ...]] = ("",)
-    """What the sequences of an `Example` are, which stay together as one row."""
+    """Names of the sequences of an `Example`, which stay together in one row."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of what `loss` measures besides the loss; the first two are shown at each step."""
+    """Names of the metrics that `loss` also returns; the first two are printed at each step."""
     extremes: ClassVar[tuple[str, ...]] = ()
-    """Names of the largest (`max_...`) and smallest (`min_...`) values that `loss` gives."""
+    """Names of the maxima (`max_...`) and minima (`min_...`) that `loss` returns."""
     teaches: ClassVar[bool] = False
-    """Whether `loss` compares the model with a teacher, which both heads are read for."""
+    """Whether `loss` compares the model with a teacher; it then reads the heads of both models."""
     unit: ClassVar[str] = "tokens"
-    """What the terms of the loss are."""
+    """Name of the terms that the loss sums over, in the plural."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the numbers that `encode` gives each row: columns of the batch for `loss`."""
+    """Names of the per-row numbers that `encode` returns; `loss` reads them from the batch."""
     reads_reference: ClassVar[bool] = False
-    """Whether `loss` reads the log-probabilities of a reference, as a column of the batch."""
+    """Whether `loss` reads the log-probabilities of a reference model from the batch."""
     reads_kl: ClassVar[bool] = False
-    """Whether `loss` reads the KL of the whole step (`batch.kl`): a forward pass before it."""
+    """Whether `loss` reads the KL of the complete step (`batch.kl`), an extra forward pass."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
-    """The method's own fields that `encode` depends on; None for all of them."""
+    """Fields of the method that `encode` depends on; None for all of them."""
     adapter_kind: ClassVar[type] = LoRA
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
     eval_data: tuple[Data, ...] = ()
     eval_rows: Positive | None = None
-    """Hold out so many rows of `data` for evaluation when there is no `eval_data`."""
+    """Number of rows of `data` to hold out for evaluation when there is no `eval_data`."""
     data_checks: Literal["refuse", "report"] = "refuse"
-    """What happens to data that can only be a mistake: rows without end, or beyond the context."""
+    """Refuse or report data that must be a mistake: no row ends, rows exceed the context, ..."""
     adapter: LoRA | None = None
     """Low-rank adapter; null trains all weights."""
     batch: Batch = Field(default_factory=Batch)
@@ -98,26 +98,26 @@ class Recipe(Changes, metaclass=Checked):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of initial weights, data order and dropout."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get the metrics besides `metrics.jsonl`."""
+    """Experiment trackers that receive the metrics in addition to `metrics.jsonl`."""
     backend: str = "single"
-    """Backend that `finetune launch` uses when none is named."""
+    """Default backend of `finetune launch`."""
 
     @property
     def scores(self) -> Scores | None:
-        """The score head that the model gets; None for a language model."""
+        """The score head to add to the model; None for a language model."""
         return None
 
     @property
     def taught_by(self) -> Model | None:
-        """The model that teaches, loaded beside the one that is trained; None for no teacher."""
+        """The teacher model, loaded next to the student; None without a teacher."""
         return None
 
     def label_counts(self, rows: "Rows") -> dict[str, int]:
-        """How often each label occurs in rows; empty for a method without labels."""
+        """Number of rows for each label; empty for a method without labels."""
         return {}
 
     def label_of(self, numbers: "Mapping[str, float]") -> str:
-        """The label of a document in words, from its `columns`; empty where it has none."""
+        """The label of a document as text, from its `columns`; empty if it has none."""
         return ""
 
     @property
@@ -127,43 +127,47 @@ class Recipe(Changes, metaclass=Checked):
 
     @property
     def rows_are(self) -> str:
-        """The word for several rows."""
+        """What rows are called in messages, in the plural."""
         return {"pairs": "pairs", "prompts": "completions"}.get(self.takes, "rows")
 
     @property
     def row_length(self) -> int:
-        """Most tokens of a row: of all its documents together; of a pack as well."""
+        """Maximum number of tokens in a row, over all its documents; also that of a pack."""
         return self.documents_per_row * self.batch.max_length
 
     @property
     def encoded_length(self) -> int:
-        """Most tokens of a document of the data."""
+        """Maximum number of tokens in a document of the data."""
         return self.batch.max_length
 
     @property
     def loss_temperature(self) -> float:
-        """Divides the logits that the loss is computed from."""
+        """Temperature that divides the logits before the loss."""
         return 1.0
 
     @property
     def sampled(self) -> tuple[int, int, int] | None:
-        """Completions of a sampling, those that a device samples at once, and tokens of each."""
+        """Sampling sizes; None for a method that does not sample.
+
+        Completions per sampling phase, completions that a device samples at once, and maximum
+        number of tokens in a completion.
+        """
         return None
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of steps that come from one row of the data in a pass over it."""
+        """Training rows made from each row of the data in one epoch."""
         return 1
 
     @property
     def most_micro_rows(self) -> int:
-        """Rows of full length in a forward pass."""
+        """Number of rows of maximum length in a forward pass."""
         tokens = self.batch.micro_tokens
         return self.batch.micro_rows if tokens is None else max(1, tokens // self.row_length)
 
     @property
     def needs_second_model(self) -> bool:
-        """Whether a copy of the model as training starts is held beside the one that is trained."""
+        """Whether a copy of the initial model is kept in memory during training."""
         return False
 
     def problems(self) -> list[str]:
@@ -171,33 +175,33 @@ class Recipe(Changes, metaclass=Checked):
         return []
 
     def advice(self) -> list[str]:
-        """What the user should know of the method's settings although nothing is wrong."""
+        """Warnings about the method's settings that do not prevent the run."""
         return []
 
     def data_advice(self, counts: Mapping[str, Any]) -> list[str]:
-        """What the user should know of the training rows, by their `audit.count_rows`."""
+        """Warnings about the training rows, given the counts from `audit.count_rows`."""
         return []
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        """Token ids of the sequences of a sample, and which of them are trained."""
+        """Tokenize the sequences of a sample and mark the tokens that are trained."""
         raise NotImplementedError
 
     def count(self, batch: "MicroBatch") -> int:
-        """Terms of the loss in a micro-batch, known before the forward pass."""
+        """Number of loss terms in a micro-batch, known before the forward pass."""
         raise NotImplementedError
 
     def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        """The sum of `count` over the chosen rows, which any rank knows without the others."""
+        """The sum of `count` over the chosen rows, computed on any rank without communication."""
         raise NotImplementedError
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Sum of the loss over the terms of a micro-batch, and sums of what else is measured.
+        """Sum of the loss over the terms of a micro-batch, and sums of the method's metrics.
 
-        Every term depends on its own row only, so that the sum over a step is the same however
-        the step is cut into micro-batches.
+        Each term depends only on its own row, so the sum over a step does not depend on how the
+        step is split into micro-batches.
         """
         raise NotImplementedError
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step that follow from the means of the others."""
+        """Metrics of a step that are computed from the means of its other metrics."""
         return {}
