@@ -1,1 +1,1 @@
-"""Train: the worker's stages, the loop, and what each step needs."""
+"""Training: the worker process, the stages of a run, the loop, and the parts of a step."""

@@ -1,7 +1,7 @@
-"""Answer held-out rows while training, on the sharded model as it is, and measure the answers.
+"""Generate answers to held-out rows during training, on the sharded model, and score them.
 
-Every rank runs the same number of forward passes, because those are collective where weights are
-sharded: an answer that has ended is fed padding until the last one of all ranks has.
+Every rank runs the same number of forward passes, because forward passes of sharded weights are
+collective: an answer that has ended is fed padding until the last answer of all ranks has ended.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from finetune.models.packed_attention import DOCUMENTS
 
 @dataclasses.dataclass(frozen=True)
 class Answering:
-    """The rows that are answered at every evaluation, and what is measured."""
+    """The rows to answer at every evaluation, and the metrics of their answers."""
 
     asked: list[Asked]
     prompts: list[list[int]]
@@ -39,7 +39,7 @@ class Answering:
     micro_rows: int
 
     def measure(self, engine: Engine) -> dict[str, float]:
-        """Every number of the metrics, on every rank."""
+        """All values of the metrics, on every rank."""
         mine = self._answers(engine)
         every = [pair for rank in engine.gather(mine) for pair in rank]
         return engine.on_first(lambda: self._measured(dict(every)))
@@ -51,7 +51,7 @@ class Answering:
         return {each.name: each.total for each in found} | {"stopped": stopped}
 
     def _answers(self, engine: Engine) -> list[tuple[int, Answer]]:
-        """Greedy answers of this rank's share of the rows, each with its number."""
+        """Greedy answers to this rank's share of the rows, each with its row number."""
         engine.model.eval()
         lengths = np.array([len(prompt) for prompt in self.prompts])
         cuts = cut(np.arange(len(self.prompts)), lengths, self.micro_rows)
@@ -80,10 +80,10 @@ class Answering:
 
 
 def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering | None:
-    """Choose the rows and check that the metrics fit them; None where the recipe names no metrics.
+    """Choose the rows and check that the metrics fit them; None if the recipe has no metrics.
 
     Raises:
-        FinetuneError: the rows are texts, or a metric does not fit a row.
+        FinetuneError: the rows are plain texts, or a metric does not fit a row.
     """
     recipe = engine.plan.recipe
     chosen = recipe.evaluation
@@ -114,9 +114,9 @@ def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering
 def greedy(
     engine: Engine, prompts: list[list[int]], pad: int, stops: Sequence[int], max_new_tokens: int
 ) -> tuple[list[list[int]], list[int]]:
-    """New tokens of each prompt before its stop token, and the most that each may have.
+    """New tokens of each prompt without the stop token, and the limit of each prompt.
 
-    One forward pass a token, with a key-value cache, until no answer of any rank goes on.
+    Runs one forward pass per token, with a key-value cache, until all answers on all ranks ended.
     """
     device, longest = engine.device, max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
@@ -135,7 +135,7 @@ def greedy(
     while engine.largest([int(any(going))])[0]:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         if context is not None:
-            positions = positions.clamp(max=context - 1)  # of rows that have ended
+            positions = positions.clamp(max=context - 1)  # for rows that have ended
         out: Any = engine.model(
             input_ids=ids,
             attention_mask=mask,
@@ -158,7 +158,7 @@ def greedy(
 
 @contextlib.contextmanager
 def answering_attention(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, attention has a cache and padding: that of documents side by side has neither."""
+    """Use SDPA in this context: padding-free attention supports neither cache nor padding."""
     network = _network(module)
     usual = network.config._attn_implementation
     if usual != DOCUMENTS:

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers without gradient, and the KL of a step that methods read."""
+"""Compute log-probabilities of answers without gradients, and the KL of a step."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from finetune.methods.losses import sequence_logps
 
 
 def cut_answers(engine: Engine, rows: Rows) -> list[np.ndarray]:
-    """Row numbers of this rank's micro-batches: as many on every rank, as passes are collective."""
+    """Row numbers of this rank's micro-batches; equally many per rank, for collective passes."""
     recipe = engine.plan.recipe
     batch = recipe.batch
     slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
@@ -25,7 +25,7 @@ def cut_answers(engine: Engine, rows: Rows) -> list[np.ndarray]:
 def mismatched_batches(
     engine: Engine, rows: Rows, chosen: np.ndarray, epoch: int, pad_id: int
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of the `mismatched` answers of some rows."""
+    """This rank's micro-batches of the `mismatched` answers of the `chosen` rows."""
     recipe = engine.plan.recipe
     made = mismatched(rows, chosen, epoch, recipe.seed, recipe.batch.max_length)
     batches = [collate(made, taken, pad_id, engine.device) for taken in cut_answers(engine, made)]
@@ -34,9 +34,9 @@ def mismatched_batches(
 
 @torch.no_grad()
 def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-    """The sum over the answers of all ranks' micro-batches, and their number.
+    """Sum of the log-probabilities of the answers over all ranks, and the number of answers.
 
-    In eval mode: dropout would make each a random number.
+    Runs in eval mode, because dropout would make the values random.
     """
     engine.model.eval()
     total, count = torch.zeros((), dtype=torch.float64, device=engine.device), 0
@@ -56,13 +56,13 @@ def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int
 
 
 def step_kl(engine: Engine, batches: Iterable[MicroBatch], reference: float) -> float:
-    """Mean over a step's `mismatched` answers of log-probability less that of the reference.
+    """Mean of policy minus reference log-probability over a step's `mismatched` answers.
 
-    The same on every rank, and however the step is cut; 0 where there are none.
+    The same on every rank and for every cut into micro-batches; 0 without answers.
 
     Args:
-        batches: this rank's.
-        reference: the sum of the reference's log-probabilities of the answers of all ranks.
+        batches: this rank's micro-batches.
+        reference: sum of the reference's log-probabilities of the answers over all ranks.
     """
     summed, counted = sum_logps(engine, batches)
     return (summed - reference) / counted if counted else 0.0

@@ -1,4 +1,4 @@
-"""Decide what a run compiles for its machine, on every rank alike."""
+"""Choose which kernels a run compiles, the same on every rank."""
 
 from finetune.cache import keep_compiled
 from finetune.data.prepare import Prepared
@@ -9,9 +9,9 @@ from finetune.training.recorder import tokens_of_run
 
 
 def settle_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
-    """Let chains and the pool be compiled or not; returns what is to be said of it.
+    """Switch compiled pointwise chains and the memory pool on or off; returns notes for the log.
 
-    What one rank cannot compile no rank uses: a job is as fast as its slowest.
+    If one rank cannot compile the chains, no rank uses them: a job is as fast as its slowest rank.
     """
     keep_compiled(chains.usual_folder)
     kernels, device = engine.plan.recipe.kernels, engine.device

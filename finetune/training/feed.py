@@ -1,4 +1,4 @@
-"""Make the batches of the next step in a thread while a step runs."""
+"""Prepare the next step's batches in a thread while the current step runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Feed(Generic[T]):
-    """Things by the number of their step, one of them made ahead.
+    """Items by step number, with the next one prefetched.
 
-    `make` must be a function of the step alone: whatever was made ahead is what would have been
-    made in time, and what is not asked for is dropped.
+    `make` must depend on the step alone, so that a prefetched item equals one made on demand.
+    A prefetched item of another step than the one taken is dropped.
     """
 
     def __init__(self, make: Callable[[int], T], stop: int, thread: ThreadPoolExecutor) -> None:
@@ -22,9 +22,9 @@ class Feed(Generic[T]):
         self._ahead: tuple[int, Future[T]] | None = None
 
     def take(self, step: int) -> T:
-        """What `make` gives for a step, or raises; that of the next step is begun.
+        """The item of `step`, or the error of `make`; starts to prefetch the next step.
 
-        Nothing is begun from step `stop` on.
+        Steps from `stop` on are not prefetched.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
@@ -38,10 +38,10 @@ class Feed(Generic[T]):
 
 @contextlib.contextmanager
 def feed(make: Callable[[int], T], stop: int, device: torch.device) -> Iterator[Feed[T]]:
-    """A feed whose thread ends with it, and works on `device` where that is a GPU."""
+    """A feed with its own thread, which ends with the context and uses `device` if a GPU."""
 
     def begin() -> None:
-        if device.type == "cuda":  # a new thread begins on the first GPU
+        if device.type == "cuda":  # a new thread starts on the first GPU
             torch.cuda.set_device(device)
 
     with ThreadPoolExecutor(1, "feed", initializer=begin) as thread:

@@ -1,4 +1,4 @@
-"""Fit data and tokenizer to the model before the engine is built."""
+"""Check that the data fits the model's context length, before the engine is built."""
 
 import torch
 
@@ -10,16 +10,17 @@ from finetune.recipe import Recipe
 
 
 def check_context(recipe: Recipe, network: torch.nn.Module, data: Prepared) -> list[str]:
-    """Refuse rows longer than the model's context; notes of those that are to pass.
+    """Refuse rows longer than the model's context; returns notes if the recipe allows them.
 
     Raises:
-        FinetuneError: there are such rows, and the recipe does not let them pass.
+        FinetuneError: there are such rows, and `data_checks` is `refuse` or the model's position
+            embeddings are learned.
     """
     context = load_checks.context_length(network.config)
     if context is None:
         return []
     learned = load_checks.has_learned_positions(network, context)
-    context -= recipe.batch.max_length - recipe.encoded_length  # of a completion, behind a prompt
+    context -= recipe.batch.max_length - recipe.encoded_length  # room for a sampled completion
     problem = beyond_context((data.train, data.eval), context, learned)
     if problem is None:
         return []

@@ -1,4 +1,4 @@
-"""The training loop: exact sums, one division, and nothing that depends on the engine."""
+"""Training and evaluation steps: exact sums, one division, independent of the engine."""
 
 import contextlib
 import dataclasses
@@ -25,31 +25,31 @@ from finetune.training.optim import learning_rate
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """What one rank computes in a step, on its device, and what all ranks have in it together."""
+    """One rank's micro-batches of a step, on its device, and totals over all ranks."""
 
     batches: list[MicroBatch]
     numbers: list[int]
-    """Of the micro-batches, in the global batch."""
+    """Position of each micro-batch in the global batch."""
     chosen: np.ndarray  # (rows,) int64: row numbers of the global batch
-    mine: list[np.ndarray]  # (micro_rows,) int64: of them, those of each micro-batch
+    mine: list[np.ndarray]  # (micro_rows,) int64 each: row numbers of each micro-batch
     terms: int
-    """Terms of the loss, of all ranks."""
+    """Loss terms, over all ranks."""
     trained_tokens: int
-    """Tokens that have a label, of all ranks."""
+    """Tokens with a label, over all ranks."""
     real_tokens: int
-    """Tokens that are no padding, of all ranks."""
+    """Tokens that are not padding, over all ranks."""
     mismatched: list[MicroBatch] = dataclasses.field(default_factory=list[MicroBatch])
-    """This rank's micro-batches of the answers that give the KL of a step, where it is read."""
+    """This rank's micro-batches of mismatched answers, for methods that read the KL of a step."""
     reference: float = 0.0
-    """The sum of the reference's log-probabilities of these answers, of all ranks."""
+    """Sum of the reference's log-probabilities of the mismatched answers, over all ranks."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """What is known of the rows before they are trained on, the same on every rank."""
+    """Metrics known before the forward pass, the same on every rank."""
     passed_over: Mapping[str, Sum] = dataclasses.field(default_factory=dict[str, Sum])
-    """What this rank adds to the method's metrics for rows that need no forward pass."""
+    """This rank's contribution to the method's metrics from rows without a forward pass."""
 
 
 class TakesSteps(Protocol):
-    """Where the rows of each step come from."""
+    """A source of the rows of each step."""
 
     def take(self, step: int) -> StepRows:
         """This rank's rows of a step."""
@@ -58,61 +58,61 @@ class TakesSteps(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step of the whole job was."""
+    """Result of one optimizer step, over all ranks."""
 
     loss: float
-    """Mean over the loss terms of the global batch, the load-balancing loss included."""
+    """Mean over the loss terms of the global batch, including the load-balancing loss."""
     balance: float
-    """Of that: the load-balancing loss times its coefficient; nan where there is none."""
+    """The load-balancing loss times its coefficient, part of `loss`; NaN without one."""
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the unsharded gradient before clipping."""
     lr: float
     trained_tokens: int
     real_tokens: int
     slots: int
-    """Token slots that were computed, padding included."""
+    """Token slots computed, including padding."""
     shape: tuple[int, int]
-    """Rows of this rank's last micro-batch, and slots of each: the mean of rows side by side."""
+    """Rows of this rank's last micro-batch and slots per row; the mean if padding-free."""
     padded: bool
-    """Whether some of them are padding."""
+    """Whether that micro-batch contains padding."""
     labelled: int
-    """Tokens of that micro-batch that have a label."""
+    """Tokens with a label in that micro-batch."""
     longest: int
-    """Tokens of its longest document, 0 where rows are not side by side."""
+    """Tokens of its longest document; 0 if it is not padding-free."""
     seconds: float
     data_seconds: float
-    """Of those, waited for rows."""
+    """Part of `seconds` spent waiting for rows."""
     largest: list[int]
-    """The largest of what each rank noticed."""
+    """Maximum over ranks of each value of `noticed`."""
     suspects: list[int] | None = None
-    """Rows of a step that was not taken, because its loss or gradient was not finite."""
+    """Row numbers of a step that was skipped because its loss or gradient was not finite."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Means over the step of what the method measures, without those that nothing counted for."""
+    """Means of the method's metrics over the step, without metrics that have a count of 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """A pass over the evaluation rows."""
+    """Result of a pass over the evaluation rows."""
 
     loss: float
     tokens: int
-    """Terms that it is the mean over: tokens, or pairs."""
+    """Loss terms that `loss` is the mean of: tokens or pairs."""
     seconds: float
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """As `StepResult.metrics`, over all rows."""
 
     def with_metrics(self, more: Mapping[str, float]) -> "EvalResult":
-        """The same pass, with what else was measured."""
+        """The same result with additional metrics."""
         return dataclasses.replace(self, metrics={**self.metrics, **more})
 
     def judged_by(self, best: str) -> float:
-        """What `evaluation.best` names, the lower the better; NaN where it was not measured."""
+        """The value that `evaluation.best` names, negated if larger is better; NaN if missing."""
         name, sign = best.removeprefix("-"), 1 if best.startswith("-") else -1
         return self.loss if best == "loss" else sign * self.metrics.get(name, math.nan)
 
 
 class _Metrics:
-    """Sums and counts of what a method measures, over the micro-batches of one rank."""
+    """Sums and counts of a method's metrics over the micro-batches of one rank."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, names = recipe, recipe.metrics
@@ -120,10 +120,10 @@ class _Metrics:
         self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         self.counts: list[int | torch.Tensor] = [0] * len(names)
         self.largest = torch.full((len(recipe.extremes),), -math.inf, device=device)
-        """Of a smallest value its negative."""
+        """Running maxima; a minimum is stored negated."""
 
     def add(self, loss: Loss) -> None:
-        """What a micro-batch measured; no device has to be waited for."""
+        """Add the metrics of a micro-batch, without synchronizing with the device."""
         if loss.extremes:
             named = [(name, loss.extremes[name].detach()) for name in self.recipe.extremes]
             given = torch.stack([-e if name.startswith("min_") else e for name, e in named])
@@ -141,7 +141,12 @@ class _Metrics:
         self.counts = [a + b for a, (_, b) in zip(self.counts, of_names, strict=True)]
 
     def over_ranks(self, totals: list[float], largest: list[float]) -> dict[str, float]:
-        """From the sums over all ranks, then the counts over all ranks, and the largest values."""
+        """Metrics of all ranks.
+
+        Args:
+            totals: sums over ranks of each metric, then of each count.
+            largest: maxima over ranks.
+        """
         extremes = {
             name: -value if name.startswith("min_") else value
             for name, value in zip(self.recipe.extremes, largest, strict=True)
@@ -156,12 +161,12 @@ class _Metrics:
 def feeding(
     engine: Engine, rows: Rows, pad_id: int, steps: int
 ) -> contextlib.AbstractContextManager[Feed[StepRows]]:
-    """The rows of steps 0 to `steps` as `train_step` takes them, the next step's made ahead."""
+    """The rows of steps 0 to `steps` for `train_step`, with the next step prefetched."""
     return feed(lambda step: rows_for(engine, rows, step, pad_id), steps, engine.device)
 
 
 def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
-    """This rank's micro-batches of a step; no other rank has to be asked for anything."""
+    """This rank's micro-batches of a step, without communication."""
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
     mine = micro_batches(engine, rows, chosen)
@@ -205,10 +210,14 @@ def train_step(
 
     The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
-    accumulation and the mean over ranks. `measuring` is entered for the last micro-batch, its
-    backward pass and the update: what happens there holds all that a step ever holds. Where the
-    gradient is not finite, nothing is updated. Besides what the engine does for gradients, ranks
-    meet once, at the end; what `noticed` gives then, as many numbers on every rank, goes with it.
+    accumulation and the mean over ranks. If the gradient is not finite, nothing is updated.
+    Apart from the engine's reduction of gradients there is one collective, at the end.
+
+    Args:
+        measuring: entered for the last micro-batch, its backward pass and the update, where the
+            memory of a step peaks.
+        noticed: more numbers of this rank for the collective, which reduces them to their
+            maximum; every rank gives equally many.
     """
     begun = time.perf_counter()
     plan = engine.plan
@@ -222,7 +231,7 @@ def train_step(
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     tokens_per_term = real_tokens / max(1, terms)
     scale = engine.averaged * plan.accumulation / max(1, terms)
-    # Dropout depends on the seed, the step and the place in the global batch alone.
+    # Dropout depends only on the seed, the step and the position in the global batch.
     seeds = [_dropout_seed(recipe.seed, step, number) for number in taken_rows.numbers]
     tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, measuring)
     while not tried.taken and engine.scale.lower():  # an overflow of fp16
@@ -230,7 +239,7 @@ def train_step(
     metrics = tried.metrics
     metrics.add_sums(taken_rows.passed_over)
     norm, taken = tried.norm, tried.taken
-    # One copy from the device; fp64, which not every device has, on the host.
+    # One copy from the device; converted on the host because not every device has fp64.
     read = torch.cat([tried.sums.flatten(), metrics.sums, metrics.largest]).cpu().double()
     losses, balances = read[: 2 * len(batches)].chunk(2)  # (accumulation,)
     slots = sum(batch.ids.numel() for batch in batches)
@@ -244,7 +253,7 @@ def train_step(
     blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
     seconds = time.perf_counter() - begun
     final = batches[-1]
-    # Where memory is counted: over the last micro-batch, or over all of a pipeline's.
+    # Memory is measured over the last micro-batch, or over all of them in a pipeline.
     counted = batches if plan.mesh.pipeline > 1 else batches[-1:]
     return StepResult(
         loss=mean,
@@ -271,7 +280,7 @@ def train_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """What came of a forward and backward pass over the rows of a step, and of its update."""
+    """Result of the forward and backward passes of a step and its update."""
 
     sums: torch.Tensor  # (2, accumulation): losses, and balances in them
     metrics: _Metrics
@@ -288,7 +297,7 @@ def _attempt(
     tokens_per_term: float,
     measuring: contextlib.AbstractContextManager[None] | None,
 ) -> _Attempt:
-    """Compute the gradient of a step, and update where it is finite; else all is as it was."""
+    """Compute the gradient of a step and update the weights if it is finite."""
     recipe = engine.plan.recipe
     sums = torch.zeros(2, len(batches), device=engine.device)
     metrics = _Metrics(recipe, engine.device)
@@ -309,12 +318,12 @@ def _attempt(
 
 
 def _counted(engine: Engine, brought: list[float]) -> list[float]:
-    """What this rank adds to sums over rows: of those with the same rows one counts."""
+    """This rank's summands; zeros if another rank with the same rows already counts them."""
     return brought if engine.counts else [0.0] * len(brought)
 
 
 def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Row numbers of this rank's micro-batches of a step, with their place in the global batch."""
+    """Row numbers of this rank's micro-batches of a step, with their global positions."""
     batch = engine.plan.recipe.batch
     cuts = cut(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
     return deal(cuts, engine.data_rank, engine.data_world)
@@ -326,7 +335,7 @@ def _dropout_seed(seed: int, step: int, number: int) -> int:
 
 @torch.no_grad()
 def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
-    """Mean loss over the terms of all evaluation rows, the same on any number of ranks."""
+    """Mean loss over the terms of all evaluation rows, independent of the number of ranks."""
     begun = time.perf_counter()
     recipe = engine.plan.recipe
     micro_rows = recipe.evaluation.micro_rows
@@ -342,7 +351,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         given = mismatched_batches(engine, rows, np.arange(len(rows)), 0, pad_id)
         kl = step_kl(engine, given, float(rows.step_reference[0]))
     engine.model.eval()
-    # As many on every rank: forward passes are collective.
+    # Equally many batches on every rank, because forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
         given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
         (batch,) = engine.settle([given], pad_id)
@@ -356,7 +365,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
 
         engine.look(batch, look)
     engine.reshard()
-    # Added in fp64, which not every device has, on the host.
+    # Summed in fp64 on the host, because not every device has fp64.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
     brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
     (summed, counted, *measured), most = engine.meet(

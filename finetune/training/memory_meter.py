@@ -1,4 +1,4 @@
-"""Memory of this process as the record counts it."""
+"""Measure the memory of this process: its peak, and the peak of tensors during a step."""
 
 import contextlib
 import gc
@@ -17,11 +17,11 @@ from finetune.kernels import cpu
 
 MAPS = Path("/proc/self/maps")
 _before: dict[torch.device, int] = {}
-"""Largest memory of each device before its count began anew."""
+"""Peak bytes of each device before its counter was last reset."""
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated on an accelerator, resident on a CPU."""
+    """Peak bytes so far: allocated memory on an accelerator, resident memory on a CPU."""
     if device.type == "cuda":
         return max(_before.get(device, 0), torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -29,31 +29,31 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Meter:
-    """The peak of what tensors take, counted over a forward and backward pass and the update.
+    """Peak memory of tensors over a forward pass, a backward pass and the update.
 
-    On CUDA it is PyTorch's own count. On a CPU it is what PyTorch has allocated, in its pool and
-    elsewhere, less what it had before the model was loaded, plus weights that are still mapped from
-    their file. Libraries, and code that oneDNN writes for each shape, are not tensors; resident
-    memory would count them, and blocks that glibc keeps. Made before the model is loaded.
+    On CUDA this is PyTorch's own counter. On a CPU it is what PyTorch has allocated, in its pool
+    and elsewhere, minus what it had before the model was loaded, plus weights that are still mapped
+    from their file. Resident memory would also count libraries, the code that oneDNN generates for
+    each shape, and freed blocks that glibc keeps. Create the meter before the model is loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        gc.collect()  # what an earlier training of this process left, which would be freed later
+        gc.collect()  # leftovers of an earlier training in this process, else freed during a count
         self.counts = device.type == "cpu" and cpu.keep_sizes()
         self.before = allocated() if self.counts else 0
         self.peak: int | None = None
-        """Bytes; None until it was measured, and where PyTorch keeps no sizes."""
+        """Bytes; None until measured, or if PyTorch does not keep allocation sizes."""
 
     @contextlib.contextmanager
     def measuring(self, model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-        """Inside, memory is counted; `other` is a second model that is there."""
+        """Measure the peak inside this context; `other` is a second model in memory."""
         if isinstance(model, DistributedDataParallel):
-            # Its second forward pass would do so (torch 2.13), between two counts.
+            # Otherwise its second forward pass does this (torch 2.13) between two measurements.
             model.reducer._rebuild_buckets()
         if self.device.type == "cuda":
             _before[self.device] = peak_bytes(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)  # loading is no part of a step
+            torch.cuda.reset_peak_memory_stats(self.device)  # loading is not part of a step
             yield
             self.peak = torch.cuda.max_memory_allocated(self.device)
         elif not self.counts:
@@ -68,7 +68,7 @@ class Meter:
 
 @contextlib.contextmanager
 def counting(device: torch.device) -> Iterator[list[int]]:
-    """Inside, memory of new tensors is counted: the list then holds its largest bytes."""
+    """Measure new tensors inside this context; on exit their peak bytes are added to the list."""
     found: list[int] = []
     if device.type == "cuda":
         _before[device] = peak_bytes(device)
@@ -87,7 +87,7 @@ def _profile() -> profile:
 
 
 def allocated() -> int:
-    """Bytes that tensors on the CPU have, of those that were made since sizes are kept."""
+    """Bytes of CPU tensors created since `cpu.keep_sizes` was called."""
     with _profile() as profiled:
         probe = torch.empty(1)
     for _, event in _allocations(profiled):
@@ -97,7 +97,7 @@ def allocated() -> int:
 
 
 def mapped(model: nn.Module) -> int:
-    """Bytes of weights that lie in the pages of a file (safetensors maps what it loads)."""
+    """Bytes of weights still mapped from a file (safetensors maps what it loads)."""
     ranges = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in MAPS.read_text().splitlines()
@@ -117,7 +117,7 @@ def _results(profiled: profile) -> torch.autograd._ProfilerResult:
 
 
 def _allocations(profiled: profile) -> list[tuple[int, Any]]:
-    """Nanoseconds and facts of each allocation and release that was seen, in their order."""
+    """Start in nanoseconds and fields of each allocation and release, in order of time."""
     found: list[tuple[int, Any]] = []
     nodes = _results(profiled).experimental_event_tree()
     while nodes:
@@ -129,10 +129,10 @@ def _allocations(profiled: profile) -> list[tuple[int, Any]]:
 
 
 def _highest_rise(profiled: profile) -> int:
-    """The most bytes that there were at once over those at the start.
+    """Peak bytes above the bytes at the start.
 
-    By the totals that PyTorch and the pool keep of themselves: buffers that gloo's threads free are
-    events of no profile. The pool alone says how much it has reserved.
+    Reads the running totals of PyTorch and of the pool, because buffers freed by gloo's threads
+    are in no profile. Only the pool's events have reserved bytes.
     """
     rises = {True: 0, False: 0}
     before = dict[bool, int]()

@@ -1,7 +1,7 @@
-"""A loss or gradient that is not finite: which rows it came from, and what the recipe says to do.
+"""Handle a non-finite loss or gradient: name its rows, then skip the step or stop the run.
 
-A loss that is not finite makes the whole gradient so (`poison`). The norm of the gradient is that
-of the job, so every rank on every engine drops the step by one number, without another meeting.
+A non-finite loss makes the whole gradient NaN (`poison`). The gradient norm is global, so every
+rank of every engine skips the step by that one number, without another collective.
 """
 
 import numpy as np
@@ -13,25 +13,25 @@ from finetune.errors import TrainingFailure
 from finetune.recipe import Optim
 
 MOST_NAMED = 8
-"""Rows that a message names one by one."""
+"""Maximum number of rows listed in a message."""
 
 
 def poison(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, with a gradient of NaN where its value is not finite.  # scalar"""
+    """The loss, with a gradient of NaN if its value is not finite.  # scalar"""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 def suspects(
     engine: Engine, losses: torch.Tensor, mine: list[np.ndarray], chosen: np.ndarray
 ) -> list[int]:
-    """Row numbers behind a step that was dropped, the same on every rank.
+    """Row numbers that may have caused a skipped step, the same on every rank.
 
-    Rows of the micro-batches whose loss is not finite; where every loss is finite and only the
+    The rows of micro-batches whose loss is not finite; if every loss is finite and only the
     gradient is not, all rows of the step.
 
     Args:
-        losses: (accumulation,) this rank's sums of its micro-batches.
-        mine: (micro_rows,) row numbers of each of them.
+        losses: (accumulation,) this rank's loss sums of its micro-batches.
+        mine: (micro_rows,) row numbers of each micro-batch.
         chosen: (rows,) row numbers of the step.
     """
     finite = torch.isfinite(losses).tolist()
@@ -41,17 +41,18 @@ def suspects(
 
 
 def places(rows: list[int], data: Prepared) -> list[str]:
-    """Prepared training rows for a person: the files and rows that their documents come from."""
+    """Source files and rows of the documents in prepared training rows, for messages."""
     return [data.place(document) for row in rows for document in data.train.numbers(row)]
 
 
 def verdict(
     optim: Optim, step: int, loss: float, norm: float, rows: list[str], skipped: int
 ) -> str:
-    """What to tell about a dropped step where training goes on.
+    """A warning about a skipped step after which training continues.
 
     Raises:
-        TrainingFailure: the recipe stops here; `skipped` counts this step too.
+        TrainingFailure: the recipe says to stop, or `skipped`, which counts this step too, is over
+            `optim.max_skipped`.
     """
     named = ", ".join(rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""

@@ -1,4 +1,4 @@
-"""Update rules and the learning rate, both functions of the recipe and the step alone."""
+"""Build optimizers and compute the learning rate, from the recipe and the step alone."""
 
 import math
 
@@ -15,7 +15,7 @@ from finetune.version import install
 def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
     """Learning rate of optimizer step `step` (from 0) in a run of `steps`.
 
-    Warmup is linear and ends on the peak; the schedule ends at `min_lr` x peak after the last step.
+    Warmup is linear and ends at the peak; the schedule ends at `min_lr` x peak after the last step.
     """
     warmup = math.ceil(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
     if step < warmup:
@@ -28,22 +28,22 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
 
 
 def dimensions(parameter: nn.Parameter) -> int:
-    """Dimensions of the whole tensor; a parameter that ZeRO-3 has partitioned lies flat."""
+    """Number of dimensions of the unsharded tensor; ZeRO-3 flattens the parameters it shards."""
     return len(whole_shape(parameter))
 
 
 def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> list[nn.Module]:
-    """Optimizers over the trainable parameters; together they hold each of them once.
+    """Optimizers that together hold each trainable parameter once.
 
     Raises:
-        FinetuneError: the update rule's library is missing.
+        FinetuneError: the library of the optimizer is missing.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optim.name == "muon":
         return _muon(model, optim, peak)
     groups = _decay_groups(trained, optim.weight_decay)
     if optim.name == "adamw":
-        # `foreach` allocates a copy of the gradients; `fused` does not, and exists on CPU and CUDA.
+        # `foreach` allocates a copy of the gradients; `fused` does not, and runs on CPU and CUDA.
         return [torch.optim.AdamW(groups, peak, optim.betas, optim.eps, fused=True)]
     if optim.name == "adafactor":
         return [torch.optim.Adafactor(groups, peak)]
@@ -63,7 +63,7 @@ def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[d
 def _muon(model: nn.Module, optim: Optim, peak: float) -> list[torch.optim.Optimizer]:
     """Muon (arXiv:2502.16982) for the matrices inside blocks, AdamW for all other parameters.
 
-    Updates are scaled to the size of AdamW's, so that one learning rate serves both.
+    Updates are scaled to the RMS of AdamW's, so that one learning rate fits both.
     """
     outer = {
         id(parameter)

@@ -1,4 +1,4 @@
-"""How a run is carried out, from the command line or a notebook."""
+"""Options of a run that do not change what is learned, from the command line or a notebook."""
 
 import dataclasses
 from pathlib import Path
@@ -8,16 +8,16 @@ from finetune.checkpoints.resume import Resume
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run is carried out; none of it changes what is learned."""
+    """Options of a run; none of them changes what is learned."""
 
     output: Path
     resume: Resume = False
-    """Whether to go on from the newest intact checkpoint; `auto`: where there is one."""
+    """Continue from the newest intact checkpoint; with `auto`, only if there is one."""
     nvme_path: Path | None = None
-    """Folder on a local disk for a backend that offloads to NVMe; by default inside the run."""
+    """Folder on a local disk for a backend that offloads to NVMe; by default in the run."""
     timeout_minutes: float = 30.0
-    """How long a rank waits for the others before it gives up."""
+    """Minutes that a rank waits for the others before it fails."""
     profile: bool = False
-    """Trace one step with torch's profiler, and say where its time went."""
+    """Trace one step with PyTorch's profiler and print a breakdown of its time."""
     plot: bool = True
     """Draw `loss.png` at the end."""

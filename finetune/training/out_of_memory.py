@@ -1,4 +1,4 @@
-"""Explain that memory ran out: what was predicted, what to change, where to go on from."""
+"""Explain an out-of-memory error: the prediction, what to change, and where to resume."""
 
 import torch
 
@@ -10,18 +10,18 @@ from finetune.runs import units
 from finetune.training.memory_meter import peak_bytes
 
 ON_CPU = "DefaultCPUAllocator"
-"""What PyTorch's error begins with where the host has no more memory."""
+"""Found in PyTorch's error when host memory runs out."""
 MOST_NAMED = 3
-"""Changes that a message names."""
+"""Maximum number of changes listed in a message."""
 USUAL = (
     "batch.micro_rows=1 (or fewer batch.micro_tokens)", "model.activation_checkpointing=true",
     "a backend that shards",
 )  # fmt: skip
-"""What to change where nothing is predicted."""
+"""Changes to suggest without a prediction."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no more memory for tensors."""
+    """Whether an error says that a device or the host ran out of memory for tensors."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and ON_CPU in str(error)
@@ -30,11 +30,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, engine: Engine, forecast: Forecast | None, step: int, standing: str
 ) -> TrainingFailure:
-    """The failure of a run whose memory ran out.
+    """The error to raise for a run that ran out of memory.
 
     Args:
-        step: that runs, from 1; 0 before the first.
-        standing: what the run can be continued from.
+        step: the current step, from 1; 0 before the first.
+        standing: a sentence on where the run can be resumed from.
     """
     when = f"step {step}" if step else "before step 1"
     held = units.size(peak_bytes(engine.device))
@@ -53,7 +53,7 @@ def out_of_memory(
 
 
 def _changes(forecast: Forecast | None) -> list[str]:
-    """Settings that lower the peak, those that cost nothing first."""
+    """Settings that lower the peak, free ones first."""
     if forecast is None or forecast.machine is None:
         return list(USUAL)
     precision = "fp32" if forecast.workload.compute == 4 else "bf16"

@@ -1,28 +1,28 @@
-"""Warn of a training on preferences whose margin grows while the wanted answers get unlikely."""
+"""Warn when a preference training grows its margin while chosen answers get less likely."""
 
 from collections.abc import Mapping
 
 STEPS = 5
-"""Steps whose means are compared: what one of a few pairs shows is mostly noise."""
+"""Steps per mean that is compared; a single step of a few pairs is mostly noise."""
 MARGIN, CHOSEN = "rewards/margins", "rewards/chosen"
 
 
 class PairWatch:
-    """Compares the rewards of the newest steps with those of the steps before; warns once."""
+    """Compares the mean rewards of the newest steps with the steps before them; warns once."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []
         self._told = False
 
     def warnings(self, metrics: Mapping[str, float], has_reference: bool) -> list[str]:
-        """What the metrics of a step show for the first time.
+        """New warnings after a step.
 
-        Chosen answers are less likely than at the start where their reward, which is relative to
-        the reference, is below 0; without a reference, where it is below that of the first steps.
+        Chosen answers are less likely than at the start if their reward, which is relative to the
+        reference, is below 0; without a reference, if it is below that of the first steps.
 
         Args:
-            metrics: of a step, by name; one without both rewards is passed over.
-            has_reference: whether rewards are relative to one.
+            metrics: metrics of the step by name; a step without both rewards is ignored.
+            has_reference: whether rewards are relative to a reference.
         """
         if MARGIN not in metrics or CHOSEN not in metrics or self._told:
             return []

@@ -1,6 +1,6 @@
 """Check a request before anything is loaded: the plan, and the files that a recipe names.
 
-No torch: a misspelt file is told at once, and not after the seconds that torch takes to import.
+Does not import torch, so that a misspelled path is reported without waiting seconds for the import.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from finetune.version import BITSANDBYTES, DEEPSPEED, install
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
-    """The recipe of a name and overrides, beside a backend that is named or left to the recipe.
+    """The recipe of a name and overrides; also checks the name of the backend, if one is given.
 
-    A recipe that goes on from an adapter has the section of that adapter.
+    A recipe that starts from an adapter gets that adapter's section.
 
     Raises:
-        FinetuneError: with every mistake in these words.
+        FinetuneError: with every mistake in the arguments.
     """
     problems = [] if backend is None else _problems_of(lambda: backends.load(backend))
     try:
@@ -50,7 +50,7 @@ def check(
     precision: backends.Precision | None = None,
     files: bool = True,
 ) -> Plan:
-    """The plan of a recipe whose formats exist and, with `files`, whose data and model do too.
+    """The plan of a recipe, after checking its formats and, with `files`, its data and model.
 
     Raises:
         FinetuneError: with every problem of the plan, the formats and the files.
@@ -68,7 +68,7 @@ def check(
             problems += _problems_of(lambda name=data.format: find_format(name))
     try:
         settled = plan(recipe, machine, processes, precision)
-    except FinetuneError as error:  # some problems are found by both
+    except FinetuneError as error:  # both checks find some problems
         raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
     problems += _missing_packages(settled) if files else []
     problems += _rewards(recipe) if files else []
@@ -78,14 +78,14 @@ def check(
 
 
 def _rewards(recipe: Recipe) -> list[str]:
-    """Why rewards of an online method cannot be called: they are imported here."""
+    """Problems of an online method's reward functions, which are imported here."""
     if not isinstance(recipe, Online):
         return []
     return reward_problems((*recipe.reward_funcs, *recipe.eval_reward_funcs))
 
 
 def _missing_packages(settled: Plan) -> list[str]:
-    """Extras that the plan needs and that are not installed."""
+    """Extras that the plan needs and that are not installed, as problems."""
     machine, recipe = settled.backend, settled.recipe
     missing: list[str] = []
     if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
@@ -106,11 +106,11 @@ def _missing_packages(settled: Plan) -> list[str]:
 
 
 def below_a_plan(recipe: Recipe) -> Iterator[str]:
-    """Lines under a printed plan: what of a mixture of experts is adapted, and missing files."""
+    """Lines below a printed plan: which experts are adapted, and missing files."""
     fields = limits.fields_of(recipe)
     if recipe.adapter is not None and limits.expert_count(fields) > 1:
         from finetune.models import (
-            experts,  # torch, for the seconds of which other plans do not wait
+            experts,  # imports torch, which takes seconds that other plans do not need
         )
 
         for note in experts.planned(recipe, fields):
@@ -120,7 +120,7 @@ def below_a_plan(recipe: Recipe) -> Iterator[str]:
 
 
 def check_files(recipe: Recipe) -> None:
-    """Refuse a recipe whose data or model is not where it says.
+    """Refuse a recipe whose data or model is missing.
 
     Raises:
         FinetuneError: with every problem.
@@ -133,7 +133,7 @@ def check_files(recipe: Recipe) -> None:
 
 
 def missing_files(recipe: Recipe) -> list[str]:
-    """What a recipe names and this machine lacks; what may lie on the hub is not looked for."""
+    """Problems of files and packages missing on this machine; hub names are not looked up."""
     missing = _problems_of(lambda: find_sources(recipe)) if recipe.data else []
     return [*_missing_folders(recipe.model), *missing, *_missing_trackers(recipe)]
 
@@ -158,10 +158,10 @@ def _problems_of(look: Callable[[], object]) -> list[str]:
 def check_here(
     recipe: Recipe, backend: str | None = None, precision: backends.Precision | None = None
 ) -> Plan:
-    """The plan of this process: as `accelerate launch` started it, else as one process.
+    """The plan of this process: as `accelerate launch` started it, otherwise a single process.
 
     Raises:
-        FinetuneError: as `check` does, or the backend needs processes that nobody started.
+        FinetuneError: as `check` does, or the backend needs processes that were not started.
     """
     launched = backends.launched()
     if launched is not None:
@@ -184,10 +184,10 @@ def check_here(
 
 
 def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
-    """The backend of a process of `accelerate launch`, which may name it again but not another.
+    """The backend that `accelerate launch` started; `name` may repeat it.
 
     Raises:
-        FinetuneError: it names another.
+        FinetuneError: `name` is another backend.
     """
     if name is None:
         return launched
@@ -206,7 +206,7 @@ def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
 
 
 def _not_a_model(folder: Path) -> list[str]:
-    """Why a folder cannot be `model.name`: it has no model, or an adapter instead."""
+    """Problems of a folder as `model.name`: it holds no model, or an adapter instead."""
     config = folder / starting_adapter.CONFIG
     if config.is_file():
         fields = _problems_of(lambda: starting_adapter.read_config(folder))
@@ -231,7 +231,7 @@ def _not_a_model(folder: Path) -> list[str]:
 
 
 def _missing_folders(model: Model) -> list[str]:
-    """Names that can be no id of the hub and are no folder either."""
+    """Problems of names that are neither a folder nor a valid hub id."""
     named = {"model.name": model.name, "model.tokenizer": model.tokenizer}
     problems: list[str] = []
     for field, name in named.items():

@@ -1,4 +1,4 @@
-"""Profile one optimizer step: torch's trace, and a table of times by kind of work."""
+"""Profile one optimizer step: PyTorch's trace, and a table of time by kind of work."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from finetune.planner.estimate.forecast import Forecast
 from finetune.training import rank_profiles
 
 STEP = 2
-"""Steps before the one that is traced: memory is laid out and kernels are chosen."""
+"""Warm-up steps before the traced one, in which memory is allocated and kernels are chosen."""
 
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
@@ -43,7 +43,7 @@ COPYING = (
 )  # fmt: skip
 LOSSES = ("log_softmax", "nll_loss", "ChunkedLoss")
 COMPILED = ("## Call CompiledFxGraph", "chain::")
-"""How events of compiled operations begin, TorchInductor's and ours; their own time is theirs."""
+"""Name prefixes of compiled operations, TorchInductor's and ours; their self time counts."""
 EXCHANGES = (
     "c10d", "gloo", "nccl", "record_param_comms", "all_gather", "all_reduce", "reduce_scatter",
     "allreduce", "allgather",
@@ -52,21 +52,21 @@ EXCHANGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Traces one step of a run where a folder is given."""
+    """Traces one step of a run if a folder is given."""
 
     folder: Path | None
     rank: int
     say: Callable[[str], object] | None
-    """Prints a line, on the process that speaks."""
+    """Prints a line; None except on rank 0."""
     vocabulary: int
     ranks: frozenset[int]
-    """Of the adapter's matrices."""
+    """LoRA ranks of the adapter's matrices."""
     engine: Engine | None = None
-    """Of several ranks, whose steps are compared; None for one."""
+    """Gathers the profiles of all processes to compare them; None with one process."""
 
     @contextlib.contextmanager
     def of_step(self, number: int) -> Iterator[None]:
-        """Around step `number` of this process: the third is traced."""
+        """Wrap step `number` (from 0) of this process; step `STEP` is traced."""
         if self.folder is None or number != STEP:
             yield
             return
@@ -92,7 +92,7 @@ class Profile:
     def _compared(
         self, found: dict[str, float], events: list[FunctionEvent], cuda: bool
     ) -> list[str]:
-        """The step of every rank, which all of them take part in; empty for one rank."""
+        """Table of the step on every rank; collective. Empty with one rank."""
         if self.engine is None:
             return []
         whole = sum(seconds for kind, seconds in found.items() if kind != COMMUNICATION)
@@ -107,7 +107,7 @@ class Profile:
 
 
 def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -> Profile:
-    """What traces a step of a run into a folder; without one nothing is traced."""
+    """The profile that traces a step of a run into `folder`; None traces nothing."""
     adapter = engine.plan.recipe.adapter
     ranks = (adapter.r, *adapter.rank_pattern.values()) if adapter is not None else ()
     return Profile(
@@ -123,11 +123,11 @@ def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -
 def spent(
     events: list[FunctionEvent], vocabulary: int, ranks: frozenset[int], cuda: bool
 ) -> dict[str, float]:
-    """Seconds of a step by kind of work; what no operation accounts for is waiting.
+    """Seconds of a step by kind of work; the remainder is waiting.
 
-    On a GPU they are those of kernels, each counted once, by the operation that launched it:
-    an operation's own device time holds its kernels', which are events too, and so does an
-    annotation's on the device. Waiting is the time in which no kernel of this rank's own runs.
+    On a GPU these are kernel times, each counted once, for the operation that launched the kernel:
+    kernels and annotations are events of the device too, and their time is already in the
+    operation's own device time. Waiting is the time in which no compute kernel of this rank runs.
     """
     found = dict.fromkeys(ROWS, 0.0)
     first = min(event.time_range.start for event in events)
@@ -153,7 +153,7 @@ def _exchanges(name: str) -> bool:
 
 
 def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str | None:
-    """The row of an event; None for one that only wraps others, whose own time is Python's."""
+    """Table row of an event; None for a wrapper of other events, whose self time is Python's."""
     name = event.name
     if _exchanges(name):
         return COMMUNICATION
@@ -161,13 +161,13 @@ def kind_of(event: FunctionEvent, vocabulary: int, ranks: frozenset[int]) -> str
     if any(word.startswith(("Optimizer.step", "clip_grad")) for word in (name, *above)):
         return OPTIMIZER
     works = name.startswith(("aten::", "void ", *COMPILED))
-    if works and any("ttention" in each for each in above):  # also products within one of ours
+    if works and any("ttention" in each for each in above):  # matmuls inside our attention too
         return ATTENTION
     if name.startswith(PRODUCTS):
         sizes = {size for shape in event.input_shapes or () for size in shape if shape}
         if any(size == vocabulary for size in sizes):
             return HEAD
-        # The narrow side of an adapter is a rank, or the ranks of a group side by side.
+        # The narrow side of an adapter is its rank, or several times it in a fused group.
         narrow = {rank * joined for rank in ranks for joined in (1, 2, 3)}
         return ADAPTERS if sizes & narrow else MATMUL
     if "adapter" in name:
@@ -191,7 +191,7 @@ def _above(event: FunctionEvent) -> Iterator[str]:
 
 
 def table(found: dict[str, float]) -> list[str]:
-    """One line a kind, the largest first; communication runs beside the rest, and stands apart."""
+    """One line per kind, largest first; communication overlaps the rest and is listed last."""
     inside = {kind: seconds for kind, seconds in found.items() if kind != COMMUNICATION}
     whole = sum(inside.values()) or 1.0
     lines = [f"where a step of {whole:.3g} s went"]

@@ -1,4 +1,4 @@
-"""A profiled step on all ranks side by side: who computes, who exchanges, and who waits."""
+"""Compare a profiled step across ranks: seconds of compute, communication and waiting."""
 
 import dataclasses
 import math
@@ -20,17 +20,17 @@ class Shares:
 
     step: float
     computes: float
-    """In operations of its own."""
+    """In its own operations."""
     exchanges: float
-    """In which a collective or a hand-over is under way, also while it computes."""
+    """During a collective or a point-to-point transfer, including overlap with compute."""
     passes: float = 0.0
-    """In passes of micro-batches through its stages; 0 without a pipeline."""
+    """In passes of micro-batches through its pipeline stages; 0 without a pipeline."""
     pipeline: float = 0.0
-    """From the start of its first pass to the end of its last."""
+    """From the start of its first pass to the end of its last pass."""
 
     @property
     def waits(self) -> float:
-        """Seconds in which it computes nothing: Python, and waiting for others."""
+        """Seconds without compute: Python, and waiting for other ranks."""
         return max(0.0, self.step - self.computes)
 
 
@@ -41,10 +41,10 @@ def shares(
     """The shares of this rank.
 
     Args:
-        step: seconds.
-        computes: seconds.
-        exchanged: when collectives were under way.
-        cuda: whether passes are those of the device, as which torch's annotations return.
+        step: seconds of the step.
+        computes: seconds in this rank's own operations.
+        exchanged: intervals of collectives.
+        cuda: whether to read passes from the device's copy of the annotations.
     """
     device = DeviceType.CUDA if cuda else DeviceType.CPU
     passes = [
@@ -57,7 +57,7 @@ def shares(
 
 
 def union(intervals: Iterable[Interval]) -> float:
-    """How long at least one of them lasts."""
+    """Length of the union of the intervals, in microseconds."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -66,20 +66,20 @@ def union(intervals: Iterable[Interval]) -> float:
 
 
 def bubble(found: Sequence[Shares]) -> float:
-    """Share of a pipeline's time in which a stage runs no pass, over all ranks.
+    """Share of the pipeline's time in which a stage runs no pass, averaged over all ranks.
 
-    The first stage starts first and ends last: its span is the pipeline's.
+    The first stage starts first and ends last, so its span is the pipeline's.
     """
     span = max(each.pipeline for each in found)
     return 1 - sum(each.passes for each in found) / (span * len(found))
 
 
 def table(found: Sequence[Shares], mesh: Mesh, expected: float) -> list[str]:
-    """A line for each rank, the slowest one, and the pipeline's bubble.
+    """Lines with the shares of each rank, the slowest rank, and the pipeline's bubble.
 
     Args:
-        found: of every rank, by rank.
-        expected: the bubble of the formula.
+        found: shares in the order of ranks.
+        expected: the bubble by the formula.
     """
     places = [_place(mesh, rank) for rank in range(len(found))]
     wide = max(len("place"), *map(len, places))
@@ -102,6 +102,6 @@ def table(found: Sequence[Shares], mesh: Mesh, expected: float) -> list[str]:
 
 
 def _place(mesh: Mesh, rank: int) -> str:
-    """Such as `pipeline 1, tensor 0`."""
+    """The position of a rank in the mesh, such as `pipeline 1, tensor 0`."""
     place = mesh.place(rank)
     return ", ".join(f"{axis} {place[axis]}" for axis in AXES if getattr(mesh, axis) > 1)

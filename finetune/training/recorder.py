@@ -48,12 +48,12 @@ from finetune.training.nonfinite import places, verdict
 from finetune.training.pair_watch import PairWatch
 
 COUNTED_STEPS = 8
-"""Steps whose rows are looked at for the slots of an average step."""
+"""Steps sampled to estimate the token slots of an average step."""
 Reason = Literal["finished", "early stop", "interrupted"]
 
 
 class Recorder:
-    """The record of one run. Every rank has one and calls it alike; the first of them writes."""
+    """Writes the record of one run. Every rank makes the same calls; only rank 0 writes."""
 
     def __init__(self, engine: Engine, run: Run, data: Prepared, steps: int) -> None:
         self.engine = engine
@@ -63,13 +63,16 @@ class Recorder:
         self.steps = steps
         mine = matmul_flops(engine.device, model.compute_dtype(engine.plan))
         (self.flops,) = engine.sum([mine])
-        """FLOP/s of matrix products alone, of all processes together."""
+        """Measured FLOP/s of matrix products, summed over all processes."""
         self.forecast = expected(engine, data, steps, self.flops / engine.world)
         self.tokens, self.spent = 0, 0.0
         self.watch = PairWatch()
 
     def write_request(self) -> None:
-        """Once data and model are known to be good: a mistake leaves the directory free."""
+        """Write the files of the request: recipe, plan, environment and data.
+
+        Called after data and model are checked, so that a mistake leaves the directory unused.
+        """
         write_json(self.run.recipe, catalog.to_fields(self.plan.recipe))
         prediction = self.forecast.summary() if self.forecast is not None else None
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
@@ -90,7 +93,7 @@ class Recorder:
 
         Args:
             padding: how rows are laid out in a micro-batch.
-            parameters: trainable, and all.
+            parameters: counts of trainable and of all parameters.
             notes: warnings that do not prevent the run.
         """
         engine, recipe = self.engine, self.plan.recipe
@@ -134,10 +137,10 @@ class Recorder:
         self.display.close()
 
     def step(self, progress: Progress, result: StepResult, peak: int) -> None:
-        """The line of a step that was taken.
+        """Record a step.
 
         Args:
-            peak: bytes of memory of the process that held most so far.
+            peak: largest peak memory of any process so far, in bytes.
         """
         self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
         self.metrics.write(
@@ -164,12 +167,12 @@ class Recorder:
 
     @property
     def _rows_per_step(self) -> float:
-        """Rows of the data that a step uses."""
+        """Rows of the data used by a step."""
         recipe = self.plan.recipe
         return recipe.batch.rows / recipe.rows_per_sample
 
     def _mfu(self, result: StepResult) -> float:
-        """FLOPs that the step needed over those of matrix products alone in the same time."""
+        """FLOPs that the step needed, divided by those of matrix products in the same time."""
         if self.forecast is None:
             return math.nan
         recipe = self.plan.recipe
@@ -183,10 +186,10 @@ class Recorder:
         return needed / (result.seconds * self.flops)
 
     def skipped(self, progress: Progress, result: StepResult, suspects: list[int]) -> None:
-        """What became of a step that was not taken.
+        """Record a skipped step.
 
         Raises:
-            TrainingFailure: the recipe stops here.
+            TrainingFailure: the recipe says to stop.
         """
         rows, step = places(suspects, self.data), progress.step
         loss, norm = result.loss, result.grad_norm
@@ -194,19 +197,19 @@ class Recorder:
         self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=told))
 
     def warned(self, step: int, told: str) -> None:
-        """A line about how the training goes."""
+        """Record a warning about the training."""
         self.metrics.write(Warned(step=step, told=told))
 
     def memory(self, step: int, result: StepResult, counted: int | None) -> None:
-        """What a step held, beside what the plan says of such a step.
+        """Record the measured peak memory of a step next to the planned peak.
 
         Args:
-            counted: bytes on this rank; None where they could not be counted.
+            counted: peak bytes on this rank; None if they could not be measured.
         """
         mine = [counted or 0, *result.shape, int(result.padded), result.labelled, result.longest]
         ranks = self.engine.gather(mine)
         peaks, rows, length, padded, labelled, longest = map(list, zip(*ranks, strict=True))
-        # Of rows whose tokens are shared each process has a part.
+        # With sequence parallelism each process has a part of a row's tokens.
         shares = self.plan.mesh.sequence
         rows, length = max(rows), max(length) * shares
         if not max(peaks):
@@ -217,7 +220,7 @@ class Recorder:
                 rows, length, any(padded), max(labelled) * shares, max(longest)
             )
             planned = self.forecast.of_ranks(stages)
-        # Rows may be side by side: then they are one of `length` tokens, and each its share of it.
+        # Padding-free rows may count as one row of `length` tokens: give each row its share.
         each = max(rows, self.plan.recipe.most_micro_rows)
         length = -(-rows * length // each)
         self.metrics.write(
@@ -266,9 +269,9 @@ class Recorder:
         )
 
     def realised(self, parameters: tuple[int, int], stored: dict[str, int]) -> None:
-        """What the engine built, and what every rank holds of it; meaningful after a step.
+        """Write what the engine built and what each rank holds; call it after a step.
 
-        Raises TrainingFailure where it cannot be written.
+        Raises TrainingFailure if the file cannot be written.
         """
         ranks = self.engine.gather(dataclasses.asdict(self.engine.held()))
         if not self.engine.speaks:
@@ -291,10 +294,10 @@ class Recorder:
 
 
 def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Forecast | None:
-    """What a run will take, for the rows that it has; None for a model without formulas.
+    """Prediction for a run on its actual rows; None for a model without formulas.
 
     Args:
-        flops: FLOP/s that one process reaches with matrix products alone.
+        flops: FLOP/s of one process in matrix products.
     """
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
@@ -305,13 +308,13 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
 
 
 def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
-    """What the planner is told of a run's rows, and of how they will be computed."""
+    """Facts about a run's rows and kernels that the planner needs."""
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
     batch, lengths = recipe.batch, rows.lengths
     padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
     most = int(np.sort(rows.labelled)[-recipe.most_micro_rows :].sum())
     longest = 0 if recipe.sampled is None else recipe.sampled[2]
-    if longest:  # completions of any length follow the prompts
+    if longest:  # completions of varying length follow the prompts
         padded, most = not rows.side_by_side, recipe.most_micro_rows * longest
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
@@ -332,14 +335,14 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
 
 
 def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
-    """Tokens of all steps together; completions that are to be sampled at their longest."""
+    """Tokens of all steps; sampled completions count with their maximum length."""
     rows = plan.recipe.batch.rows * steps
     given = data.counts["train"]["tokens"] * rows / len(data.train)
     return given if plan.recipe.sampled is None else given + rows * plan.recipe.sampled[2]
 
 
 def _slots(plan: Plan, rows: Rows, steps: int) -> float:
-    """Token slots of a step, counted over the first few."""
+    """Token slots of a step, averaged over the first few steps."""
     batch, seed = plan.recipe.batch, plan.recipe.seed
     found: list[int] = []
     for step in range(min(steps, COUNTED_STEPS)):
@@ -353,11 +356,11 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
 
 
 def hardware_of(device: torch.device) -> hardware.GPU | None:
-    """The numbers of this process's GPU; None where its speed is not known."""
+    """Specifications of this process's GPU; None if its speed is not known."""
     card = torch.cuda.get_device_properties(device)
     try:
         return hardware.of_driver(card.name, card.total_memory)
-    except FinetuneError:  # memory is predicted all the same
+    except FinetuneError:  # memory can still be predicted
         return None
 
 

@@ -1,10 +1,10 @@
-"""Log-probabilities of a reference: the model as training starts, its base, or another model.
+"""Log-probabilities of a reference: the model at the start, its base, or another model.
 
-One pass without gradient over all rows, before the first step, through the engine that trains: no
-second model is held, and rewards begin at zero. Another model runs alone, before the one that is
-trained is loaded, whole on every process. The numbers, one a document, are kept with the run
-(`reference.npz`), because a run that goes on from a checkpoint cannot compute them again; another
-run on the same data and model takes them from the cache.
+They are computed in one pass without gradients over all rows, before the first step, by the engine
+that trains: no second model is in memory, and rewards start at zero. Another model runs before the
+trained model is loaded, unsharded on every process. The values, one per document, are stored in the
+run (`reference.npz`), because a resumed run cannot compute them again; another run on the same data
+and model reads them from the cache.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from finetune.training.loop import epoch_of
 from finetune.training.startup_checks import libraries
 
 COLUMN = "reference"
-"""The name of the numbers in a batch's columns."""
+"""Name of the log-probabilities in a batch's columns."""
 TRAIN, EVAL = "kl", "kl_eval"
-"""The names of the sums over `mismatched` answers, of each step and of the evaluation."""
+"""Names of the sums over `mismatched` answers, of each step and of the evaluation."""
 
 Numbers = dict[str, np.ndarray]
-"""What a reference gives, by these names, each in fp64."""
+"""Values of a reference by these names, in fp64."""
 
 
 def with_other(
@@ -61,10 +61,10 @@ def with_other(
     tokenizer: PreTrainedTokenizerBase,
     resumed: bool,
 ) -> tuple[Prepared, str]:
-    """As `with_reference`, of another model that the recipe names, before its own is loaded.
+    """Like `with_reference`, for another model named by the recipe, before its own is loaded.
 
     Raises:
-        FinetuneError: it has another vocabulary.
+        FinetuneError: the other model has a different vocabulary.
     """
     recipe = engine.plan.recipe
     other = other_model(recipe)
@@ -87,7 +87,7 @@ def with_own(
     base: str | None,
     resumed: bool,
 ) -> tuple[Prepared, str]:
-    """As `with_reference`, of the model as training starts or its base."""
+    """Like `with_reference`, for the model at the start of training, or its base."""
     recipe = engine.plan.recipe
     if not recipe.reads_reference or other_model(recipe) is not None:
         return data, ""
@@ -103,20 +103,20 @@ def with_reference(
     base: str | None,
     resumed: bool,
 ) -> tuple[Prepared, str]:
-    """The same rows with the log-probability of each document, and a line on where it is from.
+    """The same rows with the log-probability of each document, and a line on its source.
 
     Args:
-        engine: with the model as training starts, unless `resumed`; with none yet where the recipe
-            names another one.
-        run: keeps the numbers.
-        data: what is trained and evaluated.
-        steps: of the whole run: a method that reads the KL of a step has a number of each.
-        pad_id: fills rows that are padded.
-        base: identity of the base's weights, or the other model's; None where it is not known.
-        resumed: whether the run goes on: then its own numbers are used.
+        engine: holds the model at the start of training, unless `resumed`; holds no model yet if
+            the recipe names another one.
+        run: stores the values.
+        data: training and evaluation rows.
+        steps: number of steps of the run; methods that read the KL have one sum per step.
+        pad_id: token id for padding.
+        base: identity of the weights of the base or the other model; None if not known.
+        resumed: whether the run is resumed; then its stored values are used.
 
     Raises:
-        FinetuneError: the run's numbers cannot be read, or one is not finite.
+        FinetuneError: the stored values cannot be read, or a value is not finite.
     """
     numbers, begun, other = used(data), time.perf_counter(), other_model(engine.plan.recipe)
     sizes = {COLUMN: len(numbers)}
@@ -124,7 +124,7 @@ def with_reference(
         sizes |= {TRAIN: steps, EVAL: 1}
     key = cache_key(engine.plan, data, steps, base)
     cached = None if key is None else cache("reference") / f"{key}.npz"
-    # Another model says the same at any time; the start is gone once it was trained.
+    # Another model can be evaluated again at any time; the start is gone once trained.
     found = engine.on_first(lambda: _known(run, resumed, cached, sizes, again=other is not None))
     told = "kept with the run" if resumed and run.reference.is_file() else f"from {cached}"
     if found is None:
@@ -149,15 +149,15 @@ def with_reference(
 
 
 def used(data: Prepared) -> np.ndarray:
-    """Numbers of the documents that any row holds, ascending.  # (documents,) int64"""
+    """Numbers of the documents used by any row, ascending.  # (documents,) int64"""
     return np.unique(np.concatenate([data.train.members, data.eval.members]))
 
 
 def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
-    """Log-probabilities of the documents that `used` names, on every rank.
+    """Log-probabilities of the documents of `used`, on every rank.
 
-    Where the method reads the KL of a step, also the sums over the `mismatched` answers of each of
-    `steps`, and over those of the evaluation.
+    For methods that read the KL of a step, also the sums over the `mismatched` answers of each of
+    the `steps` and of the evaluation.
     """
     recipe = engine.plan.recipe
     with _as_reference(engine):
@@ -179,7 +179,7 @@ def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
 
 @torch.no_grad()
 def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
-    """(documents,) fp64, in eval mode: dropout would make each a random number."""
+    """(documents,) fp64, in eval mode, because dropout would make the values random."""
     numbers, each = used(data), engine.plan.recipe.documents_per_row
     bounds = np.arange(0, len(numbers) + 1, each)
     rows = Rows(data.train.documents, numbers, bounds, packed=data.train.side_by_side)
@@ -208,10 +208,10 @@ def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
 
 
 def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Inside, the model is the reference that the recipe names.
+    """Make the engine's model the recipe's reference inside this context.
 
-    An adapter whose initial values took its product out of the base is the base only while it is
-    on: there both references are the same.
+    An initialization that subtracts the adapter's product from the base equals the base only with
+    the adapter enabled; then both references are the same.
     """
     recipe = engine.plan.recipe
     other = other_model(recipe)
@@ -225,7 +225,7 @@ def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _as_other(engine: Engine, chosen: Model) -> Iterator[None]:
-    """Inside, the engine runs another model, in the precision that training computes in."""
+    """Run another model in the engine inside this context, in training's compute precision."""
     usual, dtype = engine.model, compute_dtype(engine.plan)
     engine.model = frozen(engine, chosen)
     try:
@@ -236,14 +236,14 @@ def _as_other(engine: Engine, chosen: Model) -> Iterator[None]:
 
 
 def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str | None:
-    """A hash of all that the numbers depend on; None where the base cannot be told.
+    """Hash of everything that the values depend on; None if the base has no known identity.
 
-    Neither the engine, nor the processes, nor the micro-batch are part of it.
+    The engine, the number of processes and the micro-batch size are not part of it.
 
     Args:
-        plan: of the run.
-        data: its rows.
-        steps: of the run, which a method depends on that reads the KL of a step.
+        plan: plan of the run.
+        data: rows of the run.
+        steps: number of steps; part of the hash only for methods that read the KL of a step.
         base: identity of the base's weights.
     """
     recipe = plan.recipe
@@ -274,10 +274,11 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
 def _known(
     run: Run, resumed: bool, cached: Path | None, sizes: dict[str, int], again: bool
 ) -> Numbers | None:
-    """The numbers of a run that goes on, else those in the cache; None where there are none.
+    """The values stored in a resumed run, otherwise in the cache; None if there are none.
 
     Raises:
-        FinetuneError: the run goes on, they are in neither, and cannot be computed `again`.
+        FinetuneError: the run is resumed, neither has the values, and they cannot be computed
+            `again`.
     """
     problem: Exception | None = None
     for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
@@ -295,7 +296,7 @@ def _known(
 
 
 def _read(path: Path, sizes: dict[str, int]) -> Numbers:
-    """The numbers of a file, whose checksum the reader compares; those of later steps left out."""
+    """Values in a file, without those of later steps; reading verifies the zip checksums."""
     with np.load(path) as found:
         read = {name: found[name] for name in sizes}
     for name, count in sizes.items():
@@ -312,7 +313,7 @@ def _read(path: Path, sizes: dict[str, int]) -> Numbers:
 
 
 def _write(path: Path, found: Numbers) -> None:
-    """Write the file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("wb") as file:

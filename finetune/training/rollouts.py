@@ -1,9 +1,9 @@
-"""Make the rows of an online method's steps: sample completions, score them, compare groups.
+"""Make the rows of an online method's steps: sample completions, score them, compute advantages.
 
-Each rank samples the completions of its share of the prompts; all of them know all completions
-then, rank 0 scores them in one call of each reward, and every rank learns from its share of the
-step's micro-batches. Which prompts a step has, and the noise that completions are drawn by, are
-functions of the seed and the step alone.
+Each rank samples completions for its share of the prompts. The completions are gathered on all
+ranks, rank 0 scores them with one call of each reward function, and every rank trains on its share
+of the step's micro-batches. The prompts of a step and the sampling noise depend only on the seed
+and the step.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ from finetune.training.memory_meter import counting
 from finetune.training.sampled import Sampled, Watch, penalised
 
 LOGGED = 2
-"""Prompts of a sampling whose completions are kept for the report."""
+"""Prompts per sampling whose completions are logged for the report."""
 
 
 class Rollouts:
-    """Completions for the steps of a run; every rank has one and calls it alike."""
+    """Provides the rows of each step of a run from samplings; every rank makes the same calls."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Rollouts:
         pad_id: int,
         reference: nn.Module | None = None,
     ) -> None:
-        """`reference` is a second model, where the first cannot be its own reference."""
+        """`reference` is a second model, needed if the policy's base is not the reference."""
         recipe = engine.plan.recipe
         assert isinstance(recipe, Online)
         self.engine, self.run, self.train, self.recipe = engine, run, train, recipe
@@ -68,11 +68,11 @@ class Rollouts:
         self._check_columns()
         self.watch, self.warnings = Watch(), list[str]()
         self._memory: int | None = None
-        """Bytes of new tensors in the first sampling, of the process that had most."""
+        """Peak bytes of new tensors in the first sampling, maximum over processes."""
         self._held: tuple[int, Sampled, Rows, dict[str, float]] | None = None
 
     def _check_columns(self) -> None:
-        """Refuse rewards that need a column which no row has.
+        """Refuse reward functions that need a column that no row has.
 
         Raises:
             FinetuneError: with every such reward.
@@ -93,7 +93,7 @@ class Rollouts:
     # Steps -------------------------------------------------------------------------------------
 
     def take(self, step: int) -> StepRows:
-        """This rank's rows of a step, sampled with the model as it is where they are new."""
+        """This rank's rows of a step; samples with the current model if a new sampling starts."""
         recipe, engine = self.recipe, self.engine
         number, within = divmod(step, recipe.updates)
         if self._held is None:
@@ -120,7 +120,7 @@ class Rollouts:
         )
 
     def _active(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
-        """The rows that have a gradient: without a KL term those with an advantage."""
+        """Rows with a gradient; without a KL term, rows with a non-zero advantage."""
         counted = rows.labelled[chosen] > 0
         if not self.recipe.needs_reference or self.recipe.penalty:
             counted &= rows.columns[ADVANTAGE][chosen] != 0
@@ -133,7 +133,7 @@ class Rollouts:
         return dict.fromkeys(names, (zero, ratios))
 
     def _sampling(self, number: int, resumes: bool) -> tuple[Sampled, Rows, dict[str, float]]:
-        """Sampling `number`: made, or where a run goes on in the middle of it, as it was made."""
+        """Make sampling `number`, or read it back if the run resumes in the middle of it."""
         recipe, step = self.recipe, number * self.recipe.updates
         path = self.run.rollouts / f"step-{step:08d}.npz"
         begun = time.perf_counter()
@@ -163,7 +163,7 @@ class Rollouts:
         return sampled, rows, found
 
     def _keep(self, path: Any, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
-        """Write a sampling, and delete those before the oldest checkpoint."""
+        """Write a sampling and delete samplings older than the oldest checkpoint needs."""
         records.write(path, sampled, of_tokens)
         steps = [int(each.name[5:]) for each in self.run.checkpoints.glob("step-*[0-9]")]
         oldest = min(steps, default=0) - self.recipe.updates
@@ -192,7 +192,7 @@ class Rollouts:
     def _complete(
         self, rows: Rows, prompts: np.ndarray, numbers: np.ndarray, step: int, temperature: float
     ) -> list[Completion]:
-        """A completion of each prompt, on every rank; each rank samples a share of the prompts."""
+        """One completion per prompt, on every rank; each rank samples a share of the prompts."""
         engine, recipe = self.engine, self.recipe
         order = {row: at for at, row in enumerate(dict.fromkeys(prompts.tolist()))}
         mine = [
@@ -232,7 +232,7 @@ class Rollouts:
         prompts: np.ndarray,
         completions: Sequence[Completion],
     ) -> np.ndarray:
-        """Scores of each reward, NaN for none.  # (rewards, completions) fp64"""
+        """Scores of each reward function, NaN for no score.  # (rewards, completions) fp64"""
         columns = self._columns(rows, prompts, completions)
         skip = self.recipe.on_reward_error == "skip"
         scores, failed = self.engine.on_first(lambda: process.score(columns, skip))
@@ -242,11 +242,11 @@ class Rollouts:
     def _columns(
         self, rows: Rows, prompts: np.ndarray, completions: Sequence[Completion]
     ) -> dict[str, list[Any]]:
-        """As of `reward_columns`."""
+        """`reward_columns` for this tokenizer and these columns."""
         return reward_columns(self.tokenizer, self.columns, rows, prompts, completions)
 
     def _log(self, step: int, sampled: Sampled) -> None:
-        """Keep the completions of the first prompts."""
+        """Log the completions of the first prompts."""
         shown = slice(0, LOGGED * self.recipe.num_generations)
         completions = sampled.completions[shown]
         columns = self._columns(self.train, sampled.prompts[shown], completions)
@@ -270,10 +270,10 @@ class Rollouts:
         ]
         records.log(self.run.completions, step, lines)
 
-    # Log-probabilities that are held while the policy moves --------------------------------------
+    # Log-probabilities that stay fixed while the policy is updated -------------------------------
 
     def _of_tokens(self, rows: Rows) -> dict[str, np.ndarray]:
-        """Log-probabilities of every trained token, zero elsewhere, by what they are."""
+        """Log-probabilities of every trained token, 0 elsewhere, by name: `OLD`, `REFERENCE`."""
         found: dict[str, np.ndarray] = {}
         if self.recipe.updates > 1 or self.recipe.penalty:
             found[OLD] = self._logps(rows, self.engine.model)
@@ -291,7 +291,7 @@ class Rollouts:
         )  # fmt: skip
         places, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         model.eval()
-        # As many on every rank: forward passes are collective.
+        # Equally many batches on every rank, because forward passes are collective.
         for _, some in deal(cuts, engine.data_rank, engine.data_world):
             logps, _ = token_logps(model, collate(rows, some, self.pad_id, engine.device))
             places.append(labelled_places(rows.documents, some))
@@ -305,7 +305,7 @@ class Rollouts:
     # Evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, rows: Rows) -> EvalResult:
-        """Greedy completions of held-out prompts, scored; the loss is minus the mean reward."""
+        """Score greedy completions of held-out prompts; the loss is minus the mean reward."""
         begun, recipe = time.perf_counter(), self.recipe
         rewards = recipe.eval_reward_funcs or recipe.reward_funcs
         prompts = np.arange(len(rows))
@@ -333,16 +333,16 @@ def rollouts_of(
     pad_id: int,
     reference: nn.Module | None,
 ) -> Rollouts | None:
-    """What makes the rows of a method that samples its completions; None for any other method."""
+    """The rollouts of an online method; None for any other method."""
     if not isinstance(engine.plan.recipe, Online):
         return None
     return Rollouts(engine, run, train, tokenizer, pad_id, reference)
 
 
 def second_model(engine: Engine, network: nn.Module) -> nn.Module | None:
-    """A frozen model that the loss needs as its reference: another, or a copy of the start.
+    """The frozen reference model if the loss needs one: another model, or a copy of the start.
 
-    The base under a new adapter is there already: with the adapter off.
+    None if the base under a new adapter is the reference: it is the model with its adapter off.
     """
     recipe = engine.plan.recipe
     if not recipe.needs_second_model:
@@ -357,7 +357,7 @@ def _copy(engine: Engine, network: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _as_reference(engine: Engine) -> Iterator[None]:
-    """Inside, the model is its base: its adapter is off."""
+    """Disable the model's adapter inside this context."""
     module = engine.module
     assert isinstance(module, PeftModel)
     with module.disable_adapter():
@@ -380,14 +380,14 @@ def reward_columns(
     prompts: np.ndarray,
     completions: Sequence[Completion],
 ) -> dict[str, list[Any]]:
-    """Arguments of rewards: of conversations a completion is a list of one message.
+    """Arguments of reward functions; a completion of a conversation is a list of one message.
 
     Args:
-        tokenizer: that wrote the prompts.
-        names: as of `column_names`.
-        rows: that hold the prompts.
-        prompts: (completions,) int64, the row of each.
-        completions: what was sampled, in that order.
+        tokenizer: decodes the completions.
+        names: names of the columns, from `column_names`.
+        rows: rows with the prompts.
+        prompts: (completions,) int64, the row of each completion's prompt.
+        completions: sampled completions, in the same order.
     """
     beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
     columns = {name: [each.get(name) for each in beside] for name in names}
@@ -411,13 +411,13 @@ def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: 
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Names of the columns that any of the rows has, and of its prompt."""
+    """Names of all columns that any row has, including its prompt."""
     documents = rows.documents
     return list(dict.fromkeys(key for n in range(len(documents)) for key in documents.beside(n)))
 
 
 def _words(value: Any) -> str:
-    """The last message of a conversation, or a text."""
+    """The text itself, or the content of a conversation's last message."""
     return value if isinstance(value, str) else str(value[-1]["content"])
 
 

@@ -1,4 +1,4 @@
-"""What a sampling of an online method gave: completions, rewards, advantages, and their metrics."""
+"""Hold a sampling of an online method: completions, rewards, advantages, and their metrics."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online, group_std
 from finetune.rewards import Reward
 
 NO_SPREAD = 1e-12
-"""Standard deviation of a group's rewards below which none of it is learned from."""
+"""Standard deviation of a group's rewards below which the group gives no learning signal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The completions of a sampling in the order of their prompts; the same on every rank."""
+    """Completions of a sampling in the order of their prompts; the same on every rank."""
 
     prompts: np.ndarray  # (completions,) int64: number of each prompt in the data
     completions: list[Completion]
@@ -29,10 +29,10 @@ class Sampled:
     rewards: np.ndarray  # (completions,) fp64, NaN for no score
     advantages: np.ndarray  # (completions,) fp64
     kls: np.ndarray | None = None  # (completions,) fp64
-    """log(policy / reference) of each, where rewards lose a share of it."""
+    """log(policy / reference) of each completion; None unless rewards are penalized by it."""
 
     def rows(self, data: Rows, recipe: Online) -> Rows:
-        """Prompts with their completions as rows to train on, in this order."""
+        """Training rows of prompt and completion, in the order of the completions."""
         given = [data.documents.document(int(data.members[row]))[0] for row in self.prompts]
         said = [np.array(each.ids, dtype=np.int32) for each in self.completions]
         counted = [each.ended or not recipe.mask_truncated_completions for each in self.completions]
@@ -56,16 +56,16 @@ class Sampled:
 def penalised(
     sampled: Sampled, recipe: Online, rows: Rows, of_tokens: Mapping[str, np.ndarray]
 ) -> Sampled:
-    """A sampling whose rewards lose `recipe.penalty` times log(policy / reference).
+    """The sampling with `recipe.penalty` x log(policy / reference) subtracted from its rewards.
 
-    The log-probability of a completion is the sum over its tokens; of one that is masked none is
-    known, and its reward stays.
+    The log-probability of a completion is the sum over its tokens. A masked completion has no
+    log-probabilities, so its reward is unchanged.
 
     Args:
-        sampled: with the rewards as they were given.
-        recipe: makes advantages of rewards.
-        rows: of the sampling.
-        of_tokens: log-probabilities of their tokens by the policy and by the reference.
+        sampled: the sampling with the original rewards.
+        recipe: computes advantages from rewards.
+        rows: rows of the sampling.
+        of_tokens: log-probabilities of the rows' tokens by the policy and by the reference.
     """
     apart = (of_tokens[OLD] - of_tokens[REFERENCE]).astype(np.float64)
     kls = np.add.reduceat(apart, rows.documents.offsets[:-1])
@@ -76,7 +76,7 @@ def penalised(
 
 
 def total(scores: np.ndarray, rewards: Sequence[Reward]) -> np.ndarray:
-    """Weighted sum of the scores that there are, NaN where there is none.  # (completions,)"""
+    """Weighted sum of the finite scores, NaN if there are none.  # (completions,)"""
     weights = np.array([[reward.weight] for reward in rewards])
     scored = np.isfinite(scores)
     summed = (np.where(scored, scores, 0.0) * weights).sum(axis=0)
@@ -84,12 +84,12 @@ def total(scores: np.ndarray, rewards: Sequence[Reward]) -> np.ndarray:
 
 
 def metrics(sampled: Sampled, rewards: Sequence[Reward], each: int) -> dict[str, float]:
-    """Measures of a sampling by TRL's names, those that there is something to count for.
+    """Metrics of a sampling under TRL's names, without those that are not finite.
 
     Args:
-        sampled: its completions.
-        rewards: the functions, in the order of the scores.
-        each: completions of a prompt.
+        sampled: the sampling.
+        rewards: the reward functions, in the order of the scores.
+        each: completions per prompt.
     """
     stds = group_stds(sampled.rewards.reshape(-1, each))[:, 0]
     found = {
@@ -107,7 +107,7 @@ def metrics(sampled: Sampled, rewards: Sequence[Reward], each: int) -> dict[str,
 
 
 def lengths(completions: Sequence[Completion]) -> dict[str, float]:
-    """Lengths in tokens, the share that the limit cut, and the entropy of a token in nats."""
+    """Lengths in tokens, the share cut off at the limit, and the mean entropy per token in nats."""
     numbers = np.array([len(each.ids) for each in completions])
     ended = numbers[[each.ended for each in completions]]
     return {
@@ -121,7 +121,7 @@ def lengths(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
-    """Names of rewards in metrics; one that occurs twice has a number."""
+    """Names of rewards in metrics; repeated names get a numeric suffix."""
     found = [reward.name for reward in rewards]
     return [
         f"{name}_{found[:i].count(name) + 1}" if found.count(name) > 1 else name
@@ -134,26 +134,26 @@ def _some(scores: np.ndarray) -> bool:
 
 
 def mean(scores: np.ndarray) -> float:
-    """Mean of the scores that there are; NaN where there is none."""
+    """Mean of the scores, ignoring NaN; NaN if there are none."""
     return float(np.nanmean(scores)) if np.isfinite(scores).any() else np.nan
 
 
 class Watch:
-    """Warns of a training that learns nothing, says always the same, or is cut off."""
+    """Warns if a training gets no learning signal, loses its entropy, or truncates completions."""
 
     FLAT, FLAT_STEPS = 0.9, 5
-    """Share of groups without spread, and samplings in a row, from which little is learned."""
+    """Share of groups with equal rewards, and samplings in a row above it, for a warning."""
     GONE = 0.1
-    """Share of the first entropy below which a model says always the same."""
+    """Share of the first sampling's entropy below which to warn."""
     CUT = 0.5
-    """Share of completions that ran into the limit above which most of them are pieces."""
+    """Share of truncated completions above which to warn."""
 
     def __init__(self) -> None:
         self._flat, self._entropy = 0, 0.0
         self._told: set[str] = set()
 
     def warnings(self, found: dict[str, float]) -> list[str]:
-        """What the metrics of a sampling show for the first time."""
+        """New warnings after a sampling; each kind is returned once."""
         self._flat = self._flat + 1 if found["frac_reward_zero_std"] > self.FLAT else 0
         self._entropy = self._entropy or found["entropy"]
         seen = {
@@ -178,7 +178,7 @@ class Watch:
 
 
 def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
-    """Keep a sampling that several steps learn from; the file appears whole or not at all."""
+    """Write a sampling that several steps train on, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     completions = sampled.completions
@@ -200,10 +200,10 @@ def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> Non
 
 
 def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
-    """What `write` kept.
+    """Read a file of `write`: the sampling, and log-probabilities of tokens by name.
 
     Raises:
-        FinetuneError: it cannot be read.
+        FinetuneError: the file cannot be read.
     """
     try:
         with np.load(path) as file:
@@ -228,7 +228,7 @@ def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop completions of samplings from a step on, which will be made again."""
+    """Delete logged completions from `step` on, which will be sampled again."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -239,7 +239,7 @@ def forget_after(path: Path, step: int) -> None:
 
 
 def log(path: Path, step: int, shown: list[dict[str, Any]]) -> None:
-    """Append completions of a sampling that begins at a step."""
+    """Append completions of the sampling that starts at `step`."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(
             json.dumps({"step": step, **each}, ensure_ascii=False) + "\n" for each in shown
@@ -249,5 +249,5 @@ def log(path: Path, step: int, shown: list[dict[str, Any]]) -> None:
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # torn by a kill
+    except (ValueError, KeyError, TypeError):  # a line left incomplete by a kill
         return 2**62

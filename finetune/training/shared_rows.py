@@ -1,4 +1,4 @@
-"""The rows of a run: prepared by one rank, then read by all."""
+"""Prepare the rows of a run on rank 0, then read them on every rank."""
 
 from finetune.cache import cache
 from finetune.data.audit import mistakes
@@ -13,12 +13,12 @@ def prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
     """Rows of a recipe's data, the same on every rank.
 
     Raises:
-        FinetuneError: the data's problems, on every rank; or a rank sees other data than rank 0.
+        FinetuneError: on every rank, with problems of the data, or if a rank reads different data.
     """
     folder = cache("data")
     with engine.patient():
         counts = engine.on_first(lambda: prepare(recipe, chat, folder).counts)
-        # Once on each machine, which may have a disk of its own.
+        # Check once on each machine, which may have its own disk.
         check = engine.accelerator.is_local_main_process and not engine.speaks
         prepared = prepare(recipe, chat, folder, check=check)
         engine.meet([], [len(prepared.train)])

@@ -1,4 +1,4 @@
-"""The stages of a training on one rank: claim, prepare, build, step, evaluate, save, publish."""
+"""Stages of a training on one rank: claim, prepare, build, step, evaluate, save, publish."""
 
 import contextlib
 import dataclasses
@@ -65,9 +65,9 @@ class Training:
         self.interruption = interruption
         self.heartbeat = heartbeat
         self.held = contextlib.ExitStack()
-        """The run directory, on the rank that writes the record."""
+        """Holds the lock of the run directory, on rank 0."""
         self.forecast: Forecast | None = None
-        """What is predicted, as soon as it is."""
+        """The prediction for this run; None until the data is prepared, or without formulas."""
         self.plan: Plan = engine.plan
         self.recipe: Recipe = engine.plan.recipe
 
@@ -78,7 +78,7 @@ class Training:
         if self.resumed is not None:
             refuse_other_data(self.run, self.resumed, identity(self.data.counts))
         self.steps = self.plan.steps(len(self.data.train))
-        self.data = self.data.side_by_side(self.plan.padding.free)  # as planned, to be predicted
+        self.data = self.data.side_by_side(self.plan.padding.free)  # the plan's, for the forecast
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.forecast = self.recorder.forecast
         refuse_full_gpu(self.engine, self.forecast)
@@ -118,7 +118,7 @@ class Training:
             self.recorder.close()
 
     def on_one(self, work: Callable[[], T]) -> T:
-        """Do something on one rank; all get its result, or raise its error."""
+        """Run `work` on rank 0; every rank returns its result or raises its error."""
         return self.engine.on_first(work)
 
     def _data(self) -> Prepared:
@@ -126,16 +126,16 @@ class Training:
         self.chat = chat = load_chat(
             self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
         )
-        self.tokenizer.chat_template = chat.saved  # what is saved answers as it was trained
+        self.tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
         data = prepare_on_ranks(self.engine, self.recipe, chat)
         return teacher.ready(self.recipe, self.tokenizer, data) if self.recipe.teaches else data
 
     def _build(self) -> Progress:
-        """Model, optimizer and engine, continued from the newest checkpoint when resuming."""
+        """Build model, optimizer and engine; load the newest checkpoint when resuming."""
         engine = self.engine
         compiled = settle_compiled(engine, self.data, self.steps)
         network = engine.together(lambda: model.build(engine, self.recipe.seed))
-        self.base = fingerprint(self.recipe.model)  # a hub's model is on this machine by now
+        self.base = fingerprint(self.recipe.model)  # a hub model is downloaded by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
         self.pad_id, vocabulary_notes = scoring.fit_tokens(
@@ -154,7 +154,7 @@ class Training:
         self.on_one(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
-            # Such an adapter took its product out of the base: to undo that, the product is kept.
+            # Such an adapter subtracted its initial product from the base: keep it to undo that.
             network.save_pretrained(self.run.initial_adapter)
             handover.follow_umask(self.run.initial_adapter)
         self.reference = second_model(engine, network)
@@ -174,7 +174,7 @@ class Training:
         return progress
 
     def _origin(self) -> list[str]:
-        """Record the adapter that training goes on from; a note of it."""
+        """Record the adapter that training starts from; returns a note about it."""
         if self.recipe.model.adapter is None:
             return []
         is_new = self.resumed is None
@@ -193,14 +193,14 @@ class Training:
         self._end("early stop" if stop else "finished")
 
     def _take_steps(self, feed: TakesSteps) -> bool:
-        """Train until the last step or out of patience; returns whether it was the patience."""
+        """Train to the last step or until patience runs out; returns whether it ran out."""
         first, stop = self.progress.step, self._patience_is_over()
         folder = self.run.profile if self.options.profile else None
         profile = profile_of(self.engine, folder, self.recorder.forecast)
         while self.progress.step < self.steps and not stop:
             step = self.progress.step
             self.heartbeat.step = step + 1
-            # The second step of a start is the first that begins with the optimizer's moments.
+            # The second step of a process is the first to begin with optimizer moments in memory.
             counted = step == min(first + 1, self.steps - 1)
             measuring = self.meter.measuring(self.engine.model, self.reference) if counted else None
             with profile.of_step(step - first):
@@ -226,7 +226,7 @@ class Training:
     def _step(
         self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
     ) -> StepResult:
-        """One step. Where a reward fails, what was trained is saved before the run ends."""
+        """Take one step. If a reward function fails, save the progress before raising."""
         step = self.progress.step
         try:
             return train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
@@ -237,7 +237,7 @@ class Training:
             raise
 
     def _noticed(self) -> list[int]:
-        """What each rank brings to the meeting of a step: its peak, whether it was interrupted."""
+        """This rank's values to reduce in a step: peak bytes, and whether it got a signal."""
         return [peak_bytes(self.engine.device), int(self.interruption.asked)]
 
     def _finish_saving(self) -> None:
@@ -271,7 +271,7 @@ class Training:
         )
 
     def _end(self, reason: Reason) -> None:
-        """Write the result and the end of the record."""
+        """Write the result, the final record and the model card."""
         self.on_one(lambda: self._finish_record(self._publish))
         self.recorder.end(self.progress.step, reason, self.peak)
         self.on_one(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
@@ -286,11 +286,11 @@ class Training:
             )
 
     def _publish(self) -> None:
-        with self.engine.whole_weights():  # ZeRO-3 would partition what one rank loads
+        with self.engine.whole_weights():  # ZeRO-3 would partition a model loaded on one rank
             publish(self.run)
 
     def _evaluate_if_due(self, done: bool) -> bool:
-        """Evaluate where it is due; returns whether it was the best so far."""
+        """Evaluate if due; returns whether the result is the best so far."""
         every = self.recipe.evaluation.every
         due = done or (every is not None and self.progress.step % every == 0)
         if not due or not len(self.data.eval):

@@ -1,7 +1,7 @@
-"""Checks before the first step, reported in six lines.
+"""Run checks before the first step and report them in six lines.
 
-Everything here could also fail hours later: a full disk, ranks that are not alike, a checkpoint
-that cannot be read back.
+Each check catches what would otherwise fail hours later: a full disk, ranks that differ, a
+checkpoint that cannot be read back.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Job(Protocol):
-    """What of a training is looked at: see `finetune.training.stages.Training`."""
+    """The part of `finetune.training.stages.Training` that the checks need."""
 
     engine: Engine
     run: Run
@@ -59,10 +59,11 @@ class Job(Protocol):
 
 
 def make_sure(job: Job) -> str:
-    """Look at everything, on every rank together; returns the six lines.
+    """Run all checks, collectively on every rank; returns the six lines.
 
     Raises:
-        FinetuneError: something stands in the way of the training.
+        FinetuneError: a check failed.
+        TrainingFailure: the rehearsal of a checkpoint failed.
     """
     engine, saving = job.engine, job.plan.recipe.saving
     ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
@@ -82,7 +83,7 @@ def make_sure(job: Job) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What has to be the same on every rank."""
+    """Hashes and versions that must be the same on every rank."""
 
     recipe: str
     base: str | None
@@ -92,7 +93,7 @@ class Identity:
 
 
 def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
-    """This rank's; the data by the hash that names its folder, and the rows it really sees."""
+    """This rank's identity; data is hashed from its folder name, its counts and the rows read."""
     fields = catalog.to_fields(plan.recipe)
     if plan.recipe.model.adapter is not None:
         fields["starting_adapter"] = starting_adapter.identity(plan.recipe.model.adapter)["sha256"]
@@ -111,7 +112,10 @@ def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
 
 
 def libraries(engine: backends.Engine) -> str:
-    """What takes part in the mathematics of an engine, torch first; finetune by its own source."""
+    """Versions of the libraries that affect an engine's results, torch first.
+
+    The version of finetune is a hash of its source.
+    """
     found = versions()
     packages = {each.package.lower(): name for name, each in TRAITS.items() if each.package}
     others = {package for package, name in packages.items() if name != engine}
@@ -134,7 +138,7 @@ def _short(text: str) -> str:
 
 
 def agree(everybody: list[Identity]) -> str:
-    """Compare what every rank has, rank 0 first; returns the line.
+    """Compare the identities of all ranks, rank 0 first; returns the report line.
 
     Raises:
         FinetuneError: with every rank and field that differ from rank 0.
@@ -153,30 +157,30 @@ def agree(everybody: list[Identity]) -> str:
 
 
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
-    """Size of one checkpoint: fp32 weights, optimizer state, and what is usable by itself."""
+    """Bytes of one checkpoint: fp32 weights, optimizer state, and the loadable model or adapter."""
     recipe = engine.plan.recipe
     elsewhere = engine.elsewhere(engine.module)
     here = [p for _, p in engine.trained() if id(p) not in elsewhere]
     (trained,) = engine.over_stages([sum(whole_shape(p).numel() for p in here)])
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
-    # A tokenizer's JSON takes up to about 100 bytes a token.
+    # A tokenizer's JSON takes up to about 100 bytes per token.
     return int(trained * (4 + state[recipe.optim.name] + usable)) + 100 * tokens + 2**16
 
 
 def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) -> str:
-    """Room for the checkpoints that will lie there at once; returns the line.
+    """Check for enough disk space for all checkpoints kept at once; returns the report line.
 
-    That is: the newest `keep`, the best, and the one that is being written; then the result.
+    These are the newest `keep`, the best, and the one being written; then the result.
 
     Raises:
-        FinetuneError: there is less.
+        FinetuneError: there is not enough space.
     """
     coming = 1 if every is None else max(1, steps // every)
     count = min(keep + 2, coming + 1)
     there = sum(
         file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file()
-    )  # counted as room: what is kept replaces it
+    )  # counts as free space: new checkpoints replace these
     needed = max(0, size * count + size // 3 - there)
     free = shutil.disk_usage(run.root).free
     told = f"{units.size(free)} free, the checkpoints to come take up to {units.size(needed)}"
@@ -189,10 +193,10 @@ def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) ->
 
 
 def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
-    """Refuse a GPU on which another process has the memory that a run needs, before it is loaded.
+    """Refuse a GPU whose memory is taken by other processes, before the model is loaded.
 
     Raises:
-        FinetuneError: on every rank, with the processes of each such GPU.
+        FinetuneError: on every rank, with the processes on each such GPU.
     """
     if engine.device.type != "cuda" or forecast is None:
         return
@@ -204,7 +208,7 @@ def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
 
 
 def memory_line(forecast: Forecast | None, place: torch.device) -> str:
-    """The plan's peak against what this machine has."""
+    """Predicted peak memory and the memory available on this machine."""
     if place.type != "cuda":
         available = psutil.virtual_memory().available
         return f"no accelerator; {units.size(available)} of host memory available"
@@ -217,10 +221,10 @@ def memory_line(forecast: Forecast | None, place: torch.device) -> str:
 
 
 def check_model(job: Job) -> str:
-    """Look at a forward pass of a few tokens, on every rank together; returns the line.
+    """Check a forward pass of a few tokens, collectively on every rank; returns the report line.
 
     Raises:
-        FinetuneError: it fails, the model is not causal, or its weights are not finite.
+        FinetuneError: the pass fails, the model is not causal, or its weights are not finite.
     """
     engine = job.engine
     if job.plan.mesh.pipeline * job.plan.mesh.sequence > 1:
@@ -249,10 +253,10 @@ def check_model(job: Job) -> str:
 
 
 def refuse_weights_not_finite(engine: Engine) -> None:
-    """Look at all weights, on every rank together.
+    """Check all weights, collectively on every rank.
 
     Raises:
-        FinetuneError: some hold NaN or infinity.
+        FinetuneError: some contain NaN or infinity.
     """
     of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
     names = sorted({name for names in of_ranks for name in names})
@@ -262,10 +266,10 @@ def refuse_weights_not_finite(engine: Engine) -> None:
 
 
 def rehearse(job: Job) -> str:
-    """Write a checkpoint of the real state beside the others, and read it back; returns the line.
+    """Write a checkpoint of the real state to the run and read it back; returns the report line.
 
     Raises:
-        TrainingFailure: it could not be written, or what came back is not what was written.
+        TrainingFailure: it could not be written, or it reads back with different values.
     """
     engine, progress = job.engine, job.progress
     place = Run(job.run.root / ".rehearsal")

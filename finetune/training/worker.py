@@ -1,4 +1,4 @@
-"""One process of a training run: from its start to its end, whatever ends it."""
+"""Run one process of a training: start it, train, and handle every way it can end."""
 
 import datetime
 import os
@@ -39,12 +39,12 @@ def train(
 ) -> Run:
     """Train in this process, or as one of the processes that `accelerate launch` started.
 
-    A run that is to be resumed and has nothing left to do is returned as it is.
+    With `resume`, a run that is already complete is returned unchanged.
 
     Raises:
         FinetuneError: the request cannot be honoured; nothing was changed.
-        TrainingFailure: training was started and could not go on.
-        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
+        TrainingFailure: training started and could not continue.
+        Interrupted: by SIGTERM, SIGINT or SIGHUP; the progress is saved.
     """
     settled = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
@@ -63,14 +63,14 @@ def train(
             return Worker(engine, run, options, interruption).go()
     finally:
         if settled.processes == 1:
-            # A notebook trains again, perhaps with another plan, or goes on with something else.
+            # A notebook may train again with another plan, or do something else.
             cpu.use_pool(False)
             cpu.release()
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def finish(run: Run, plot: bool) -> None:
-    """Say that a run is complete, after writing what a kill after its last record left out."""
+    """Report that a run is complete; first write the files missing after a late kill."""
     if not card(run).is_file():
         with locked(run):
             describe(run, plot)
@@ -78,7 +78,7 @@ def finish(run: Run, plot: bool) -> None:
 
 
 class Worker:
-    """A training and what may end it: a signal, a lost rank, memory that ran out."""
+    """A training, and how it handles a signal, a lost rank and running out of memory."""
 
     def __init__(
         self,
@@ -90,19 +90,19 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.run = run
-        self.interruption = interruption or Interruption()  # one that hears nothing
+        self.interruption = interruption or Interruption()  # not entered: handles no signals
         self.heartbeat = self._heartbeat()
         self.training = stages(engine, run, options, self.interruption, self.heartbeat)
 
     def go(self) -> Run:
-        """Train to the end; returns the run."""
+        """Train to the end and return the run."""
         with self.training.held:
             self.heartbeat.start()
             try:
                 self.training.prepare()
                 self.training.train()
             except Interrupted:
-                if not self.interruption.deferring:  # torch's agent so ends those left behind
+                if not self.interruption.deferring:  # torch's agent ends surviving ranks this way
                     lost = self.heartbeat.bereaved()
                     if lost is not None:
                         raise lost from None
@@ -111,7 +111,7 @@ class Worker:
                 raise
             except FinetuneError:
                 raise
-            except Exception as error:  # what a collective raises when another rank is lost
+            except Exception as error:  # collectives raise many types when another rank is lost
                 self.interruption.defer()
                 if is_out_of_memory(error):
                     raise self._out_of_memory(error) from None
@@ -133,7 +133,7 @@ class Worker:
     def _heartbeat(self) -> Heartbeat:
         def lost(error: TrainingFailure) -> None:
             print(f"error [rank {self.engine.rank}]: {error}", file=sys.stderr, flush=True)
-            os._exit(error.exit_status)  # the main thread may wait for the lost rank for ever
+            os._exit(error.exit_status)  # the main thread may wait forever for the lost rank
 
         return Heartbeat(
             self.engine,
@@ -146,5 +146,5 @@ class Worker:
         )
 
     def _end_as_orphan(self) -> None:
-        if not self.interruption.asked:  # else it is ending already
+        if not self.interruption.asked:  # otherwise it is already ending
             os.kill(os.getpid(), signal.SIGTERM)
