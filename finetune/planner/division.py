@@ -1,4 +1,4 @@
-"""Rules for backends that divide a model: what the sizes must divide, and what does not work."""
+"""Rules for backends that divide a model: required divisibility and unsupported combinations."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,26 +16,26 @@ TENSOR = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
     "cohere2", "smollm3",
 )  # fmt: skip
-"""Types whose layers transformers 5.23 divides by columns and rows alone, each part one block."""
+"""Model types that transformers 5.23 divides by columns and rows only, in contiguous blocks."""
 PIPELINE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2",
     "phi3", "olmo2", "smollm3",
 )  # fmt: skip
-"""Types whose layers take hidden states as they come; Granite scales them in each stage anew."""
+"""Model types whose layers use hidden states unchanged; Granite would rescale them per stage."""
 CONTEXT = ("llama", "mistral", "qwen2", "qwen3")
-"""Types whose attention needs keys, values and causality alone."""
+"""Model types with plain causal attention (no window, cap or sink)."""
 EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
-"""Types whose experts transformers 5.23 divides, and that learned what one process learns."""
+"""Model types whose experts transformers 5.23 divides, and that train as on one process."""
 GATHERED = ("olmoe",)
-"""Those of them whose attention gathers what columns gave, which PEFT 0.21 does not know."""
+"""Types in `EXPERTS` whose attention gathers column outputs, which PEFT 0.21 does not support."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Layers of attention in the types whose experts are divided."""
+"""Linear layers of attention in the types of `EXPERTS`."""
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
-"""Fields of a config that drop activations at random."""
+"""Dropout fields of model configs."""
 
 
 def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Every reason against a division of the recipe's model."""
+    """Every reason why the backend cannot divide the recipe's model."""
     axes = backend.axes
     if not axes.any:
         return
@@ -62,7 +62,7 @@ def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[s
 
 
 def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons in a model's config."""
+    """Reasons found in the model's config."""
     if not axes.any:
         return
     fields = {**fields, **(fields.get("text_config") or {})}
@@ -291,7 +291,7 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
 
 
 def _on_experts(targets: str | tuple[str, ...]) -> str | None:
-    """What of an adapter's targets may mean experts to PEFT; None where it is attention alone."""
+    """The adapter target that may match experts in PEFT; None if all targets are attention."""
     if isinstance(targets, str):
         return targets
     return next((each for each in targets if each.split(".")[-1] not in ATTENTION), None)

@@ -1,4 +1,4 @@
-"""What a plan asks of each engine: one row per engine answers every question.
+"""Properties of each engine that the planner needs, as one table.
 
 The engines themselves are in `finetune/distributed`; nothing here starts one.
 """
@@ -13,45 +13,45 @@ Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """How an engine lays training out, as facts."""
+    """Properties of an engine."""
 
     alone: bool = False
-    """Runs one process, and only one."""
+    """Runs exactly one process."""
     least: int = 1
-    """Fewest processes."""
+    """Minimum number of processes."""
     package: str | None = None
-    """What is installed for it alone; in small letters, what is imported."""
+    """Package that only this engine needs; in lower case, the name of its module."""
     several_machines: tuple[str, ...] = ()
-    """Flags of `accelerate launch` that it needs there."""
+    """Flags that `accelerate launch` needs on several machines."""
     scheme: Scheme = "autocast"
-    """How it holds weights in bf16."""
+    """How it handles weights under bf16."""
     copies_gradients: bool = False
-    """Every gradient is copied into a bucket, in its own type."""
+    """Copies every gradient into a bucket of the same data type."""
     shards: bool = False
-    """Cuts what it holds over processes."""
+    """Can shard over processes."""
     shards_all: bool = False
-    """Whatever the backend's shard says, parameters, gradients and moments are all cut between
-    passes, by the first dimension, padded (FSDP2); units of modules are gathered."""
+    """Shards parameters, gradients and moments between passes for every setting of the backend's
+    `shard`: along the first dimension, padded (FSDP2), and gathered in units of modules."""
     floats_only: bool = False
-    """Shards floating point tensors only."""
+    """Shards only floating point tensors."""
     chooses_reduction: bool = False
-    """Can reduce once a step or after every micro-batch."""
+    """Can reduce gradients once per step or after every micro-batch."""
     masters: bool = False
-    """Holds trained weights as it computes with them, and fp32 masters of its own."""
+    """Keeps trained weights in the compute data type, and its own fp32 master weights."""
     reduces_as_computed: bool = False
-    """Reduces gradients in the type that it computes in."""
+    """Reduces gradients in the compute data type."""
     for_own_module: bool = False
-    """With sharded parameters, a weight is whole while its own module runs, and only then."""
+    """With sharded parameters, a weight is gathered only while its own module runs."""
     keeps_reused: bool = False
-    """Keeps gathered what is used again soon."""
+    """Keeps parameters gathered that are used again soon."""
     host_elements: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Bytes of host memory per trained parameter, by what is offloaded."""
+    """Bytes of host memory per trained parameter, by the backend's `offload`."""
     host_buffers: float = 1.0
-    """Factor on all of that for buffers."""
+    """Factor on `host_elements` for buffers."""
     traced: bool = False
-    """A step of one of its ranks can be traced without the others."""
+    """A step of one rank can be traced without the other ranks."""
     untraced: str = ""
-    """Why it cannot."""
+    """Why a step cannot be traced."""
     divides: bool = False
     """Divides the model over processes that train on the same rows."""
 
@@ -74,8 +74,8 @@ TRAITS: dict[Engine, Traits] = {
     ),
     "deepspeed": Traits(
         package="DeepSpeed",
-        # Each machine starts its own processes, as under every other backend; DeepSpeed's own way
-        # starts them all from the first machine, by pdsh.
+        # Each machine starts its own processes, as under every other backend. DeepSpeed's default
+        # launcher starts all of them from the first machine with pdsh.
         several_machines=("--deepspeed_multinode_launcher", "standard"),
         scheme="deepspeed",
         shards=True,

@@ -1,4 +1,4 @@
-"""Knows the load-balancing loss that transformers adds for mixtures of experts, by model type."""
+"""The load-balancing loss that transformers adds for mixtures of experts, by model type."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,21 +12,22 @@ BALANCED = (
     "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe",
     "flex_olmo", "ernie4_5_moe", "jamba",
 )  # fmt: skip
-"""Types whose loss is `load_balancing_loss_func` of transformers 5.23."""
+"""Model types whose loss is `load_balancing_loss_func` of transformers 5.23."""
 EXPERT_FIELDS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
 )  # fmt: skip
-"""Names that configs give to the number of routed experts."""
+"""Config fields for the number of routed experts."""
 DEFAULT = 0.001
-"""`router_aux_loss_coef` of a config that does not state it; OLMoE's and FlexOlmo's is 0.01."""
+"""Default of `router_aux_loss_coef` in configs without it."""
 DEFAULTS = {"olmoe": 0.01, "flex_olmo": 0.01}
+"""Defaults of model types that differ from `DEFAULT`."""
 
 
 def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, str]:
-    """What the load-balancing loss is multiplied by (None: it is left out), or why it cannot be.
+    """Coefficient of the load-balancing loss (None for no such loss), and a problem or "".
 
     Args:
-        fields: the model's config; empty where it is not known yet.
+        fields: the model's config; empty if it is not known yet.
     """
     asked = model.router_aux_loss
     kind = fields.get("model_type")
@@ -51,7 +52,7 @@ def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, 
 
 
 def expert_count(fields: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, as a config states them; 0 for a model without experts."""
+    """Routed experts per layer according to a config; 0 for a model without experts."""
     inner: list[Mapping[str, Any]] = [
         fields.get("text_config") or {}, fields.get("ffn_config") or {}
     ]  # fmt: skip
@@ -60,9 +61,9 @@ def expert_count(fields: Mapping[str, Any]) -> int:
 
 
 def quantised_share(fields: Mapping[str, Any]) -> float | None:
-    """Share of a model's weights that are in linear layers but the head; None where not known.
+    """Fraction of a model's weights that bitsandbytes packs; None if not known.
 
-    bitsandbytes packs these: not the embeddings, the head, or the tensors of experts.
+    It packs linear layers, without the embeddings, the head, and the tensors of experts.
     """
     try:
         shape = read(fields)

@@ -1,4 +1,4 @@
-"""Choose the kernel options of a run, each with the reason where it falls back."""
+"""Choose the kernel options of a run, each with the reason for a fallback."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ LOGITS: dict[str, Logits] = {
     "olmo2": "plain",
     "smollm3": "plain",
 }
-"""What a model does between its backbone and its loss, by `model_type` in transformers 5.23: the
-head alone, or the head and then cap * tanh(x / cap) (`final_logit_softcapping`), a division
-(`logits_scaling`), a product (`logit_scale`)."""
+"""Computation between backbone and loss, by `model_type` in transformers 5.23: only the head, or
+the head followed by cap * tanh(x / cap) (`final_logit_softcapping`), a division
+(`logits_scaling`), or a multiplication (`logit_scale`)."""
 
 UNFUSED: dict[str, tuple[str, ...]] = {
     "mixtral": ("activation",),
@@ -43,38 +43,39 @@ UNFUSED: dict[str, tuple[str, ...]] = {
     "cohere": ("norm", "activation", "rotary"),
     "cohere2": ("norm", "activation", "rotary"),
 }
-"""Levers of these types whose parts are not known in `finetune/kernels`."""
+"""Kernel options without an implementation in `finetune/kernels`, by model type."""
 PARTS = {"norm": "norms", "activation": "feed-forward layers", "rotary": "attention layers"}
 
 CHUNK_ENTRIES = 2**23
-"""Logits of one chunk of `kernels.head=chunked` on a CPU, 16 MiB in bf16: enough rows for a matrix
-product to be fast."""
+"""Logits per chunk of `kernels.head=chunked` on a CPU, 16 MiB in bf16: enough rows for a fast
+matrix product."""
 TILE_ENTRIES = 2**21
-"""Logits that a CPU turns into a gradient at once, 8 MiB in fp32: they stay in its caches."""
+"""Logits per tile of the gradient computation on a CPU, 8 MiB in fp32: a tile fits in cache."""
 GPU_CHUNK_ENTRIES = 2**27
-"""Logits of one chunk on a GPU, 256 MiB in bf16: 1,024 rows of 128,256 tokens. A product of fewer
-reads the head's matrix more often than a GPU can while it multiplies (an H100: 300 rows)."""
+"""Logits per chunk on a GPU, 256 MiB in bf16: 1,024 rows of 128,256 tokens. With few rows (fewer
+than 300 on an H100) the product is bound by reading the head's matrix."""
 TAUGHT_ENTRIES, GPU_TAUGHT_ENTRIES = 2**21, 2**24
-"""Logits that are compared with a teacher's at once, of which there are nine copies in fp32."""
+"""Logits per chunk of the comparison with a teacher, which holds nine copies of them in fp32."""
 GPU_TILE_ENTRIES = 2**25
-"""Logits that a GPU turns into a gradient at once, 128 MiB in fp32: its threads are busy with
-less, and copies of a whole chunk would take a GiB."""
+"""Logits per tile of the gradient computation on a GPU, 128 MiB in fp32: enough to keep it busy;
+copies of a complete chunk would take a GiB."""
 
 SCORE_BLOCK = 384
-"""Queries of a document whose scores attention by products on a CPU holds at once, at most."""
+"""Maximum number of queries whose scores CPU attention by matrix products holds at once."""
 SCORE_ENTRIES = 2**23
-"""Numbers in these scores, where `SCORE_LEAST` queries have no more."""
+"""Maximum number of elements in these scores, unless `SCORE_LEAST` queries need more."""
 SCORE_LEAST = 64
+"""Minimum number of queries per block."""
 
 SINKS = ("gpt_oss",)
-"""Types whose attention has a sink beside the scores of each row."""
+"""Model types whose attention adds a sink to the scores of each query."""
 
 COMPILE_FROM = {"cpu": 10_000, "cuda": 3_000_000}
-"""Tokens of a run from which `kernels.pointwise=auto` compiles: an estimate, that compiling is
-paid back by then: two seconds of one core for a CPU, about 20 by TorchInductor in torch 2.13. It
-was not measured on a GPU."""
+"""Tokens of a run from which `kernels.pointwise=auto` compiles. An estimate of where compiling
+pays off: it takes two seconds of one core for a CPU, and about 20 with TorchInductor in torch
+2.13. Not measured on a GPU."""
 POOL_FROM = COMPILE_FROM["cpu"]
-"""Tokens of a run from which `kernels.allocator=auto` pools, as operations are compiled."""
+"""Tokens of a run from which `kernels.allocator=auto` uses a pool, the same as for compiling."""
 
 POINTWISE_RULES = {
     "auto": (
@@ -91,21 +92,21 @@ ONE_CALL = {
     "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
     "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
 }
-"""Where all documents side by side may attend in one call, and what that is."""
+"""Devices that compute attention over concatenated documents in one call, and that call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one option does in a run."""
+    """The choice for one kernel option."""
 
     option: str
     """Field of `recipe.kernels`."""
     value: str
-    """How it is computed."""
+    """The chosen implementation."""
     fallback: str = ""
-    """Why this is not what the recipe asks for; empty where it is."""
+    """Why the value differs from the recipe's; empty if it does not."""
     rule: str = ""
-    """What is chosen when the run knows its device and its data; empty where that is known."""
+    """How the run chooses once it knows its device and data; empty if already decided."""
 
     def line(self) -> str:
         return f"kernels.{self.option}: {self.value}, because {self.fallback}"
@@ -127,7 +128,7 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
 
 
 def attention_rule(recipe: Recipe, backend: Backend) -> str:
-    """How documents side by side attend to themselves alone, where this toolkit computes it."""
+    """Description of attention over concatenated documents in the kernels of this package."""
     fields = model_fields(recipe)
     traits = (
         bool(fields.get("attention_dropout")),
@@ -145,14 +146,14 @@ def attention_rule(recipe: Recipe, backend: Backend) -> str:
 def against_one_call(
     device: str, precision: str, dropped: bool, capped: bool, sinks: bool = False
 ) -> list[str]:
-    """Why documents side by side are not computed in one call on devices of a kind.
+    """Why attention over concatenated documents is not computed in one call on a device type.
 
     Args:
         device: `cpu` or `cuda`.
-        precision: Of the run.
-        dropped: Whether weights of attention are left out at random.
-        capped: Whether its scores are capped.
-        sinks: Whether each row of scores has a sink beside it.
+        precision: Precision of the run.
+        dropped: Whether attention has dropout.
+        capped: Whether the scores are soft-capped.
+        sinks: Whether the scores of each query include a sink.
     """
     reasons = {
         "fp32 has none": precision == "fp32",
@@ -184,13 +185,13 @@ def _head(recipe: Recipe, backend: Backend, kind: str | None) -> Choice:
 
 
 def _on_head(targets: str | tuple[str, ...]) -> bool:
-    """Whether PEFT gives the head an adapter: it matches a text as a regular expression."""
+    """Whether PEFT adds an adapter to the head; it matches a string as a regular expression."""
     if not isinstance(targets, str):
         return any(target.split(".")[-1] == "lm_head" for target in targets)
     try:
         return re.fullmatch(targets, "lm_head") is not None
     except re.error:
-        return False  # PEFT tells what is wrong with it
+        return False  # PEFT reports the error
 
 
 def _part(option: str, asked: str, kind: str | None) -> Choice:
@@ -216,12 +217,12 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
 
 
 def model_type(recipe: Recipe) -> str | None:
-    """The type of a recipe's model, where its config is on this machine."""
+    """The model type of a recipe; None if the model's config is not on this machine."""
     return model_fields(recipe).get("model_type")
 
 
 def model_fields(recipe: Recipe) -> dict[str, Any]:
-    """The config of a recipe's model; empty where it is not on this machine."""
+    """The config of a recipe's model; empty if it is not on this machine."""
     model = recipe.model
     if model.config is not None:
         return dict(model.config)
@@ -232,11 +233,11 @@ def model_fields(recipe: Recipe) -> dict[str, Any]:
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
-                return {}  # loading the model tells what is wrong with it
+                return {}  # loading the model reports the error
             return cast(dict[str, Any], found) if isinstance(found, dict) else {}
     return {}
 
 
 def score_block(heads: int, length: int) -> int:
-    """Queries of a document of `length` tokens whose scores attention by products holds at once."""
+    """Queries per block of attention by matrix products, for a document of `length` tokens."""
     return min(length, SCORE_BLOCK, max(SCORE_LEAST, SCORE_ENTRIES // (heads * length)))

@@ -1,7 +1,7 @@
-"""Refuses what transformers or PEFT cannot train, by the model's type and the adapter's fields.
+"""Reject what transformers or PEFT cannot train, by model type and adapter fields.
 
-Types are looked up in the installed transformers' own tables, which are read as text: importing
-them takes seconds.
+Model types are looked up in the tables of the installed transformers, which are read as text
+because importing them takes seconds.
 """
 
 import functools
@@ -21,20 +21,20 @@ SCORED = "MODEL_FOR_SEQUENCE_CLASSIFICATION"
 BESIDE_TEXT = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 MAMBA_UNREACHED = ("out_proj", "conv1d")
-"""Types, and names of their modules, that PEFT 0.21 refuses: kernels read the weights directly."""
+"""Model types and modules that PEFT 0.21 refuses, as their kernels read the weights directly."""
 MAMBA_TARGETS = {
     "mamba": "in_proj,x_proj", "falcon_mamba": "in_proj,x_proj", "mamba2": "in_proj",
     "falcon_h1": "q_proj,k_proj,v_proj,o_proj,in_proj,gate_proj,up_proj,down_proj",
     "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
 }  # fmt: skip
-"""What to name in these types instead of `all-linear`."""
+"""Targets to use for these model types instead of `all-linear`."""
 TRANSPOSED = ("gpt2", "openai-gpt")
-"""Types whose linear maps are `Conv1D` of transformers."""
+"""Model types whose linear layers are `Conv1D` of transformers."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 
 
 def fields_of(recipe: Recipe) -> Mapping[str, Any]:
-    """The config of a recipe's model, on this machine or published; empty where not known."""
+    """The config of a recipe's model, local or from `shapes.published`; empty if not known."""
     found = model_fields(recipe)
     if not found and recipe.model.name is not None:
         found = published.find(recipe.model.name) or {}
@@ -43,9 +43,9 @@ def fields_of(recipe: Recipe) -> Mapping[str, Any]:
 
 @functools.cache
 def types(table: str) -> frozenset[str]:
-    """Model types of a table of `transformers.models.auto`, such as `MODEL_FOR_CAUSAL_LM`.
+    """Model types in a table of `transformers.models.auto`, such as `MODEL_FOR_CAUSAL_LM`.
 
-    Empty where the table is not found: loading the model reports what is wrong with it.
+    Empty if the table is not found; loading the model then reports the problem.
     """
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
@@ -60,19 +60,19 @@ def types(table: str) -> frozenset[str]:
 
 
 def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Everything that transformers or PEFT cannot train of a recipe, for a model of this config."""
+    """Every part of a recipe that transformers or PEFT cannot train, given the model's config."""
     yield from architecture(recipe, fields)
     yield from adapter(recipe, fields)
     yield from router_loss(recipe, fields)
 
 
 def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Why a model is not a decoder of text that `AutoModelForCausalLM` builds."""
+    """Why a model is not a text decoder that `AutoModelForCausalLM` can build."""
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         return
     if recipe.model.trust_remote_code and fields.get("auto_map"):
-        return  # the repository's own code says what it is
+        return  # the code in the repository defines the architecture
     field = "model.config" if recipe.model.config is not None else "model.name"
     causal = types("MODEL_FOR_CAUSAL_LM")
     both = any(kind in types(table) for table in SEQ_TO_SEQ) and not _beside(kind)
@@ -93,7 +93,7 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Why a load-balancing loss that is asked for cannot be added."""
+    """Why a requested load-balancing loss cannot be added."""
     _, problem = coefficient(recipe.model, fields)
     if recipe.scores is not None and isinstance(recipe.model.router_aux_loss, float):
         problem = (
@@ -105,12 +105,12 @@ def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beside(kind: str) -> bool:
-    """Whether a type is a decoder that reads images or audio."""
+    """Whether a model type is a decoder that also reads images or audio."""
     return any(kind in types(table) for table in BESIDE_TEXT)
 
 
 def _not_causal(kind: str) -> str:
-    """What a type is that has no causal language model; empty for one that nothing is known of."""
+    """Description of a model type without a causal language model; empty for unknown types."""
     if _beside(kind):
         return "reads images or audio beside text, which are not trained here"
     if kind in types("MODEL_FOR_MASKED_LM"):
@@ -119,7 +119,7 @@ def _not_causal(kind: str) -> str:
 
 
 def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """What PEFT 0.21 refuses of an adapter, on models whose config is known where it matters."""
+    """Adapter settings that PEFT 0.21 refuses; some checks need the model's config."""
     given = recipe.adapter
     if given is None:
         return
@@ -182,7 +182,7 @@ def _mamba(given: LoRA, kind: str) -> Iterator[str]:
 
 
 def against_parameters(given: LoRA) -> Iterator[str]:
-    """What `ParamWrapper` of PEFT 0.21 cannot do."""
+    """Adapter settings that `ParamWrapper` of PEFT 0.21 does not support."""
     init = given.init_lora_weights
     whole = {
         f"adapter.dropout: {given.dropout} cannot be applied inside": given.dropout > 0,

@@ -1,4 +1,4 @@
-"""The mesh of a job: its processes along named axes."""
+"""The device mesh of a job: processes along named axes."""
 
 import dataclasses
 import math
@@ -6,35 +6,35 @@ import math
 from finetune.backend import Backend
 
 AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
-"""Axes in the order of the ranks: neighbours lie along the last one."""
+"""Axes in rank order: consecutive ranks differ in the last axis."""
 DATA = ("replicate", "shard")
-"""Axes whose processes read rows of their own."""
+"""Axes whose processes read different rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Processes along each axis; their product is the number of processes.
+    """Number of processes along each axis; the product is the total number of processes.
 
-    The data axes read rows of their own. The others divide a model: all processes of one place on
-    the data axes train on the same rows together.
+    Processes along the data axes read different rows. The other axes divide a model: all processes
+    with the same coordinates on the data axes train on the same rows.
     """
 
     pipeline: int = 1
-    """Stages of the layers."""
+    """Number of pipeline stages."""
     replicate: int = 1
-    """Copies of the model, each trained on rows of its own."""
+    """Copies of the model, each trained on different rows."""
     shard: int = 1
-    """Processes that hold one copy together."""
+    """Processes over which one copy is sharded."""
     sequence: int = 1
-    """Processes that share the tokens of a row."""
+    """Processes that split the tokens of a row."""
     tensor: int = 1
-    """Processes that share each layer."""
+    """Processes that split each layer."""
     experts: int = 1
-    """Processes along `shard` and `tensor` over which the experts of a layer lie."""
+    """Processes, along `shard` and `tensor`, over which the experts of a layer are divided."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of `AXES`, in their order."""
+        """The sizes of `AXES`, in the same order."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -43,33 +43,33 @@ class Mesh:
 
     @property
     def expert_copies(self) -> int:
-        """Processes that hold the same experts together."""
+        """Processes over which one group of experts is sharded."""
         return self.shard * self.tensor // self.experts
 
     @property
     def data(self) -> int:
-        """Groups of processes that read rows of their own."""
+        """Number of process groups that read different rows."""
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the rows a process reads."""
+        """Index of the share of the rows that a process reads."""
         place = self.place(rank)
         return place["replicate"] * self.shard + place["shard"]
 
     def place(self, rank: int) -> dict[str, int]:
-        """Coordinates of a process, by axis."""
+        """Coordinates of a process, by axis name."""
         found: dict[str, int] = {}
         for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def summary(self) -> dict[str, int]:
-        """Processes along the data axes, and along the others where there are several."""
+        """Sizes of the data axes, and of the other axes that are larger than 1."""
         sizes = (*zip(AXES, self.sizes, strict=True), ("experts", self.experts))
         return {axis: size for axis, size in sizes if axis in DATA or size > 1}
 
     def words(self) -> str:
-        """Such as `replicate 2 x shard 4`; axes of one process are left out."""
+        """The mesh as text, such as `replicate 2 x shard 4`, without axes of size 1."""
         named = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         experts = f" (experts over {self.experts})" if self.experts > 1 else ""
         return (" x ".join(named) or "one process") + experts
@@ -80,7 +80,8 @@ class Mesh:
 def mesh_of(backend: Backend, processes: int) -> Mesh:
     """The mesh of a backend: copies under DDP, shards under FSDP and ZeRO, both under HSDP.
 
-    What divides the model comes first; what is left of the processes reads rows of its own.
+    The axes that divide the model are allocated first; the remaining factor of the processes is
+    data parallel.
     """
     axes = backend.axes
     data = max(1, processes // axes.processes)

@@ -1,7 +1,7 @@
-"""Decide whether the rows of a micro-batch are padded or laid side by side, and say why.
+"""Decide whether the rows of a micro-batch are padded or concatenated, with the reason.
 
-Documents side by side train as documents alone where no layer lets one see another. Tests show that
-for the architectures named here; the rest is padded, unless the recipe insists.
+Training on concatenated documents is exact if no layer mixes information between them. Tests show
+this for the architectures listed here; rows of other architectures are padded.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ RECURRENT = {
     "mamba2": ("Mamba2Mixer",),
     "falcon_mamba": ("FalconMambaMixer",),
 }
-"""Layers that carry a state from token to token, by `model_type` in transformers 5.23: each is run
-once for each document (`finetune.models.recurrence`)."""
+"""Layers with a recurrent state, by `model_type` in transformers 5.23: each is run once per
+document (`finetune.models.recurrence`)."""
 FORGETFUL = {"stablelm": ("StableLmAttention",), "nemotron": ("NemotronAttention",)}
-"""Attention layers that transformers 5.23 does not tell where documents end."""
+"""Attention layers to which transformers 5.23 does not pass the document boundaries."""
 SHOWN_EXACT = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe",
     "qwen3_moe", "phi3", "olmo2", "smollm3", "granite", "cohere", "cohere2", "apertus", "arcee",
@@ -42,33 +42,33 @@ SHOWN_EXACT = (
     "ministral3", "olmo", "olmo3", "olmoe", "opt", "persimmon", "phi", "phimoe", "seed_oss",
     "starcoder2", "vaultgemma", *FORGETFUL, *RECURRENT,
 )  # fmt: skip
-"""Architectures of which tests show that documents side by side train as documents alone.
+"""Architectures for which tests show that training on concatenated documents is exact.
 
-Others may carry a state across documents or mask in ways of their own.
+Others may carry a state across documents or use masks of their own.
 """
 TEXT_ONLY = ("qwen3_5", "qwen3_5_moe")
-"""Types with images of which transformers 5.23 loads the language model alone for causal language
-modelling."""
+"""Multimodal types of which transformers 5.23 loads only the language model for causal language
+modeling."""
 ATTENTION = {"full_attention", "sliding_attention", "attention"}
-"""Kinds of layers (`layer_types`) that attend within a document."""
+"""Layer types (`layer_types`) with attention within a document."""
 STATE = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
-"""Kinds of layers of `RECURRENT` models besides."""
+"""Other layer types of `RECURRENT` models."""
 APART = ("sdpa", "flash_attention_2")
-"""Attention that computes no score of two documents; the others compute and mask them."""
+"""Attention implementations that skip scores across documents; others compute and mask them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """How the rows of a micro-batch are laid out in the tensors of a forward pass."""
+    """Layout of the rows of a micro-batch in the tensors of a forward pass."""
 
     free: bool
-    """Rows are side by side, and nothing is padded."""
+    """Whether rows are concatenated without padding."""
     reason: str = ""
-    """Why rows are padded; empty where they are not."""
+    """Why rows are padded; empty if they are not."""
     instead: str = ""
-    """A setting that lays them side by side; empty where none does."""
+    """A setting that avoids padding; empty if there is none."""
     known: bool = True
-    """Whether the model's config was there to decide by."""
+    """Whether the model's config was available for the decision."""
 
     def line(self) -> str:
         """The layout in one line, for the plan and the start of a run."""
@@ -79,11 +79,11 @@ class Padding:
 
 
 def leaks(fields: Mapping[str, Any], longest: int) -> list[str]:
-    """Why documents of a model may see each other side by side; empty where they do not.
+    """Why concatenated documents may affect each other in a model; empty if they do not.
 
     Args:
-        fields: The model's config, as loaded or as the file has it.
-        longest: Tokens that a document has at most.
+        fields: The model's config, as loaded or as in its file.
+        longest: Maximum number of tokens in a document.
     """
     kind = fields.get("model_type")
     if kind not in SHOWN_EXACT:
@@ -99,7 +99,7 @@ def leaks(fields: Mapping[str, Any], longest: int) -> list[str]:
 
 
 def rope_types(fields: Mapping[str, Any]) -> set[str]:
-    """Kinds of rotary positions; a model may have one for each kind of layer."""
+    """Types of rotary embeddings; a model may have one for each layer type."""
     rope: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     parts: list[Mapping[str, Any]] = [rope]
     parts += [part for part in rope.values() if isinstance(part, Mapping)]
@@ -107,10 +107,10 @@ def rope_types(fields: Mapping[str, Any]) -> set[str]:
 
 
 def padding(recipe: Recipe, fields: Mapping[str, Any]) -> Padding:
-    """The layout of a recipe's rows on a model; packs are always side by side.
+    """The layout of a recipe's rows for a model; packed rows are never padded.
 
     Args:
-        fields: The model's config; empty where it is not known yet.
+        fields: The model's config; empty if it is not known yet.
     """
     batch = recipe.batch
     if batch.packing:
@@ -126,7 +126,7 @@ def padding(recipe: Recipe, fields: Mapping[str, Any]) -> Padding:
 
 
 def against(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
-    """Why rows cannot be side by side, whatever `batch.padding_free` asks for."""
+    """Why rows cannot be concatenated, regardless of `batch.padding_free`."""
     found = leaks(fields, recipe.batch.max_length) if fields else []
     attention = recipe.model.attention
     if attention not in APART:
@@ -137,7 +137,7 @@ def against(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
 
 
 def known_fields(recipe: Recipe) -> Mapping[str, Any]:
-    """The config of a recipe's model from this machine or our table; empty where neither has it."""
+    """The config of a recipe's model from this machine or `shapes.published`; empty if unknown."""
     name = recipe.model.name
     fields = model_fields(recipe) or (published.find(name) if name is not None else None) or {}
     alone = fields.get("model_type") in TEXT_ONLY and "text_config" in fields

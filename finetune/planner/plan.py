@@ -1,4 +1,4 @@
-"""The plan: every derived number, and every reason why a recipe cannot run on a backend."""
+"""Build the plan: every derived number, or every reason why a recipe cannot run on a backend."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from finetune.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A recipe on a backend with a number of processes, and what follows from them."""
+    """A recipe on a backend with a number of processes, and the values derived from them."""
 
     recipe: Recipe
     backend: Backend
@@ -27,31 +27,32 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The processes along the axes of the backend."""
+        """The device mesh: the number of processes along each axis of the backend."""
         return mesh_of(self.backend, self.processes)
 
     @property
     def traits(self) -> Traits:
-        """What the engine is like."""
+        """Properties of the engine."""
         return TRAITS[self.backend.engine]
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per process and optimizer step; the most of them with `micro_tokens`."""
+        """Micro-batches per process and optimizer step; an upper bound with `micro_tokens`."""
         batch = self.recipe.batch
         return math.ceil(math.ceil(batch.rows / self.recipe.most_micro_rows) / self.mesh.data)
 
     @property
     def synchronises_each(self) -> bool:
-        """Whether the gradients of every micro-batch are reduced, where the engine has a choice."""
+        """Whether gradients are reduced after every micro-batch, if the engine has a choice."""
         return self.traits.chooses_reduction and synchronises_each(self.recipe)
 
     @property
     def widens_shards(self) -> bool:
-        """Whether trained weights become fp32 after they are cut, and not while they are loaded.
+        """Whether trained weights are cast to fp32 after sharding instead of during loading.
 
-        Then no process makes a copy of all of them: those of a file in 16 bits stay mapped. New
-        rows of a table are means, which 16 bits would round; a teacher beside it stays narrow.
+        No process then needs an fp32 copy of all weights; 16-bit weights in a file stay mapped.
+        Not with added tokens, whose rows are means that 16 bits would round, and not with a
+        teacher, which stays in 16 bits.
         """
         model = self.recipe.model
         loaded = model.name is not None and not model.add_tokens and not self.recipe.teaches
@@ -59,32 +60,33 @@ class Plan:
 
     @property
     def lr(self) -> float:
-        """Peak learning rate after the scaling that the recipe asks for."""
+        """Peak learning rate, scaled as the recipe requests."""
         data = self.mesh.data
         scale = {"none": 1.0, "linear": float(data), "sqrt": math.sqrt(data)}
         return self.recipe.optim.lr * scale[self.recipe.optim.lr_scaling]
 
     @property
     def quant_storage(self) -> str:
-        """Data type that packs NF4 weights: an engine may shard floating point tensors only.
+        """Storage data type of packed NF4 weights.
 
-        It is the one that is computed in, to which FSDP would cast any other, and lose the bits.
+        An engine that shards only floating point tensors needs the compute data type: FSDP would
+        cast any other to it and corrupt the packed values.
         """
         floats = "float16" if self.backend.precision == "fp16" else "bfloat16"
         return floats if self.traits.floats_only else "uint8"
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """What each option does, as far as the model is known before it is loaded."""
+        """The choice for each kernel option, as far as the model is known before loading."""
         return choices(self.recipe, self.backend, model_type(self.recipe))
 
     @property
     def padding(self) -> Padding:
-        """How rows are laid out, as far as the model is known before it is loaded."""
+        """The layout of rows, as far as the model is known before loading."""
         return padding(self.recipe, known_fields(self.recipe))
 
     def steps(self, rows: int) -> int:
-        """Optimizer steps of the whole run over a training set of `rows` rows."""
+        """Optimizer steps of the complete run on a training set of `rows` rows."""
         if self.recipe.max_steps is not None:
             return self.recipe.max_steps
         rows *= self.recipe.rows_per_sample
@@ -103,7 +105,7 @@ class Plan:
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
-        """The record of the plan: plain values for `plan.json`."""
+        """The plan as plain values, for `plan.json`."""
         backend = self.backend
         return {
             "backend": backend.name,
@@ -132,7 +134,7 @@ class Plan:
         return {"schedule": self.backend.axes.schedule, "bubble": self.bubble}
 
     def explain(self) -> str:
-        """The plan as text, a line for each topic."""
+        """The plan as text, one line per topic."""
         recipe, backend = self.recipe, self.backend
         trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
@@ -160,7 +162,7 @@ class Plan:
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
     def _copies(self) -> str:
-        """Under hybrid sharding, how many copies there are."""
+        """The mesh, or the number of copies under hybrid sharding; empty otherwise."""
         if self.backend.axes.any:
             return f", {self.mesh.words()}"
         if self.backend.shard_size is None:
@@ -169,11 +171,11 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of a step in which a stage of the pipeline waits; 0 without one."""
+        """Fraction of a step in which a pipeline stage is idle; 0 without a pipeline."""
         return schedules.bubble(self.backend.axes, self.accumulation)
 
     def pipeline_words(self) -> str:
-        """How much of a step a stage waits, and what would lower it."""
+        """The pipeline bubble as text, with the number of micro-batches that would reduce it."""
         axes, count = self.backend.axes, self.accumulation
         enough = schedules.enough(axes)
         more = f"; under 10 % from {enough} on" if count < enough else ""
@@ -183,7 +185,7 @@ class Plan:
         )
 
     def _stored(self) -> str:
-        """How much of the base is quantised."""
+        """The quantized share of the base model, as text."""
         kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
         if share is None:
             return f"linear layers of the base in {kind}, embeddings and head not"
@@ -206,10 +208,10 @@ class Plan:
 
 
 def synchronises_each(recipe: Recipe) -> bool:
-    """Whether FSDP reduces the gradients of every micro-batch, and so keeps its share only.
+    """Whether FSDP reduces gradients after every micro-batch and keeps only its shard.
 
-    Those of all weights would lie whole on every process until the step's last micro-batch, which
-    undoes their sharding; an adapter's are small, and wait for one reduction.
+    Without this, every process would keep unsharded gradients of all weights until the last
+    micro-batch of the step. The gradients of an adapter are small and are reduced once per step.
     """
     return recipe.adapter is None
 
@@ -220,10 +222,11 @@ def plan(
     processes: int | None = None,
     precision: backends.Precision | None = None,
 ) -> Plan:
-    """Derive everything that follows from a recipe on a backend.
+    """Derive the plan of a recipe on a backend.
 
     Raises:
-        FinetuneError: the pair cannot work; it carries every reason, with what to use instead.
+        FinetuneError: the recipe cannot run on the backend; contains every reason and what to
+            use instead.
     """
     machine = backend if isinstance(backend, Backend) else backends.load(backend or recipe.backend)
     if precision is not None:

@@ -1,4 +1,4 @@
-"""Rules against pairs of recipe and backend: each names the field, the reason, and a way out."""
+"""Rules that reject a recipe on a backend; each problem names the field, the reason and a fix."""
 
 import dataclasses
 import fnmatch
@@ -26,11 +26,11 @@ WITHOUT_SDPA = (
     "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
     "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 )  # fmt: skip
-"""Types that transformers 5.23 builds without SDPA; rows side by side have an attention of ours."""
+"""Model types without SDPA in transformers 5.23; unpadded rows use our own attention."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
-    """Every problem of a recipe on a backend, empty when it can run."""
+    """Every problem of a recipe on a backend; empty if it can run."""
     rules = (
         _completeness,
         _limits,
@@ -79,7 +79,7 @@ def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 
 def mixture_problems(recipe: Recipe) -> Iterator[str]:
-    """Contradictions in the weights of the sources: no verb reads such data."""
+    """Contradictions in the weights of the sources, which no command accepts."""
     for section in ("data", "eval_data"):
         sources: tuple[Data, ...] = getattr(recipe, section)
         weighted = [data.weight is not None for data in sources]
@@ -153,7 +153,7 @@ def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 
 def method_problems(recipe: Recipe) -> Iterator[str]:
-    """What a method cannot do with its data: no verb reads it."""
+    """Data settings that the method does not support, which no command accepts."""
     if recipe.scores is not None and recipe.batch.overlong == "split":
         yield (
             f"batch.overlong: split, but {recipe.method} scores whole sequences; use drop or "
@@ -170,7 +170,7 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Backends on which a second model cannot be held."""
+    """Backends that cannot hold a second model."""
     other = other_model(recipe)
     if other is not None and backend.axes.any:
         yield (
@@ -185,7 +185,7 @@ def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 
 
 def _prompts(recipe: Recipe) -> Iterator[str]:
-    """What does not fit prompts whose completions are sampled."""
+    """Settings that do not work with prompts and sampled completions."""
     batch = recipe.batch
     if batch.overlong in ("truncate", "split"):
         yield (
@@ -263,7 +263,7 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
 
 
 def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Added tokens whose rows nothing would train, and rows that a backend cannot train."""
+    """Added tokens whose rows would not be trained, and rows that a backend cannot train."""
     added, adapter = recipe.model.add_tokens, recipe.adapter
     repeated = sorted({token for token in added if added.count(token) > 1})
     if repeated:
@@ -313,9 +313,10 @@ def _checkpointing(recipe: Recipe, backend: Backend, processes: int) -> Iterator
 
 
 def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """DeepSpeed 0.19 offloads in the run's precision only what it partitions while loading it.
+    """Models that DeepSpeed 0.19 would round when it offloads to disk.
 
-    Weights that are built whole first are kept on the disk in 16 bits on a machine without fp16.
+    It keeps the precision of the run only for weights that it partitions while loading. Weights
+    that are built unpartitioned first are stored on disk in 16 bits on a machine without fp16.
     """
     if backend.device != "nvme":
         return
@@ -366,7 +367,7 @@ def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
 
 
 def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
-    """A best checkpoint by what is not measured. Metrics of answers have names of their own."""
+    """A criterion for the best checkpoint that is not measured; answer metrics are not checked."""
     best, known = recipe.evaluation.best, _evaluated(recipe)
     if best != "loss" and not held_out:
         yield f"evaluation.best: {best}, but nothing is evaluated; give eval_data or eval_rows"
@@ -379,7 +380,7 @@ def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
 
 
 def _evaluated(recipe: Recipe) -> list[str]:
-    """Names of what an evaluation measures besides its loss; `*` stands for any name."""
+    """Names of the metrics of an evaluation other than its loss; `*` matches any name."""
     if recipe.takes == "prompts":
         lengths = ("mean_length", "clipped_ratio", "mean_terminated_length")
         return ["reward", "rewards/*/mean", *(f"completions/{name}" for name in lengths)]

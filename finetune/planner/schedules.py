@@ -1,6 +1,6 @@
-"""What each stage of a pipeline does, in which order and when.
+"""Pipeline schedules: the order and timing of the tasks of each stage.
 
-The orders are those of `torch.distributed.pipelining` 2.13 by the same names: GPipe
+The schedules are those of `torch.distributed.pipelining` 2.13 with the same names: GPipe
 (arXiv:1811.06965), 1F1B and Interleaved1F1B (arXiv:2104.04473), ZBVZeroBubble (arXiv:2401.10241).
 """
 
@@ -11,25 +11,25 @@ from typing import Literal
 from finetune.backend.axes import Axes
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; or its two halves: for the input, and for the weights."""
+"""Forward; backward; or the two halves of a backward pass, for the input and for the weights."""
 EVEN: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""Time of each, in forward passes of a part of the model: the usual ratio."""
+"""Usual duration of each kind of task, in forward passes of a part of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One pass of a micro-batch through a part of the model."""
+    """One forward or backward pass of a micro-batch through a part of the model."""
 
     kind: Kind
     part: int
-    """Number of the part, from 0 where the tokens enter."""
+    """Index of the part; part 0 has the embeddings."""
     micro: int
-    """Number of the micro-batch in the step."""
+    """Index of the micro-batch in the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """When a task runs."""
+    """A task with its start and end time."""
 
     task: Task
     start: float
@@ -37,9 +37,10 @@ class Slot:
 
 
 def parts_of(stage: int, axes: Axes) -> list[int]:
-    """Numbers of the parts of the model that a stage has.
+    """Indices of the model parts on a stage.
 
-    Two parts lie in a ring (`Interleaved1F1B`: 0 2, 1 3), or in a V (`ZBVZeroBubble`: 0 3, 1 2).
+    Two parts per stage are placed in a ring (`Interleaved1F1B`: 0 2, 1 3) or in a V
+    (`ZBVZeroBubble`: 0 3, 1 2).
     """
     if axes.chunks == 1:
         return [stage]
@@ -49,7 +50,7 @@ def parts_of(stage: int, axes: Axes) -> list[int]:
 
 
 def spans(count: int, axes: Axes) -> list[range]:
-    """Layers of each part: as even as can be, fewer at the end, which has the head."""
+    """Layers of each part, as even as possible; the last parts have fewer, next to the head."""
     parts = axes.pipeline * axes.chunks
     base, more = divmod(count, parts)
     starts = [part * base + min(part, more) for part in range(parts + 1)]
@@ -57,7 +58,7 @@ def spans(count: int, axes: Axes) -> list[range]:
 
 
 def order(stage: int, axes: Axes, count: int) -> list[Task]:
-    """The tasks of one stage in their order, for `count` micro-batches."""
+    """The ordered tasks of one stage for `count` micro-batches."""
     if axes.schedule == "ZBVZeroBubble":
         return _v(stage, axes, count)
     if axes.schedule == "GPipe":
@@ -71,7 +72,7 @@ def order(stage: int, axes: Axes, count: int) -> list[Task]:
 
 
 def _one_each(stage: int, axes: Axes, count: int, ahead: int) -> list[Task]:
-    """`ahead` forward passes, then one forward and one backward pass each, then the rest."""
+    """`ahead` forward passes, then alternating forward and backward passes, then the rest."""
     total, parts = axes.chunks * count, parts_of(stage, axes)
     each = count // max(1, count // axes.pipeline) if axes.chunks > 1 else count
     seen: dict[tuple[Kind, int], int] = {}
@@ -92,7 +93,7 @@ def _one_each(stage: int, axes: Axes, count: int, ahead: int) -> list[Task]:
 
 
 def _v(stage: int, axes: Axes, count: int) -> list[Task]:
-    """ZBV of arXiv:2401.10241, section 6: the two halves of a backward pass apart."""
+    """ZBV (arXiv:2401.10241, section 6): the two halves of a backward pass are separate tasks."""
     size, (down, up) = axes.pipeline, parts_of(stage, axes)
     whole = max(2 * size - 1, count)
     found: list[Task] = []
@@ -127,11 +128,11 @@ def _v(stage: int, axes: Axes, count: int) -> list[Task]:
 
 
 def timed(axes: Axes, count: int, cost: Mapping[Kind, float] = EVEN) -> list[list[Slot]]:
-    """The slots of every stage, each task as early as what it needs is there.
+    """The slots of every stage; each task starts as soon as its inputs are available.
 
     Args:
-        count: micro-batches of the step.
-        cost: time of each kind of task; hand-overs take none.
+        count: number of micro-batches in the step.
+        cost: duration of each kind of task; communication takes no time.
     """
     waiting = [order(stage, axes, count)[::-1] for stage in range(axes.pipeline)]
     found: list[list[Slot]] = [[] for _ in waiting]
@@ -151,7 +152,7 @@ def timed(axes: Axes, count: int, cost: Mapping[Kind, float] = EVEN) -> list[lis
 
 
 def _ready(task: Task, ended: Mapping[Task, float], last: int) -> float | None:
-    """When all that a task needs is there; None where that is not known yet."""
+    """Time when the inputs of a task are available; None if not known yet."""
     if task.kind == "F":
         return 0.0 if not task.part else ended.get(Task("F", task.part - 1, task.micro))
     if task.kind == "W":
@@ -162,11 +163,11 @@ def _ready(task: Task, ended: Mapping[Task, float], last: int) -> float | None:
 
 
 def bubble(axes: Axes, count: int) -> float:
-    """Share of a step in which a stage of a pipeline waits for the others, on average.
+    """Average fraction of a step in which a pipeline stage is idle.
 
-    (p - 1) / (v m + p - 1) for p stages, v parts on each and m micro-batches (arXiv:2104.04473,
-    section 2.2). Of ZBVZeroBubble the slots are counted, with halves of a backward pass that each
-    take as long as a forward pass.
+    (p - 1) / (v m + p - 1) for p stages, v parts per stage and m micro-batches (arXiv:2104.04473,
+    section 2.2). For ZBVZeroBubble it is counted from the slots, where each half of a backward
+    pass takes as long as a forward pass.
     """
     p = axes.pipeline
     if p == 1:
@@ -177,14 +178,14 @@ def bubble(axes: Axes, count: int) -> float:
 
 
 def waiting_share(slots: list[list[Slot]]) -> float:
-    """Share of the time from the first to the last slot in which stages do nothing."""
+    """Fraction of the time from the first to the last slot in which stages are idle."""
     span = max(s.end for line in slots for s in line) - min(s.start for line in slots for s in line)
     busy = sum(s.end - s.start for line in slots for s in line)
     return 1 - busy / (span * len(slots))
 
 
 def enough(axes: Axes, share: float = 0.1) -> int:
-    """Fewest micro-batches with which a pipeline waits less than `share` of a step."""
+    """Minimum number of micro-batches for a bubble below `share` of a step."""
     count = axes.pipeline
     while bubble(axes, count) >= share:
         count += axes.pipeline if axes.chunks > 1 else 1

@@ -1,20 +1,20 @@
-"""Which reference a method holds its policy to: the start, the base, or another model."""
+"""The reference model of a method: the initial model, the base, or another model."""
 
 from finetune.recipe import Model, Recipe
 
 START, BASE = "start", "base"
-"""The model as training starts, and the same without any adapter."""
+"""The model at the start of training, and the same model without an adapter."""
 
 
 def reference_of(recipe: Recipe) -> str:
-    """`start`, `base` or the name of a model; `start` for a method that has no such field."""
+    """`start`, `base` or the name of a model; `start` for a method without this field."""
     return getattr(recipe, "reference", START)
 
 
 def other_model(recipe: Recipe) -> Model | None:
-    """The model that a recipe names as the reference; None where it needs no other one.
+    """The model that a recipe names as its reference; None if it needs no other model.
 
-    Its weights are stored as those of the model that is trained.
+    It uses the quantization and attention of the trained model.
     """
     name, own = reference_of(recipe), recipe.model
     if name in (START, BASE) or not (recipe.reads_reference or recipe.needs_second_model):
@@ -23,8 +23,8 @@ def other_model(recipe: Recipe) -> Model | None:
 
 
 def second_model(recipe: Recipe) -> Model | None:
-    """The frozen model that a process holds as the reference, for a pass or throughout.
+    """The frozen reference model that a process holds, for one pass or for the complete run.
 
-    None where the model that is trained gives its own reference.
+    None if the trained model serves as its own reference.
     """
     return other_model(recipe) or (recipe.model if recipe.needs_second_model else None)
