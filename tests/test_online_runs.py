@@ -5,12 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Tiny
+from conftest import ROOT, Finetune, Tiny
 from test_dpo import train
 from test_rollouts import completions, fields
 
+from finetune import catalog
+from finetune.errors import FinetuneError
 from finetune.methods.grpo import GRPO
+from finetune.reports.inspection import visible
 from finetune.runs.run import Run
+from finetune.training.first_samples import inspect_samples
 
 PICKY = """
 def even(completions, **_):
@@ -118,3 +122,28 @@ def test_a_run_warns_where_its_entropy_is_gone(tiny: Tiny, prompts: Path, tmp_pa
     gone = next(n for n, value in enumerate(entropies) if value < 0.1 * entropies[0])
     told = [each for each in run.read_metrics("warning") if each["told"].startswith("entropy")]
     assert [each["step"] for each in told] == [gone + 1]
+
+
+def test_inspect_samples_what_the_first_step_samples(
+    tiny: Tiny, prompts: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["picky:length", "json_valid"])
+    shown = inspect_samples(catalog.load(run.recipe), rows=2, each=3).completions
+    assert [
+        (one.text, one.reward, one.rewards, one.tokens, one.ended) for row in shown for one in row
+    ] == [
+        tuple(each[name] for name in ("completion", "reward", "rewards", "tokens", "ended"))
+        for number, each in enumerate(completions(run))
+        if number % 4 < 3
+    ]
+    done = finetune("inspect", run.recipe, "--rows", 1, "--completions", 1,
+                    env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
+    assert done.status == 0, done.output
+    first = shown[0][0]
+    assert f"completion  {first.counted}" in done.stdout
+    assert visible(first.text) in done.stdout
+
+
+def test_only_online_methods_are_sampled_from(tiny: Tiny) -> None:
+    with pytest.raises(FinetuneError, match="--completions: method sft samples none"):
+        inspect_samples(catalog.from_fields(tiny.fields()), rows=1, each=1)

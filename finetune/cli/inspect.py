@@ -12,19 +12,31 @@ SUMMARY = "rows as the model sees them, and what is trained"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     parser.add_argument("--rows", type=options.count, default=3, help="rows to show")
+    parser.add_argument(
+        "--completions",
+        type=options.count,
+        metavar="N",
+        help="of an online method: N samples of the starting model for each row, with rewards",
+    )
     parser.add_argument("--html", type=Path, help="page to write, instead of printing rows")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
-    from finetune.training.preflight import check_files
+    from finetune.training.preflight import check_files, read_words
 
     recipe = catalog.resolve(arguments.recipe, arguments.overrides)
     check_files(recipe)
     from finetune.reports import inspection
 
-    found = inspection.inspect(recipe, arguments.rows)
+    if arguments.completions is None:
+        found = inspection.inspect(recipe, arguments.rows)
+    else:
+        from finetune.training.first_samples import inspect_samples
+
+        recipe = read_words(arguments.recipe, arguments.overrides, None)
+        found = inspect_samples(recipe, arguments.rows, arguments.completions)
     if arguments.json:
         print(json.dumps(inspection.to_json(found), indent=2, ensure_ascii=False))
     elif arguments.html is not None:

@@ -64,6 +64,27 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scored:
+    """A completion of the starting model, and what it is rewarded with."""
+
+    text: str
+    tokens: int
+    ended: bool
+    """Whether a stop token ended it, and not the limit."""
+    reward: float | None
+    rewards: dict[str, float | None]
+    """Of each function; None for no score."""
+
+    @property
+    def counted(self) -> str:
+        """Its reward and its length, in words."""
+        total = "no reward" if self.reward is None else f"reward {self.reward:g}"
+        apart = [f"{name} {value}" for name, value in self.rewards.items() if value is not None]
+        parts = f" ({', '.join(apart)})" * (len(self.rewards) > 1)
+        return f"{total}{parts}, {self.tokens} tokens{', cut off' * (not self.ended)}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Inspection:
     """A few rows, and counts over all of them."""
 
@@ -74,6 +95,8 @@ class Inspection:
     rows: list[list[Document]]
     """Rows in the order of the training, each with its documents: one, or both of a pair, and
     those of all of them where they are packed."""
+    completions: list[list[Scored]] = dataclasses.field(default_factory=list[list[Scored]])
+    """Samples of the starting model for each row shown, where they were asked for."""
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
@@ -172,6 +195,8 @@ def show(inspection: Inspection, console: Console) -> None:
             )
             console.print(_coloured(document, console.is_terminal), soft_wrap=True)
             console.print()
+        for each in inspection.completions[number - 1 : number]:
+            _show_completions(each, console)
     for name, counts in inspection.counts.items():
         for line in describe(counts):
             console.print(f"{name:<6} {line}", markup=False, highlight=False, soft_wrap=True)
@@ -182,6 +207,13 @@ def show(inspection: Inspection, console: Console) -> None:
         console.print(f"note   {note}", markup=False, highlight=False, soft_wrap=True)
     for mistake in inspection.mistakes:
         console.print(f"[bold red]mistake[/] {escape(mistake)}", highlight=False, soft_wrap=True)
+
+
+def _show_completions(completions: list[Scored], console: Console) -> None:
+    for each in completions:
+        console.print(f"[bold]completion[/]  [dim]{escape(each.counted)}[/]", soft_wrap=True)
+        console.print(Text(visible(each.text)), soft_wrap=True)
+        console.print()
 
 
 def _coloured(document: Document, colours: bool) -> Text:

@@ -114,6 +114,22 @@ def problems(rewards: Iterable[Reward]) -> list[str]:
     return found
 
 
+def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
+    """Refuse rewards that need a column which no row has.
+
+    Raises:
+        FinetuneError: with every such reward.
+    """
+    there, found = list(columns), list[str]()
+    for reward in rewards:
+        try:
+            arguments_of(reward, function_of(reward), there)
+        except FinetuneError as error:
+            found += error.problems
+    if found:
+        raise FinetuneError(*dict.fromkeys(found))
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     """Names that a function takes, each with whether it has no default; whether it takes any."""
     parameters = inspect.signature(function).parameters.values()

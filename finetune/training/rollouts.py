@@ -24,19 +24,18 @@ from finetune.data.collate import collate
 from finetune.data.order import cut, deal, rows_of_step
 from finetune.data.store import Rows, TokenColumn, labelled_places
 from finetune.distributed.base import Engine
-from finetune.errors import FinetuneError
-from finetune.inference.generate import new_text
 from finetune.inference.sampling import Completion, Sampler, Wanted
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
 from finetune.models.model import frozen
 from finetune.recipe.references import other_model
-from finetune.rewards.functions import arguments_of, function_of
+from finetune.rewards.functions import check_columns
 from finetune.rewards.process import RewardProcess
 from finetune.runs.run import Run
 from finetune.training import sampled as records
 from finetune.training.loop import EvalResult, StepRows, micro_batches
 from finetune.training.memory_meter import counting
+from finetune.training.reward_columns import column_names, last_words, reward_columns
 from finetune.training.sampled import Sampled, Watch, penalised
 
 LOGGED = 2
@@ -65,26 +64,11 @@ class Rollouts:
         if recipe.eval_reward_funcs:
             self.eval_rewards = RewardProcess(recipe.eval_reward_funcs, recipe.reward_timeout)
         self.columns = column_names(train)
-        self._check_columns()
+        check_columns((*recipe.reward_funcs, *recipe.eval_reward_funcs), self.columns)
         self.watch, self.warnings = Watch(), list[str]()
         self._memory: int | None = None
         """Peak bytes of new tensors in the first sampling, maximum over processes."""
         self._held: tuple[int, Sampled, Rows, dict[str, float]] | None = None
-
-    def _check_columns(self) -> None:
-        """Refuse reward functions that need a column that no row has.
-
-        Raises:
-            FinetuneError: with every such reward.
-        """
-        problems: list[str] = []
-        for reward in (*self.recipe.reward_funcs, *self.recipe.eval_reward_funcs):
-            try:
-                arguments_of(reward, function_of(reward), self.columns)
-            except FinetuneError as error:
-                problems += error.problems
-        if problems:
-            raise FinetuneError(*dict.fromkeys(problems))
 
     def close(self) -> None:
         self.rewards.close()
@@ -258,11 +242,11 @@ class Rollouts:
         )  # fmt: skip
         lines = [
             {
-                "prompt": _words(asked),
-                "completion": _words(said),
-                "reward": _number(reward),
+                "prompt": last_words(asked),
+                "completion": last_words(said),
+                "reward": records.finite(reward),
                 "advantage": advantage,
-                "rewards": dict(zip(names, map(_number, scores), strict=True)),
+                "rewards": dict(zip(names, map(records.finite, scores), strict=True)),
                 "tokens": len(each.ids),
                 "ended": each.ended,
             }
@@ -371,55 +355,3 @@ def _nothing() -> contextlib.AbstractContextManager[None]:
 def _with_tokens(rows: Rows, of_tokens: Mapping[str, np.ndarray]) -> Rows:
     columns = {name: TokenColumn.at_labels(rows.documents, v) for name, v in of_tokens.items()}
     return dataclasses.replace(rows, token_columns=columns)
-
-
-def reward_columns(
-    tokenizer: PreTrainedTokenizerBase,
-    names: Sequence[str],
-    rows: Rows,
-    prompts: np.ndarray,
-    completions: Sequence[Completion],
-) -> dict[str, list[Any]]:
-    """Arguments of reward functions; a completion of a conversation is a list of one message.
-
-    Args:
-        tokenizer: decodes the completions.
-        names: names of the columns, from `column_names`.
-        rows: rows with the prompts.
-        prompts: (completions,) int64, the row of each completion's prompt.
-        completions: sampled completions, in the same order.
-    """
-    beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
-    columns = {name: [each.get(name) for each in beside] for name in names}
-    columns["prompts"] = columns.pop("prompt")
-    texts = [
-        _text(tokenizer, rows, int(row), each)
-        for row, each in zip(prompts, completions, strict=True)
-    ]
-    columns["completions"] = [
-        text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
-        for asked, text in zip(columns["prompts"], texts, strict=True)
-    ]
-    columns["completion_ids"] = [each.ids for each in completions]
-    return columns
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: Completion) -> str:
-    prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
-    said = completion.ids[:-1] if completion.ended else completion.ids
-    return new_text(tokenizer, prompt, said)
-
-
-def column_names(rows: Rows) -> list[str]:
-    """Names of all columns that any row has, including its prompt."""
-    documents = rows.documents
-    return list(dict.fromkeys(key for n in range(len(documents)) for key in documents.beside(n)))
-
-
-def _words(value: Any) -> str:
-    """The text itself, or the content of a conversation's last message."""
-    return value if isinstance(value, str) else str(value[-1]["content"])
-
-
-def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None

@@ -133,6 +133,11 @@ def _some(scores: np.ndarray) -> bool:
     return int(np.isfinite(scores).sum()) > 1
 
 
+def finite(value: float) -> float | None:
+    """A number as JSON holds it; None for NaN."""
+    return value if np.isfinite(value) else None
+
+
 def mean(scores: np.ndarray) -> float:
     """Mean of the scores, ignoring NaN; NaN if there are none."""
     return float(np.nanmean(scores)) if np.isfinite(scores).any() else np.nan

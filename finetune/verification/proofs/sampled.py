@@ -13,7 +13,7 @@ from finetune.methods.online import Online
 from finetune.recipe import Recipe
 from finetune.rewards.process import RewardProcess
 from finetune.runs.run import Run
-from finetune.training.rollouts import column_names, reward_columns
+from finetune.training.reward_columns import column_names, reward_columns
 from finetune.training.sampled import mean, total
 from finetune.verification.proofs.proof import Tolerance
 from finetune.verification.proofs.small_recipe import Subject

@@ -1,0 +1,109 @@
+"""Sample and score completions of the model that an online method starts from, before a run."""
+
+import dataclasses
+
+import numpy as np
+
+from finetune.cache import cache
+from finetune.checkpoints.handover import all_ends, settle
+from finetune.data.chat.render import Chat, load_chat
+from finetune.data.order import permutation
+from finetune.data.prepare import prepare
+from finetune.data.store import Rows
+from finetune.errors import FinetuneError
+from finetune.inference.load import attach, base_model
+from finetune.inference.sampling import Sampler, Wanted
+from finetune.methods.online import Online
+from finetune.models import starting_adapter
+from finetune.models.model import load_tokenizer
+from finetune.recipe import Recipe
+from finetune.reports.inspection import Inspection, Scored, inspect_rows
+from finetune.rewards.functions import check_columns
+from finetune.rewards.functions import problems as reward_problems
+from finetune.rewards.process import RewardProcess
+from finetune.training import sampled as records
+from finetune.training.reward_columns import column_names, last_words, reward_columns
+
+
+def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
+    """The first prompts that a recipe trains on, with completions and their rewards.
+
+    In fp32 they are the first completions of the first step: the noise is that of step 0. A reward
+    that fails is a note, and gives no score.
+
+    Args:
+        recipe: of an online method, with its `model.adapter` settled.
+        rows: prompts, in the order of the training.
+        each: completions of each prompt.
+
+    Raises:
+        FinetuneError: the method does not sample, or its model, data or rewards cannot be used.
+    """
+    check_samples(recipe)
+    assert isinstance(recipe, Online)
+    chosen = recipe.model
+    tokenizer = load_tokenizer(recipe)
+    chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
+    data = prepare(recipe, chat, cache("data"))
+    check_columns(recipe.reward_funcs, column_names(data.train))
+    inspection = inspect_rows(recipe, data, tokenizer, rows)
+    said, failed = _first_samples(recipe, chat, data.train, rows, each)
+    return dataclasses.replace(inspection, completions=said, notes=[*inspection.notes, *failed])
+
+
+def _first_samples(
+    recipe: Online, chat: Chat, train: Rows, rows: int, each: int
+) -> tuple[list[list[Scored]], list[str]]:
+    """Completions of the first prompts, and which rewards failed."""
+    names = column_names(train)
+    model = base_model(recipe)
+    if recipe.model.adapter is not None:
+        model = attach(model, starting_adapter.find(recipe.model.adapter))
+    tokenizer = settle(model, chat, train)
+    assert model.generation_config is not None
+    stops = all_ends(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    sampler = Sampler(
+        model, tuple(stops), recipe.max_completion_length, recipe.temperature,
+        tokenizer.pad_token_id or 0, recipe.sampling_rows,
+    )  # fmt: skip
+    prompts = np.repeat(permutation(len(train), recipe.seed, 0)[:rows], each)
+    asked = [train.documents.document(int(train.members[row]))[0].tolist() for row in prompts]
+    wanted = [
+        Wanted(tuple(ids), int(row), at % each)
+        for at, (ids, row) in enumerate(zip(asked, prompts, strict=True))
+    ]
+    found = sampler(wanted, recipe.seed, 0)
+    columns = reward_columns(tokenizer, names, train, prompts, found)
+    process = RewardProcess(recipe.reward_funcs, recipe.reward_timeout)
+    try:
+        scores, failed = process.score(columns, skip=True)
+    finally:
+        process.close()
+    totals = records.total(np.array(scores, dtype=np.float64), recipe.reward_funcs)
+    shown = [
+        Scored(
+            last_words(said), len(one.ids), one.ended, records.finite(float(reward)),
+            dict(zip(records.names(recipe.reward_funcs), given, strict=True)),
+        )
+        for said, one, reward, given in zip(
+            columns["completions"], found, totals, zip(*scores, strict=True), strict=True
+        )
+    ]  # fmt: skip
+    return [shown[at : at + each] for at in range(0, len(shown), each)], failed
+
+
+def check_samples(recipe: Recipe) -> None:
+    """Refuse what cannot be sampled from, before anything is loaded.
+
+    Raises:
+        FinetuneError: with every problem.
+    """
+    if not isinstance(recipe, Online):
+        raise FinetuneError(
+            f"--completions: method {recipe.method} samples none; only grpo and rloo do"
+        )
+    told = [*recipe.problems(), *reward_problems(recipe.reward_funcs)]
+    if recipe.model.add_tokens:
+        told.append("--completions: the starting model has no rows for model.add_tokens")
+    if told:
+        raise FinetuneError(*told)
