@@ -1,7 +1,7 @@
-"""Rows of Parquet and Arrow files, as the same rows in JSON would be.
+"""Read rows of Parquet and Arrow files in the form that they would have in JSON.
 
-A column of objects has the keys of all rows, and null where a row has none: those nulls are taken
-out again. In a column of maps, and in lists, a null is a value of the row and stays.
+A struct column has the keys of all rows, with null for keys that a row does not have: these nulls
+are removed. In map columns and in lists, a null is a value of the row and is kept.
 """
 
 import json
@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError
 AT_ONCE = 1024
 """Rows that are converted at a time."""
 Restore = Callable[[Any], Any]
-"""A value of a column, as JSON would hold it."""
+"""Converts a value of a column to its JSON form."""
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -30,7 +30,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows of an Arrow file, in the form of `datasets` (a stream) or of Feather (a file)."""
+    """Read an Arrow file in the stream format (`datasets`) or the file format (Feather)."""
     import pyarrow
 
     try:
@@ -70,12 +70,12 @@ def _numbered(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def _refuse_torn(column: Any) -> None:
-    """Refuse a column whose offsets lead out of its buffers: to read it would end the process.
+    """Refuse a column whose offsets exceed its buffers: reading it would crash the process.
 
-    Text that is not UTF-8 is no such damage: its row is told.
+    Text that is not UTF-8 is accepted here: it is reported for its row.
 
     Raises:
-        pyarrow.ArrowInvalid: with what is wrong.
+        pyarrow.ArrowInvalid: the column is damaged.
     """
     import pyarrow
 
@@ -94,19 +94,19 @@ def _refuse_torn(column: Any) -> None:
 
 
 def _refuse_torn_offsets(column: Any) -> None:
-    """The part of `validate` that pyarrow leaves out behind text that is not UTF-8."""
+    """Check list offsets, which `validate` does not check after text that is not UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_fixed_size_list(column.type):
-        return  # it has none
+        return  # has no offsets
     offsets = column.offsets.to_numpy()
     if (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
         raise pyarrow.ArrowInvalid("offsets of a list lead out of its values")
 
 
 def _values(batch: Any) -> list[Any]:
-    """Rows of a batch; Unreadable for one with text that is not UTF-8, which no writer has to
-    check, or a date out of Python's reach."""
+    """Rows of a batch; Unreadable for a row with invalid UTF-8, which writers need not check, or
+    with a date outside Python's range."""
     import pyarrow
 
     unreadable = (ValueError, OverflowError, KeyError, pyarrow.ArrowException)
@@ -138,11 +138,11 @@ def _unreadable_column(batch: Any, number: int) -> str:
 
 
 def restorers(schema: Any, is_decoded: bool = False) -> dict[str, Restore]:
-    """How the values of each column are brought back, of columns where anything has to be.
+    """Functions that restore the JSON form of each column, for the columns that need one.
 
     Args:
-        schema: of Arrow, where `datasets` notes which texts are JSON.
-        is_decoded: those texts were parsed already.
+        schema: Arrow schema; in its metadata, `datasets` stores which text columns are JSON.
+        is_decoded: Whether these texts are already parsed.
     """
     noted = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(noted).get("info", {}).get("features") if noted else None
@@ -198,7 +198,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """What a text of JSON holds; a text that is none stays."""
+    """Parse a JSON text; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -239,7 +239,7 @@ def _of_list(inner: Restore | None) -> Restore | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the nulls of its objects, where nothing is known of its type."""
+    """Remove null values of objects, for values without a known type."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Count what a data set holds, and find what can only be a mistake."""
+"""Compute statistics of a data set, and detect likely mistakes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,16 @@ from finetune.data.tally import COUNTED, Tally
 from finetune.recipe import Data, Recipe
 
 EMPTY: dict[str, Any] = {"documents": 0}
-"""Counts of no rows."""
+"""Counts of an empty split."""
 MOST_TIED = 0.01
-"""Share of pairs with equal answers above which something is wrong with the data."""
+"""Share of pairs with equal answers above which they are reported as a mistake."""
 MOSTLY_LONGER = 0.65
-"""Share of pairs with the longer answer chosen above which length is what is learned first."""
+"""Share of pairs with a longer chosen answer above which a model may mostly learn length."""
 MEANT = "if it is meant, set data_checks=report"
 
 
 class Facts:
-    """A few numbers of every document, gathered while they are encoded."""
+    """A few values per document, collected during encoding."""
 
     def __init__(self) -> None:
         self._trained: list[np.ndarray] = []
@@ -36,17 +36,17 @@ class Facts:
 
     @property
     def trained(self) -> np.ndarray:
-        """Tokens of each document that are trained.  # (documents,) int64"""
+        """Trained tokens of each document.  # (documents,) int64"""
         return np.concatenate([np.empty(0, np.int64), *self._trained])
 
     @property
     def ended(self) -> np.ndarray:
-        """Whether the last of them ends a turn or a text.  # (documents,) bool"""
+        """Whether the last trained token ends a turn or a text.  # (documents,) bool"""
         return np.concatenate([np.empty(0, bool), *self._ended])
 
     @property
     def digests(self) -> np.ndarray:
-        """Numbers that are equal for equal documents.  # (documents,) uint64"""
+        """Hashes of the documents.  # (documents,) uint64"""
         return np.concatenate([np.empty(0, np.uint64), *self._digests])
 
 
@@ -57,14 +57,14 @@ def count_rows(
     recipe: Recipe,
     files: list[str],
 ) -> dict[str, Any]:
-    """Samples as they were read, rows as they came out, and each source's share.
+    """Counts of a split: samples as read, rows as prepared, and each source's share.
 
     Args:
-        rows: Of one split; rows that a source repeats are in it as often.
-        facts: Of all documents.
-        sources: Sections with what became of them and the numbers of the rows that they gave.
-        recipe: What is trained.
-        files: Names by the numbers that documents have of their files.
+        rows: Rows of the split; a row that is repeated occurs as often.
+        facts: Facts of all documents.
+        sources: Data sections with their tallies and row numbers.
+        recipe: Recipe of the run.
+        files: File names, by the file numbers in the documents' origins.
     """
     lengths = rows.documents.lengths[rows.members]
     tallies = [tally for _, tally, _ in sources]
@@ -116,24 +116,24 @@ def count_rows(
 
 
 def _longer_chosen(rows: Rows, facts: Facts) -> float:
-    """Share of the pairs whose chosen answer has more trained tokens than the rejected one."""
+    """Share of pairs whose chosen answer has more trained tokens than the rejected one."""
     lengths = facts.trained[rows.members].reshape(-1, 2)
     return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
 
 
 def _wanted(rows: Rows) -> int:
-    """Answers whose label says that they are wanted."""
+    """Number of answers that are labelled as wanted."""
     return int(np.count_nonzero(rows.documents.columns["wanted"][rows.members]))
 
 
 def _has_one_label(rows: Rows) -> bool:
-    """Whether there are several documents, and all of them have the same label."""
+    """Whether there are several documents and all have the same label."""
     here = [values[rows.members] for values in rows.documents.columns.values()]
     return len(rows.members) > 1 and all(bool((each == each[0]).all()) for each in here)
 
 
 def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]:
-    """The place of the first document whose end is not trained, where there is one."""
+    """The file and row of the first document whose end is not trained, if there is one."""
     members = np.sort(rows.members)
     unended = members[~facts.ended[members]]
     if not len(unended):
@@ -143,7 +143,7 @@ def _first_unended(rows: Rows, facts: Facts, files: list[str]) -> dict[str, str]
 
 
 def mistakes(counts: dict[str, Any]) -> Iterator[str]:
-    """What can only be a mistake in the rows that are trained on."""
+    """Yield likely mistakes in the training rows, as error messages."""
     if counts.get("tied", 0) > MOST_TIED * counts["samples"]:
         yield (
             f"data: the two answers of {counts['tied']} of {counts['samples']} pairs are the same "
@@ -189,11 +189,11 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def beyond_context(splits: Iterable[Rows], context: int, learned: bool) -> str | None:
-    """What there is to say of rows that are longer than what the model was made for, if any are.
+    """An error message if rows are longer than the model's context; None otherwise.
 
     Args:
-        context: most tokens of a row, by the model's configuration.
-        learned: whether it has no position at all beyond them.
+        context: Maximum tokens of a row, from the model's configuration.
+        learned: Whether the model has learned positions, and none beyond the context.
     """
     lengths = np.concatenate([rows.documents.lengths[rows.members] for rows in splits])
     longer, longest = np.count_nonzero(lengths > context), lengths.max(initial=0)
@@ -208,13 +208,13 @@ def beyond_context(splits: Iterable[Rows], context: int, learned: bool) -> str |
 
 
 def identity(counts: dict[str, Any]) -> dict[str, Any]:
-    """What tells the rows of a run from all others, by split: see `prepare.Prepared.counts`."""
+    """Values that identify the rows of a run, by split: see `prepare.Prepared.counts`."""
     kept = ("documents", "tokens", "sha256")
     return {split: {name: counts[split][name] for name in kept} for split in ("train", "eval")}
 
 
 def describe(counts: dict[str, Any]) -> list[str]:
-    """A split's counts in a line, and what is unusual about it in others."""
+    """Lines of text about a split: its counts, then anything unusual."""
     if not counts["documents"]:
         return ["no rows"]
     each = counts.get("documents_per_row", 1)
@@ -244,7 +244,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
 
 
 def _named_labels(counts: dict[str, Any]) -> str:
-    """How often each label occurs, behind a colon; empty where they have no names."""
+    """Label frequencies, after a colon; empty if the labels have no names."""
     found = [f"{_shown(name)} {count:,}" for name, count in counts["labels"].items()]
     more = f" and {len(found) - 12:,} more" if len(found) > 12 else ""
     return f": {', '.join(found[:12])}{more}" if found else ""
@@ -261,7 +261,7 @@ def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def _unread(counts: dict[str, Any]) -> Iterator[str]:
-    """Columns that no format reads, with their rows, and what would train an answer among them."""
+    """Yield the columns that no format reads, and the format that would train an answer in them."""
     columns = counts.get("columns_unread") or {}
     if columns:
         named = [f"{_shown(n)} ({rows:,} row{'s' * (rows != 1)})" for n, rows in columns.items()]
@@ -275,7 +275,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def _shown(name: str) -> str:
-    """A name as a terminal can show it."""
+    """A name in printable form, at most 60 characters of it."""
     name = name if len(name) <= 60 else f"{name[:57]}..."
     return name if name.isprintable() else ascii(name)
 
@@ -303,18 +303,18 @@ UNUSUAL = {
     "no_bos": "without the BOS that the tokenizer begins texts with",
     "two_bos": "with two BOS at their beginning",
 }
-"""Counts that are told where they are not zero."""
+"""Counts that are shown if they are not zero."""
 
 DATED = (
     "the chat template writes the date of the day: all rows are rendered on 26 July 2024, so that "
     "the data is the same on every day; set the date with model.chat_template_kwargs where the "
     "template has a variable for it (date_string)"
 )
-"""Told of a template with `strftime_now`."""
+"""Shown for a template with `strftime_now`."""
 
 FILES = {
     "unread": "not read, of no known kind",
     "outside": "not read, in no split by their names",
     "without_rows": "without a row",
 }
-"""Lists of files that are told where there are any."""
+"""Lists of files that are shown if they are not empty."""

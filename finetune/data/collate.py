@@ -1,4 +1,4 @@
-"""Rows as the tensors of one forward pass."""
+"""Collate rows into the tensors of one forward pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,58 +10,59 @@ import torch
 from finetune.data.store import Columns, Rows
 
 UNTRAINED = -100
-"""The label that PyTorch's cross entropy leaves out."""
+"""The label that PyTorch's cross entropy ignores."""
 GRAIN, GRAIN_FROM = 64, 1_024
-"""On a CPU this many tokens side by side, or more, are filled up to a multiple: oneDNN writes code
-for each number of rows that a product has, most of it for the rows that are no whole block."""
+"""On CPUs, a padding-free micro-batch of at least `GRAIN_FROM` tokens is filled up to a multiple of
+`GRAIN` tokens: oneDNN generates code for each row count of a matmul, most of it for the rows that
+do not fill a block."""
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where documents that lie side by side in one row of tokens begin and end."""
+    """Boundaries of documents that are concatenated in one row of tokens."""
 
-    positions: torch.Tensor  # (1, tokens) int64: counted from 0 in each document
+    positions: torch.Tensor  # (1, tokens) int64: from 0 in each document
     ends: torch.Tensor  # (documents + 1,) int32: 0, then the end of each document
     longest: int
     """Tokens of the longest document."""
     numbers: tuple[int, ...]
-    """`ends` on the host, where no device has to be asked for them."""
+    """`ends` as Python integers, readable without a device synchronization."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device sees in one forward pass: padded rows, or documents side by side."""
+    """Inputs of one forward pass on one device: padded rows, or concatenated documents."""
 
     ids: torch.Tensor  # (micro_rows, longest) or (1, tokens) int64
     labels: torch.Tensor  # as ids, int64: the ids where trained, else -100; not shifted
     attention_mask: torch.Tensor | None  # (micro_rows, longest) int64; None when nothing is padded
     rows: int
-    """Rows of data in it; 0 for a batch that only keeps a rank in step."""
+    """Number of rows; 0 for a dummy batch that only lets a rank join the collectives."""
     trained_tokens: int
-    """Labels that count."""
+    """Number of labels that are not `UNTRAINED`."""
     real_tokens: int
-    """Tokens that are no padding."""
+    """Number of tokens that are not padding."""
     boundaries: Boundaries | None = None
-    """Of documents side by side; None where each row is one document."""
+    """Boundaries of concatenated documents; None if each row is one document."""
     document_labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """Labels of each document, (documents,) int64; filling is not among them."""
+    """Number of labels of each document, (documents,) int64; a filler document is not counted."""
     last_places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """Flat place of the last token of each document, (documents,) int64."""
+    """Flat index of the last token of each document, (documents,) int64."""
     token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Numbers of each label, (trained_tokens,) or (trained_tokens, numbers), by what they are."""
+    """Values of each label by name, (trained_tokens,) or (trained_tokens, values per label)."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Numbers of each document, (documents,) fp64, by what they are."""
+    """Values of each document by name, (documents,) fp64."""
     kl: float = 0.0
-    """Of the whole step: how far its `mismatched` answers moved from the reference, in nats."""
+    """KL from the reference, in nats, estimated from the `mismatched` answers of the full step."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and slots of each: the mean, rounded up, of rows side by side."""
+        """(rows, token slots per row); if rows are concatenated, the mean length, rounded up."""
         rows = max(1, self.rows) if self.boundaries is not None else self.ids.shape[0]
         return rows, -(-self.ids.numel() // rows)
 
     def inputs(self) -> dict[str, Any]:
-        """What the model's forward pass takes, by the names of transformers."""
+        """Keyword arguments of the model's forward pass, as transformers names them."""
         if self.boundaries is None:
             return {"input_ids": self.ids, "attention_mask": self.attention_mask}
         ends, longest = self.boundaries.ends, self.boundaries.longest
@@ -77,11 +78,12 @@ class MicroBatch:
 
 
 def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
-    """Rows as one micro-batch on a device: padded on the right, or side by side.
+    """Collate rows into one micro-batch on a device: padded on the right, or concatenated.
 
-    Padding is known by its position, never by its id, so `pad_id` may be any token. Side by side it
-    is a document by itself, of less than `GRAIN` tokens, and only on CPUs. No indices give
-    a row of two tokens with nothing trained, for a rank that must run its collectives all the same.
+    Padding is identified by its position, never by its id, so `pad_id` may be any token. In a
+    concatenated micro-batch, padding is a document of fewer than `GRAIN` tokens, on CPUs only.
+    Without indices the result is a row of two untrained tokens, for a rank that must still take
+    part in the collectives.
     """
     lay = _side_by_side if rows.side_by_side else _padded
     if not len(indices):
@@ -99,14 +101,14 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:
-    """A document of padding."""
+    """A document that consists of padding."""
     return np.full(tokens, pad_id, dtype=np.int32), np.zeros(tokens, dtype=bool)
 
 
 def _padded(
     picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
 ) -> MicroBatch:
-    """Documents below one another."""
+    """Pad each document to the longest one, one row each."""
     lengths = [len(ids) for ids, _ in picked]
     shape = (len(picked), max(lengths))
     ids = np.full(shape, pad_id, dtype=np.int64)
@@ -117,7 +119,7 @@ def _padded(
         ids[place, :length] = row_ids
         labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
         mask[place, :length] = 1
-    labels[:, 0] = UNTRAINED  # the first token follows nothing
+    labels[:, 0] = UNTRAINED  # no token predicts the first one
     documents = len(picked) if rows else 0
     counts = (labels != UNTRAINED).sum(axis=1)[:documents]
     lasts = np.arange(documents) * shape[1] + np.array(lengths[:documents], dtype=np.int64) - 1
@@ -136,7 +138,7 @@ def _padded(
 def _side_by_side(
     picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
 ) -> MicroBatch:
-    """Documents end to end in one row; the first token of each is never a label:
+    """Concatenate documents in one row; the first token of each is never a label:
 
     ids        a b c d | e f | g h i
     positions  0 1 2 3 | 0 1 | 0 1 2
@@ -172,7 +174,7 @@ def _side_by_side(
 
 
 def _on_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """An array as a tensor; a GPU copies it from pinned memory when its turn comes."""
+    """Copy an array to a device; to a GPU asynchronously, from pinned memory."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type != "cuda":
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Columns of a row: those that a format must not ignore, and the format that would fit others."""
+"""Find columns that a format must not ignore, and guess the format that fits a row."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,14 +12,14 @@ PROMPTS = (
     "instruction", "question", "prompt", "query", "problem", "input", "inputs", "text", "user",
     "human", "task_description",
 )  # fmt: skip
-"""Names that published data gives to what the user says."""
+"""Column names of user prompts in published data sets."""
 CONTEXTS = ("context", "input", "passage", "document")
-"""Names of what a question is about."""
+"""Column names of a question's context."""
 ANSWERS = (
     "response", "output", "completion", "solution", "answer", "code", "canonical_solution",
     "target", "targets", "outputs", "assistant", "gpt", "reply", "summary",
 )  # fmt: skip
-"""Names of what the assistant is to say."""
+"""Column names of assistant answers."""
 
 
 PAIRS = {
@@ -27,23 +27,23 @@ PAIRS = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-"""Formats of a prompt and an answer, with their names for them."""
+"""Formats of a prompt and an answer, with the names of these two columns."""
 TURNS = {
     ("role", "content"): ("messages", "messages"),
     ("from", "value"): ("sharegpt", "conversations"),
 }
-"""Keys of a turn, with the format that reads them and its column."""
+"""Keys of a turn, with the format that reads them and the format's column."""
 
 
 def is_given(value: Any) -> bool:
-    """Whether a column holds anything: null, an empty text and empty objects are nothing."""
+    """Whether a value is not empty; objects that contain only empty values are empty."""
     if isinstance(value, Mapping):
         return any(is_given(each) for each in value.values())
     return value is not None and value not in ("", [], ())
 
 
 def verdict(value: Any) -> bool | None:
-    """What a label says, in words too, as CSV holds it; None for others, such as classes."""
+    """A label as a boolean, also from text as in CSV; None for other labels, such as classes."""
     words = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, str):
         return words.get(value.strip().lower())
@@ -62,7 +62,7 @@ def _is_no_full_weight(value: Any) -> bool:
 
 
 def _is_refusal(value: Any) -> bool:
-    """Whether a flag says that a row is not to be trained."""
+    """Whether a flag marks a row as not trained."""
     words = ("false", "0", "no")
     return value.strip().lower() in words if isinstance(value, str) else value in (False, 0)
 
@@ -92,11 +92,11 @@ MEANING: dict[str, tuple[Check, str]] = {
         ("train", "trainable", "train_turn"), (_is_refusal, "rows with false would be trained too")
     ),
 }
-"""Columns that say what a row means: when a value does, and what would go wrong without it."""
+"""Columns that change the meaning of a row: a check of the value, and what ignoring it would do."""
 
 
 def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:
-    """Why the format of a name, which reads some columns, must not read a row; None if it may."""
+    """Why a format that reads the columns `read` must not read a row; None if it may."""
     for column in row.keys() & MEANING.keys() - read:
         says, why = MEANING[column]
         classes = column == "label" and "text" in read and not isinstance(row[column], bool)
@@ -110,10 +110,10 @@ def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:
 
 
 def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | None:
-    """The format and `columns` that would read a row by its names, if any do.
+    """Guess the format and `columns` that would read a row, by its column names; None if none fit.
 
     Args:
-        wanted: the format that is preferred.
+        wanted: The preferred format.
     """
     columns = [column for column, value in row.items() if value is not None]
     for column in columns:
@@ -137,7 +137,7 @@ def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | Non
 
 
 def _is_list_of(value: Any, keys: tuple[str, ...]) -> bool:
-    """Whether a value is a list of objects that have these keys."""
+    """Whether a value is a non-empty list of objects that all have the keys."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -146,14 +146,14 @@ def _is_list_of(value: Any, keys: tuple[str, ...]) -> bool:
 
 
 def told(name: str, columns: Mapping[str, str | None]) -> str:
-    """A format with `columns`, as an advice."""
+    """Advice to use a format with `columns`."""
     return f"format '{name}' would fit with columns={json.dumps(columns)}"
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> dict[str, Any]:
-    """A row with its columns under the format's names, without those that are to be left out.
+    """Rename the columns of a row to the format's names; columns mapped to None are dropped.
 
-    Raises KeyError with the name that two columns would have.
+    Raises KeyError with a name that two columns would share.
     """
     named: dict[str, Any] = {}
     for column, value in row.items():

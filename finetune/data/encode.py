@@ -1,4 +1,4 @@
-"""From rows of a source to documents of token ids, with a tally of what became of them."""
+"""Encode rows of a source as documents of token ids, and tally what happened to them."""
 
 import dataclasses
 import hashlib
@@ -31,9 +31,9 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 
 Numbered = tuple[tuple[Columns, ...], Mapping[str, float], str | None]
-"""The documents of a row, and what is known of the row besides."""
+"""The documents of a row, its values for the method's `columns`, and a reward's input as JSON."""
 HUGE = 1 << 20
-"""Characters of a sample that is looked at before it is tokenised, which could take minutes."""
+"""Characters above which a sample is checked before tokenization, which could take minutes."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Chunk:
     """Neighbouring rows of one file."""
 
     section: int
-    """Number of the recipe's section of data that they belong to."""
+    """Index of the data section that the rows belong to."""
     data_format: str
     file: str
-    """As an error names it."""
+    """The file's name, as shown in errors."""
     rows: list[tuple[int, object]]
     """Row numbers with the rows."""
     failure: tuple[str, ...] = ()
-    """Why the file could not be read any further behind these rows."""
+    """Why the file could not be read after these rows."""
     drops_bad_rows: bool = False
-    """Rows that cannot be read are left out, and are no problem."""
+    """Whether rows that cannot be read are dropped instead of reported as problems."""
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was left out because it could not be read or rendered."""
+    """A row that was dropped because it could not be read or rendered."""
 
     file: str
     number: int
@@ -65,9 +65,9 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a chunk, end to end, and what is known of each.
+    """The concatenated documents of a chunk, with values of each.
 
-    Those of one row are neighbours: as many of each as the method's `documents_per_row`.
+    The documents of a row are adjacent; each row has `documents_per_row`, as the method defines.
     """
 
     section: int
@@ -81,7 +81,7 @@ class Encoded:
     digests: np.ndarray  # (documents,) uint64: equal for equal documents of equal rows
     columns: dict[str, np.ndarray]  # (documents,) fp64 each, by the method's `columns`
     beside: list[str]
-    """Of prompts: what a reward is given of each document, as JSON; else empty."""
+    """The reward's input for each prompt, as JSON; empty for other samples."""
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
@@ -90,13 +90,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """All that a process needs in order to encode rows."""
+    """Encodes chunks of rows; can be sent to another process."""
 
     recipe: Recipe
     chat: Chat
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        """Encode a chunk; problems are noted, not raised."""
+        """Encode a chunk; problems are collected, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         rows, numbers = list[Numbered](), list[int]()
         read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
@@ -127,7 +127,7 @@ class Encoder:
         return self._joined(chunk, rows, numbers, tally, problems, bad)
 
     def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
-        """Whether a sample is small enough to be tokenised before it is looked at."""
+        """Whether a sample is small enough to be tokenized without a check of its length."""
         if sample is None or isinstance(sample, RowProblem):
             return False
         return sum(len(text) for _, text in _texts(sample)) <= HUGE
@@ -152,7 +152,7 @@ class Encoder:
         batch = dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
-            # Unicode normalisation makes at most four characters one.
+            # Unicode normalization merges at most four characters into one.
             least = characters // (4 * self._longest_token)
             if least > batch.max_length:
                 _note_length(tally, batch, least, f"{place}, which has at least so many")
@@ -166,7 +166,7 @@ class Encoder:
         return [(row, example.numbers, example.beside) for row in fit(example, batch, tally, place)]
 
     def _markup(self, sample: Sample) -> Iterator[str]:
-        """The counts of special tokens that a sample holds as text."""
+        """Yield the tally names for special tokens in the text of prompts and of answers."""
         asked, said = list[str](), list[str]()
         for role, text in _texts(sample):
             (said if role in ("assistant", "completion", "text") else asked).append(text)
@@ -175,7 +175,7 @@ class Encoder:
                 yield name
 
     def _unread_keys(self, sample: Conversation) -> set[str]:
-        """Keys of a row's messages that neither its format nor the template reads."""
+        """Keys of a row's messages that neither the format nor the template reads."""
         templates = (self.chat.template, self.chat.tool_template)
         return {
             f"messages[].{key}"
@@ -188,7 +188,7 @@ class Encoder:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         return max(len(token) for token in self.chat.tokenizer.get_vocab())
 
     def _joined(
@@ -236,7 +236,7 @@ def _mentions(template: str | None, key: str) -> bool:
 
 
 def _read(data_format: str, value: object) -> Sample | RowProblem | None:
-    """The sample of a row, or what is wrong with the row."""
+    """The sample of a row, or the problem with the row."""
     try:
         return read_row(data_format, value)
     except RowProblem as problem:
@@ -244,13 +244,13 @@ def _read(data_format: str, value: object) -> Sample | RowProblem | None:
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
-    """Roles of a sample with what they say; the prompt of two answers once."""
+    """(role, text) of a sample's messages; the prompt of a pair only once."""
     first, *others = sequences_of(sample)
     return _texts_of(first) + [each for other in others for each in _texts_of(other, answer=True)]
 
 
 def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
-    """Roles of a sequence with what they say, or only those of its answer."""
+    """(role, text) of a sequence's messages, or of its answer only."""
     match sequence:
         case Conversation():
             messages = sequence.messages[sequence.given if answer else 0 :]
@@ -263,7 +263,7 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
 
 
 def _said(sample: Conversation) -> list[Message]:
-    """The messages that are trained."""
+    """The trained messages."""
     return [
         message
         for number, message in enumerate(sample.messages)
@@ -274,7 +274,7 @@ def _said(sample: Conversation) -> list[Message]:
 
 
 def _says_nothing(sample: Plain) -> bool:
-    """Whether nothing stands where the model is to speak."""
+    """Whether every assistant turn is empty."""
     match sample:
         case Conversation():
             said = _said(sample)
@@ -286,7 +286,7 @@ def _says_nothing(sample: Plain) -> bool:
 
 
 def _has_empty_turn(sample: Plain) -> bool:
-    """Whether an answer is empty that is trained among others that are not."""
+    """Whether some, but not all, trained answers are empty."""
     if not isinstance(sample, Conversation):
         return False
     empty = [not m["content"].strip() and "tool_calls" not in m for m in _said(sample)]
@@ -294,7 +294,7 @@ def _has_empty_turn(sample: Plain) -> bool:
 
 
 def _digests(row: tuple[Columns, ...]) -> list[int]:
-    """A number of each document of a row: equal for the same document of an equal row."""
+    """A hash of each document of a row; equal for the same document of an equal row."""
     parts = [ids.tobytes() for ids, _ in row]
     whole = b"" if len(parts) == 1 else hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
     return [
@@ -304,9 +304,9 @@ def _digests(row: tuple[Columns, ...]) -> list[int]:
 
 
 def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[Columns, ...]]:
-    """The rows of an encoded sample, each with its documents, as the rule for overlong ones says.
+    """Apply `batch.overlong` to an encoded sample; returns rows of documents.
 
-    The sequences of an example are judged together: where one is left out, all are.
+    The sequences of an example are kept or dropped together.
     """
     row = tuple(
         (np.array(each.ids, dtype=np.int32), np.array(each.trained, dtype=bool))
@@ -327,7 +327,7 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
                 tally.note("eaten", place, _says_all(row) and not _says_all(pieces[0]))
             case "split":
                 tally.note("split", place)
-                (document,) = row  # rules refuse it where a row has several
+                (document,) = row  # rules refuse it for rows of several documents
                 pieces = [(piece,) for piece in split(document, most)]
     for piece in pieces:
         _mark(piece, example.scored)
@@ -339,7 +339,7 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
 
 
 def _mark(row: tuple[Columns, ...], scored: bool) -> None:
-    """Let the first token, which follows nothing, be untrained; only the last is where scored."""
+    """Untrain the first token, which nothing predicts; if scored, train only the last one."""
     for _, trained in row:
         if scored:
             trained[:-1], trained[-1:] = False, True
@@ -348,18 +348,18 @@ def _mark(row: tuple[Columns, ...], scored: bool) -> None:
 
 
 def _says_all(row: tuple[Columns, ...]) -> bool:
-    """Whether each document of a row has a token to train."""
+    """Whether each document of a row has a trained token."""
     return all(trained.any() for _, trained in row)
 
 
 def _is_tied(row: tuple[Columns, ...]) -> bool:
-    """Whether the documents of a row that has several are equal, so that none is preferred."""
+    """Whether a row has several documents that are all equal, so none is preferred."""
     (first, _), *others = row
     return bool(others) and all(np.array_equal(first, ids) for ids, _ in others)
 
 
 def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:
-    """Whether a sample is too long."""
+    """Record a sample's length; returns whether it is too long."""
     if length > tally.longest_sample:
         tally.longest_sample, tally.longest_place = length, place
     tally.overlong += length > batch.max_length
@@ -367,9 +367,9 @@ def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:
 
 
 def split(row: Columns, max_length: int) -> Iterator[Columns]:
-    """Pieces of a row that together train each of its tokens once.
+    """Split a row into pieces that together train each of its tokens once.
 
-    The last token of a piece is also the first of the next one, where it is context only:
+    The last token of a piece is also the first of the next one, where it is only context:
 
         a b c d e f g   max_length 4   ->   a b c d | d e f g
     """

@@ -1,8 +1,8 @@
-"""Processes that encode rows side by side, when there are enough of them to be worth starting.
+"""A process pool that encodes rows in parallel, started only for large data sets.
 
-Each is an interpreter of its own that reads chunks from a pipe. It is neither forked, because
-threads of torch and of the launcher run here by then, nor spawned by `multiprocessing`, which would
-run a person's script again in each process.
+Each worker is a separate interpreter that reads chunks from a pipe. Workers are not forked, because
+threads of torch and of the launcher are running by then, and not spawned by `multiprocessing`,
+which would run the user's script again in each process.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from finetune.process import interpreter
 from finetune.process.quiet import tokenise_on_one_core
 
 ALONE = 16
-"""Chunks that this process encodes by itself before it starts others, which takes seconds."""
+"""Chunks that this process encodes before it starts workers, which takes seconds."""
 MOST_PROCESSES = 16
 
 
 def encode(encoder: Encoder, chunks: Iterable[Chunk]) -> Iterator[Encoded]:
-    """Encoded chunks in their order, a few of them ahead of what is asked for."""
+    """Yield encoded chunks in order; workers run a few chunks ahead of the consumer."""
     waiting = iter(chunks)
     yield from map(encoder, islice(waiting, ALONE))
     processes = min(_cores(), MOST_PROCESSES)
@@ -76,18 +76,21 @@ def _in_order(
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _travels(encoder: Encoder) -> bool:
-    """Whether another interpreter can load the method and the tokenizer: not from one's script."""
+    """Whether another interpreter can import the method and the tokenizer.
+
+    False if a class is defined in the user's script.
+    """
     kinds = (type(encoder.recipe), type(encoder.chat.tokenizer))
     return {kind.__module__.split(".")[0] for kind in kinds} <= {"finetune", "transformers"}
 
 
 class Worker:
-    """One process that encodes chunks, one at a time."""
+    """A process that encodes one chunk at a time."""
 
     def __init__(self, encoder: Encoder) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -98,7 +101,7 @@ class Worker:
         assert self._process.stdout is not None
         self._to: IO[bytes] = self._process.stdin
         self._from: IO[bytes] = self._process.stdout
-        # Sent with the first chunk; a new value, without the compiled template of a used one.
+        # Sent with the first chunk; a copy, because a used Chat holds a compiled template.
         self._encoder: Encoder | None = Encoder(encoder.recipe, dataclasses.replace(encoder.chat))
 
     def __enter__(self) -> "Worker":
@@ -111,7 +114,7 @@ class Worker:
         self._to.close()
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Raises FinetuneError where the process has ended."""
+        """Encode a chunk; raises FinetuneError if the process has ended."""
         try:
             if self._encoder is not None:
                 _send(self._to, self._encoder)
@@ -132,7 +135,7 @@ def _send(file: IO[bytes], value: Any) -> None:
 
 
 def serve() -> None:
-    """Encode chunks from standard input until it ends; what others print goes to the errors."""
+    """Encode chunks from standard input until it ends; redirect stdout to stderr meanwhile."""
     tokenise_on_one_core()
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -141,4 +144,4 @@ def serve() -> None:
         while True:
             _send(results, encoder(pickle.load(sys.stdin.buffer)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        os._exit(0)  # the other end has gone: nothing to tell
+        os._exit(0)  # the other end has closed: nothing to report

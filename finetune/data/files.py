@@ -1,7 +1,6 @@
-"""Rows of files by their ending. A reader yields (row number, row).
+"""Read rows of files, by their suffix. A reader yields (row number, row).
 
-A row that its file does not hold in a readable form is yielded as `Unreadable`, where the rows
-behind it can still be read.
+A row that cannot be read is yielded as `Unreadable` if the rows after it are still readable.
 """
 
 import csv
@@ -17,15 +16,15 @@ from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError
 
 DOCUMENT_END = "<|endoftext|>"
-"""A line of a text file that separates documents, as published corpora write it."""
+"""The line that separates documents in a text file, as in published corpora."""
 EXCERPT = 2000
-"""Characters that are kept of a row that cannot be read."""
+"""Characters of an unreadable row that are kept."""
 
 NumberedRow = tuple[int, Any]
 
 
 class BrokenJSON(ValueError):
-    """Text that is not JSON, with the place of the mistake."""
+    """Text is not valid JSON; the message has the position of the error."""
 
 
 def read_jsonl(path: Path) -> Iterator[NumberedRow]:
@@ -48,7 +47,7 @@ def read_jsonl(path: Path) -> Iterator[NumberedRow]:
 
 
 def _check_shape(path: Path, first: str) -> None:
-    """Refuse a file whose first line shows that rows do not stand one to a line."""
+    """Refuse a file whose first line shows that it does not have one row per line."""
     if first.startswith("["):
         raise FinetuneError(
             f"{path}: it holds a JSON list, expected one row a line; let its name end in .json"
@@ -61,17 +60,17 @@ def _check_shape(path: Path, first: str) -> None:
 
 
 def read_json(path: Path) -> Iterator[NumberedRow]:
-    """A list of rows, or rows one to a line under the name of JSON."""
+    """Read a list of rows, or JSON lines with the suffix `.json`."""
     text = "".join(lines(path))
     if text.lstrip().startswith("{") and len(text.strip().splitlines()) > 1:
         try:
             json.loads(text)
         except json.JSONDecodeError as error:
-            if error.msg == "Extra data":  # a second value follows the first: JSON lines
+            if error.msg == "Extra data":  # a second value after the first: JSON lines
                 yield from read_jsonl(path)
                 return
         except (ValueError, RecursionError):
-            pass  # told below
+            pass  # reported below
     try:
         value = _parse(text)
     except BrokenJSON as problem:
@@ -84,14 +83,14 @@ def read_json(path: Path) -> Iterator[NumberedRow]:
 
 
 def _list_inside(value: Any) -> str:
-    """Where the rows may be, in an object that holds a list of them."""
+    """A hint where the rows of a JSON object are, if it has exactly one list."""
     inside = value.items() if isinstance(value, dict) else ()
     lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
     return f"; write the list of '{lists[0]}' alone (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
-    """Rows of a CSV file with a header; a field may be as long as it likes."""
+    """Read a CSV file with a header; fields may have any length."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(lines(path), strict=True, delimiter=delimiter)
     number = 0
@@ -99,7 +98,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
         _check_header(path, list(reader.fieldnames or ()), delimiter)
         for row in reader:
             number += 1
-            surplus = row.get(None)  # where the csv module puts cells without a column
+            surplus = row.get(None)  # the csv module stores cells without a column here
             if surplus:
                 text = json.dumps({str(name): value for name, value in row.items()})
                 problem = f"{len(surplus)} more cells than the header has columns"
@@ -130,7 +129,7 @@ def read_tsv(path: Path) -> Iterator[NumberedRow]:
 
 
 def read_text(path: Path) -> Iterator[NumberedRow]:
-    """Documents of a text file: the whole of it, or what stands between `<|endoftext|>` lines."""
+    """Read the documents of a text file, separated by lines `<|endoftext|>`."""
     document, first = list[str](), 1
     for number, line in enumerate(lines(path), 1):
         if line.strip() != DOCUMENT_END:
@@ -156,11 +155,11 @@ READERS: dict[str, Reader] = {
     ".txt": read_text,
 }
 WHOLE = (".parquet", ".arrow")
-"""Kinds that are compressed inside, and are not read out of a compressed file."""
+"""Formats with compression of their own, which are not read from a compressed file."""
 
 
 def kind_of_file(path: Path) -> str | None:
-    """The ending of a file that can be read, less that of its compression; None for others."""
+    """The suffix of a readable file, without that of its compression; None for other files."""
     endings = [each.lower() for each in path.suffixes]
     if endings and endings[-1] in COMPRESSED:
         kind = endings[-2] if len(endings) > 1 else ""
@@ -169,7 +168,7 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def read_file(path: Path) -> Iterator[NumberedRow]:
-    """Rows of a file of a known kind; raises FinetuneError where it cannot be read on."""
+    """Yield the rows of a file of a known kind; raises FinetuneError if it cannot be read."""
     if not path.stat().st_size:
         raise FinetuneError(f"{path}: the file is empty")
     kind = kind_of_file(path)
@@ -178,7 +177,7 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
 
 
 def why_not_read(path: Path) -> str:
-    """What to do with a file of no kind that is read."""
+    """An error message for a file of an unsupported kind, with what to do."""
     ending = path.suffix.lower()
     known = f"{', '.join(READERS)} (text also as {', '.join(COMPRESSED)})"
     if ending in ARCHIVES or ".tar" in (each.lower() for each in path.suffixes):
@@ -189,7 +188,7 @@ def why_not_read(path: Path) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Raises BrokenJSON."""
+    """Parse JSON; raises BrokenJSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -198,7 +197,7 @@ def _parse(text: str) -> Any:
         raise BrokenJSON(
             f"broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
         ) from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python accepts
         raise BrokenJSON(f"broken JSON: {error}") from None
     except RecursionError:
         raise BrokenJSON("JSON nested too deeply") from None

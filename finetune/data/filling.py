@@ -1,4 +1,4 @@
-"""Count the share of token slots that are real, and say what would fill the others."""
+"""Measure the share of token slots that are not padding, and suggest how to raise it."""
 
 import numpy as np
 
@@ -8,19 +8,19 @@ from finetune.planner.padding import Padding
 from finetune.recipe import Recipe
 
 ENOUGH = 0.9
-"""Share of real tokens from which nothing is said."""
+"""Share of real tokens from which no note is given."""
 STEPS = 100
-"""First steps that are counted, at most."""
+"""Maximum number of steps that are counted, from the first."""
 
 
 def real_share(rows: Rows, recipe: Recipe, steps: int, micro_tokens: int | None = None) -> float:
-    """Real tokens over token slots of the first steps of a run whose rows are padded.
+    """Share of real tokens among the token slots of a run's first steps, with padded rows.
 
     Args:
-        rows: Of the training.
-        recipe: Of the training.
-        steps: Of the whole run.
-        micro_tokens: Instead of the recipe's micro-batch.
+        rows: Training rows.
+        recipe: Recipe of the run.
+        steps: Number of steps of the run.
+        micro_tokens: Maximum token slots per micro-batch, instead of the recipe's setting.
     """
     batch = recipe.batch
     real, slots = 0, 0
@@ -35,7 +35,7 @@ def real_share(rows: Rows, recipe: Recipe, steps: int, micro_tokens: int | None 
 
 
 def filling_notes(rows: Rows, recipe: Recipe, padding: Padding, steps: int) -> list[str]:
-    """What would fill the token slots of padded rows; nothing where they are full enough."""
+    """Suggest how to reduce padding; empty if at least `ENOUGH` of the slots are real tokens."""
     if padding.free:
         return []
     share = real_share(rows, recipe, steps)

@@ -1,4 +1,4 @@
-"""Data formats by name: one function each, from a row of a file to a sample."""
+"""Data formats by name; each has a function that converts a row of a file to a sample."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,37 +41,37 @@ from finetune.recipe import Kind
 
 @dataclass(frozen=True)
 class Format:
-    """How a row becomes a sample."""
+    """Converts rows to samples."""
 
     columns: tuple[tuple[str, ...], ...]
-    """Sets of columns, any one of which the format can read."""
+    """Alternative sets of required columns."""
     read: Callable[[Raw], Sample | None]
-    """The sample of a row that has the columns; None for a row that is to be passed over.
+    """Converts a row with the required columns to a sample, or to None if the row is skipped.
     Raises RowProblem."""
     optional: tuple[str, ...] = ()
-    """Columns that it reads where they are there."""
+    """Optional columns."""
     needs: str = ""
-    """The sets of columns in words, where they are many."""
+    """Description of the required columns, for formats with many alternatives."""
     gives: Kind = "text"
-    """What its samples are."""
+    """Kind of the samples."""
     reads_all: bool = False
-    """Whether it keeps every other column as well."""
+    """Whether all other columns are kept as well."""
 
     def needed(self, columns: Iterable[str]) -> tuple[str, ...]:
-        """The largest readable set of columns that is there; empty when none is complete."""
+        """The largest required set that is complete in `columns`; empty if none is."""
         there = set(columns)
         complete = [needed for needed in self.columns if there.issuperset(needed)]
         return max(complete, key=len, default=())
 
     def reads(self, columns: Iterable[str]) -> frozenset[str]:
-        """The columns that it reads of a row that has these."""
+        """The columns that the format reads in a row with `columns`."""
         if self.reads_all:
             return frozenset(columns)
         return frozenset((*self.needed(columns), *self.optional))
 
 
 def find_format(name: str) -> Format:
-    """The format of that name, or `module:attribute`; raises FinetuneError with the known ones."""
+    """Find a format by name or `module:attribute`; raises FinetuneError with the known names."""
     if name in FORMATS:
         return FORMATS[name]
     if ":" not in name:
@@ -86,7 +86,7 @@ def find_format(name: str) -> Format:
 
 
 def read_row(name: str, row: Any) -> Sample | None:
-    """The sample of a row, or None where the format passes it over; raises RowProblem."""
+    """Convert a row to a sample; None if the format skips it. Raises RowProblem."""
     data_format = find_format(name)
     if isinstance(row, Unreadable):
         raise RowProblem(row.problem)
@@ -106,7 +106,7 @@ def read_row(name: str, row: Any) -> Sample | None:
 
 
 def unread_columns(name: str, row: Any) -> list[str]:
-    """Columns of a row that have a value and that its format does not read."""
+    """Columns of a row that have a value but are not read by its format."""
     if not isinstance(row, Mapping):
         return []
     _, read = _reads(name, tuple(column for column, value in row.items() if value is not None))
@@ -115,12 +115,12 @@ def unread_columns(name: str, row: Any) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _reads(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The needed columns of a format among some, and all that it reads of them."""
+    """The required columns of a format that are in `columns`, and all columns that it reads."""
     return find_format(name).needed(columns), find_format(name).reads(columns)
 
 
 def fitting_formats(row: Raw) -> list[str]:
-    """Names of the formats that read a row without a loss, the most specific first."""
+    """Names of the formats that read a row without loss, the most specific first."""
     there = {column for column, value in row.items() if value is not None}
     fits: dict[str, int] = {}
     for name, data_format in FORMATS.items():
@@ -149,7 +149,7 @@ def _missing_columns(name: str, row: Raw) -> str:
 
 
 def _fitting_names(wanted: str, row: Raw) -> list[str]:
-    """A format that reads a row by other names of its columns without a loss, if there is one."""
+    """Advice to read a row with renamed columns, if a format then reads it without loss."""
     guessed = guess(row, wanted)
     if guessed is None:
         return []
@@ -212,7 +212,7 @@ def read_text(row: Raw) -> Text:
 
 
 def read_self_instruct(row: Raw) -> Conversation | None:
-    """The first instance of a task; tasks without an instance are passed over."""
+    """Read the first instance of a task; None (the row is skipped) without instances."""
     instances = list_of(row["instances"], "instances")
     if not instances:
         return None
@@ -224,10 +224,10 @@ def read_self_instruct(row: Raw) -> Conversation | None:
 
 
 def read_oasst(row: Raw) -> Conversation | None:
-    """The best-ranked path down a tree of messages, as far as its last assistant reply.
+    """Read the best-ranked path of a message tree, up to its last assistant reply.
 
-    Rank 0 is the best; replies without a rank come last, in their order. A tree in which nobody
-    answered is passed over.
+    Rank 0 is the best; replies without a rank come last, in order. None (the row is skipped) if
+    the path has no assistant reply.
     """
     roles = {"prompter": "user", "assistant": "assistant"}
     node = row["prompt"] if isinstance(row.get("prompt"), Mapping) else row
@@ -247,7 +247,7 @@ def read_oasst(row: Raw) -> Conversation | None:
 
 
 def read_kto(row: Raw) -> Judged:
-    """An answer with a `label` (`kto_tag`) that says whether it is wanted."""
+    """Read an answer whose `label` (or `kto_tag`) says whether it is wanted."""
     said = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
     wanted = {name: verdict(value) for name, value in said.items()}
     for name, value in wanted.items():
@@ -263,7 +263,7 @@ def read_kto(row: Raw) -> Judged:
 
 
 def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
-    """One question with its answer, behind the earlier ones of the row's `history`."""
+    """A question and its answer, after the earlier turns of the row's `history`."""
     history = exchanges_of(row["history"], "history") if row.get("history") else []
     question = {"role": "user", "content": prompt}
     turns = (*history, question, {"role": "assistant", "content": answer})
@@ -286,7 +286,7 @@ def _rank(reply: Raw) -> float:
 PAIR = ("chosen", "rejected")
 
 JUDGED = ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer")
-"""Formats whose rows may have a label that says whether the answer is wanted."""
+"""Formats that may have a label that says whether the answer is wanted."""
 
 EXCHANGE = (*CONVERSATION, "history")
 COMPARED = (*CONVERSATION, "margin")

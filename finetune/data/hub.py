@@ -1,4 +1,4 @@
-"""Rows of data sets of the Hugging Face hub."""
+"""Read data sets from the Hugging Face hub."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from finetune.recipe import Data
 
 
 def hub_rows(data: Data) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, as the same rows in JSON would be."""
+    """Yield the rows of a data set in the form that they would have in JSON."""
     with _hub(data) as datasets:
         rows = datasets.load_dataset(
             data.source, data.subset, split=data.split, streaming=data.stream
@@ -26,7 +26,7 @@ def hub_rows(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def hub_version(data: Data) -> str:
-    """What tells one content of a hub data set from another."""
+    """An identifier of the content of a hub data set."""
     with _hub(data) as datasets:
         if data.stream:  # the commit
             return datasets.load_dataset_builder(data.source, data.subset).hash
@@ -36,13 +36,13 @@ def hub_version(data: Data) -> str:
 
 @contextlib.contextmanager
 def _hub(data: Data) -> Iterator[ModuleType]:
-    """`datasets`, where what the hub refuses is a FinetuneError with its reason."""
-    import datasets  # takes over a second, and local files do not need it
+    """Import `datasets`, and turn errors of the hub into a FinetuneError with the reason."""
+    import datasets  # takes over a second; not needed for local files
     from datasets.exceptions import DatasetsError
 
     try:
         yield datasets
-    except ImportError as error:  # pictures and sound, which only text is trained without
+    except ImportError as error:  # decoders for images and audio; only text is trained
         raise FinetuneError(f"data.source: '{data.source}' cannot be read: {error}") from None
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -14,10 +14,10 @@ SEQUENCES = ("messages", "prompt_completion", "text")
 def reader(
     formats: Mapping[str, tuple[tuple[str, ...], Callable[[Raw], Plain]]],
 ) -> Callable[[Raw], Labelled]:
-    """What reads a row with a `label`.
+    """Make a function that reads a row with a `label`.
 
     Args:
-        formats: columns of each kind of sequence, with the function that reads it.
+        formats: Columns of each kind of sequence, with the function that reads it.
     """
 
     def read(row: Raw) -> Labelled:
@@ -34,10 +34,10 @@ def reader(
 
 
 def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
-    """Number of a class that is given by its name or by its number.
+    """Index of a class that is given by its name or its index.
 
     Raises:
-        RowProblem: it is neither.
+        RowProblem: the value is neither.
     """
     if isinstance(value, bool):
         value = "true" if value else "false"
@@ -57,20 +57,20 @@ def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
 
 
 def classes_of(value: Any, names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of the classes of a list, without repetition.
+    """Sorted indices of the classes in a list, without duplicates.
 
     Raises:
-        RowProblem: it is not a list, or holds something that is not a class.
+        RowProblem: the value is not a list, or an entry is not a class.
     """
     listed = list_of(value, "label")
     return tuple(sorted({class_of(e, names, f"label[{i}]") for i, e in enumerate(listed)}))
 
 
 def number_of(value: Any, where: str = "label") -> float:
-    """A finite number, also where it is written as text, as CSV holds it.
+    """A finite number; text is parsed, as in CSV.
 
     Raises:
-        RowProblem: it is not one.
+        RowProblem: the value is not a finite number.
     """
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""Lines of text files in UTF-8, compressed or not."""
+"""Read lines of UTF-8 text files, compressed or not."""
 
 import bz2
 import codecs
@@ -14,7 +14,7 @@ from finetune.errors import FinetuneError
 
 
 def _open_zstandard(path: Path, mode: str = "rb") -> IO[bytes]:
-    import pyarrow  # has the codec, and takes a moment to import
+    import pyarrow  # provides the codec; slow to import
 
     raw: Any = pyarrow.input_stream(str(path), compression="zstd")
     return io.BufferedReader(raw)
@@ -27,7 +27,7 @@ COMPRESSED: dict[str, Callable[..., Any]] = {
     ".zst": _open_zstandard,
 }
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-"""Endings of files that hold other files."""
+"""Suffixes of archive files."""
 MAGIC = {
     b"\x1f\x8b": "compressed with gzip; let its name end in .gz",
     b"BZh": "compressed with bzip2; let its name end in .bz2",
@@ -37,17 +37,18 @@ MAGIC = {
     b"PAR1": "a Parquet file; let its name end in .parquet",
     b"ARROW1": "an Arrow file; let its name end in .arrow",
 }
-"""What files of other kinds begin with."""
+"""Magic bytes of other kinds of files."""
 
 
 class NotUTF8(ValueError):
-    """A line that is not UTF-8, with what to do."""
+    """A line is not UTF-8; the message says how to convert the file."""
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """Lines with their ends, split at newlines only.
+    """Yield lines with their line ends, split at newlines only.
 
-    Raises FinetuneError for a file that cannot be unpacked, or that is not text in one-byte units.
+    Raises FinetuneError for a file that cannot be decompressed, is of another kind, or is encoded
+    in units of two or four bytes.
     """
     opener: Callable[..., Any] = COMPRESSED.get(path.suffix.lower(), open)
     try:
@@ -74,7 +75,7 @@ def _check_kind(path: Path, line: bytes) -> None:
 
 
 def _wide_encoding(line: bytes) -> str | None:
-    """The encoding of a text whose units are of two or four bytes, by its mark or its zeros."""
+    """The encoding if it has units of two or four bytes, judged by the BOM or the zero bytes."""
     if line.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "UTF-32"
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -86,7 +87,7 @@ def _wide_encoding(line: bytes) -> str | None:
 
 
 def decode(line: bytes, is_first: bool) -> str:
-    """Text of a line, of the first one without a byte order mark; raises NotUTF8."""
+    """Decode a line; drops a byte order mark from the first line. Raises NotUTF8."""
     try:
         return line.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
@@ -97,7 +98,7 @@ def decode(line: bytes, is_first: bool) -> str:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Lines with their ends; raises FinetuneError at the first that is not UTF-8."""
+    """Yield lines with their line ends; raises FinetuneError at the first that is not UTF-8."""
     for number, line in enumerate(raw_lines(path), 1):
         try:
             yield decode(line, number == 1)

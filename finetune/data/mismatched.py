@@ -1,4 +1,4 @@
-"""Answers to prompts of other rows of a step, by which a method sees how far the model moved."""
+"""Pair each prompt of a step with the answer of another row, from which KTO estimates the KL."""
 
 import dataclasses
 
@@ -9,20 +9,21 @@ from finetune.data.store import Columns, Rows, composed, single_rows
 
 
 def mismatched(rows: Rows, chosen: np.ndarray, epoch: int, seed: int, max_length: int) -> Rows:
-    """The prompt of each document of a step with the answer of the one before it, the first last.
+    """Combine the prompt of each document of a step with the answer of the previous document.
 
-    Documents are in the order of the shuffle of `epoch`, each once, so that neither the number of
-    ranks, nor micro-batches, nor packs change the partners:
+    The first document gets the answer of the last. Documents are in the order of the shuffle of
+    `epoch`, each once, so the partners do not depend on ranks, micro-batches or packing:
 
         step     prompt a, answer a    prompt b, answer b    prompt c, answer c
         here     prompt a, answer c    prompt b, answer a    prompt c, answer b
 
     Args:
-        rows: of one document each, or packs of them.
-        chosen: (rows,) numbers of those that make the step.
-        epoch: in which the step begins.
-        seed: of the shuffle.
-        max_length: tokens at which a document is cut; one whose prompt fills it is left out.
+        rows: Rows of one document each, or packed rows.
+        chosen: (rows,) indices of the step's rows.
+        epoch: Epoch in which the step begins.
+        seed: Seed of the shuffle.
+        max_length: Tokens at which a document is truncated; if its prompt fills them, it is
+            dropped.
     """
     parts = [rows.numbers(int(index)) for index in chosen]
     numbers = np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
@@ -40,7 +41,7 @@ def mismatched(rows: Rows, chosen: np.ndarray, epoch: int, seed: int, max_length
 
 
 def _joined(asked: Columns, said: Columns, max_length: int) -> Columns:
-    """The prompt of a document with the answer of another."""
+    """The prompt of one document followed by the answer of another."""
     (ids, trained), (other, answered) = asked, said
     prompt, start = int(trained.argmax()), int(answered.argmax())
     whole = np.concatenate([ids[:prompt], other[start:]])

@@ -1,4 +1,4 @@
-"""Choose the documents of each source that make an epoch."""
+"""Choose the documents of each source for an epoch."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,7 +10,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Data
 
 CHOSEN = 2**64 - 2
-"""The epoch whose shuffle chooses the documents of a weighted source; no training reaches it."""
+"""Epoch number whose shuffle selects documents of weighted sources; training never reaches it."""
 
 
 def mix(
@@ -18,15 +18,15 @@ def mix(
 ) -> tuple[np.ndarray, ...]:
     """The documents of each source in one epoch.
 
-    Without weights each document occurs `repeat` times. Sources of n documents with weights w give
-    floor(w_i min_j(n_j / w_j)) of theirs, which the seed chooses: the longest epoch of these shares
-    in which no document comes twice. Every epoch has the same ones.
+    Without weights, each document occurs `repeat` times. With weights w, source i of n_i documents
+    contributes floor(w_i min_j(n_j / w_j)) documents, selected by the seed: the longest epoch with
+    these shares in which no document occurs twice. All epochs use the same documents.
 
     Args:
-        members: of each source, the numbers of its documents.
+        members: Document numbers of each source.
 
     Raises:
-        FinetuneError: a source would give none.
+        FinetuneError: a source would contribute no document.
     """
     weights = [None if data.weight is None else Fraction(data.weight) for data in sources]
     scale = min((len(m) / w for m, w in zip(members, weights, strict=True) if w), default=None)

@@ -1,10 +1,10 @@
-"""The rows of each step, as a pure function of the step.
+"""Choose the rows of each step, as a pure function of the step number.
 
 Rows of global step k are slice k of perm(seed, 0) ++ perm(seed, 1) ++ ...; a step may begin in one
-epoch and end in the next, so that no step is short and no row is left out. Cut by length into
-micro-batches, the same step is the same micro-batches on any number of processes:
+epoch and end in the next, so no step is short and no row is left out. Rows are sorted by length and
+cut into micro-batches, which are the same on any number of processes:
 
-    step        7 2 9 4 1 8 3 6               micro_rows=2; here a row is as long as its number
+    step        7 2 9 4 1 8 3 6               micro_rows=2; here row n has n tokens
     1 process   [9 8] [7 6] [4 3] [2 1]
     2 processes rank 0: [9 8] [4 3]           rank 1: [7 6] [2 1]
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def rows_of_step(step: int, rows: int, size: int, seed: int) -> np.ndarray:
-    """Row numbers of a global step, counted from 0.  # (size,) int64"""
+    """Row indices of a global step; steps are counted from 0.  # (size,) int64"""
     position, taken = step * size, 0
     parts = []
     while taken < size:
@@ -28,10 +28,10 @@ def rows_of_step(step: int, rows: int, size: int, seed: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A read-only shuffle of 0 .. rows - 1.  # (rows,) int64
+    """A read-only permutation of 0 .. rows - 1.  # (rows,) int64
 
-    Sorted by raw draws of Philox keyed by (seed, epoch): NumPy keeps the stream of a bit generator
-    the same across versions, but not what `Generator.permutation` makes of it (NEP 19).
+    Sorts raw Philox draws keyed by (seed, epoch): NumPy guarantees the stream of a bit generator
+    across versions, but not the result of `Generator.permutation` (NEP 19).
     """
     draws = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(rows)
     order = np.argsort(draws, kind="stable")
@@ -46,16 +46,17 @@ def cut(
     micro_tokens: int | None = None,
     side_by_side: bool = False,
 ) -> list[np.ndarray]:
-    """Micro-batches of rows of like length, the longest first, so that little is padded.
+    """Split rows into micro-batches of similar length, the longest first, to minimize padding.
 
-    Which rows make a step is not touched: the loss is a sum over them, however they are cut.
+    The rows of the step stay the same: its loss is a sum over them, however they are split.
 
     Args:
-        indices: (size,) row numbers.
+        indices: (size,) row indices.
         lengths: (rows,) token slots of every row of the data (`Rows.slots`).
-        micro_rows: Rows of a micro-batch.
-        micro_tokens: Instead, the most token slots of a micro-batch; at least the longest row.
-        side_by_side: Rows of a micro-batch are end to end, and nothing is padded.
+        micro_rows: Rows per micro-batch.
+        micro_tokens: Maximum token slots per micro-batch, instead of `micro_rows`; at least the
+            longest row.
+        side_by_side: Rows of a micro-batch are concatenated without padding.
     """
     ordered = indices[np.argsort(-lengths[indices], kind="stable")]
     if micro_tokens is None:
@@ -70,10 +71,10 @@ def cut(
 
 
 def deal(micro_batches: list[np.ndarray], rank: int, world: int) -> list[tuple[int, np.ndarray]]:
-    """The micro-batches of one rank, each with its number: equally many on every rank.
+    """The micro-batches of one rank with their numbers; every rank gets the same count.
 
-    Ranks take them in turn, so that those of one length run at one time on all of them. Where they
-    run out a rank gets empty ones, because it must still take part in the others' collectives.
+    Ranks take micro-batches in turn, so all ranks process similar lengths at the same time. A rank
+    that gets too few is given empty ones, because it must still take part in the collectives.
     """
     each = -(-len(micro_batches) // world)
     numbers = range(rank, each * world, world)

@@ -1,12 +1,11 @@
-"""Choose the documents that share a pack: best-fit decreasing over the complete set.
+"""Choose the documents of each packed row: best-fit decreasing over the complete set.
 
 The longest documents are placed first, each into the open slot with the least room that still
-holds it (Johnson 1973: at most 11/9 of the fewest possible slots and a constant):
+fits it (Johnson 1973: at most 11/9 of the minimum number of slots, plus a constant):
 
     lengths 6 5 4 3 2   slots of 8   ->   6 2 | 5 3 | 4
 
-Documents are only laid side by side: none is cut, and none sees another
-(`finetune.models.packed_attention`).
+Documents are never split, and do not attend to each other (`finetune.models.packed_attention`).
 """
 
 from bisect import bisect_left, insort
@@ -15,15 +14,15 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents in the order of their slots, and where each slot begins in that order.
+    """Assign documents to slots.
 
-    Documents of one length are placed all at once: n documents with d different lengths take
+    Documents of the same length are placed at once: n documents with d different lengths take
     O(n log n + d log d) and a bisection per event. Ties go to the earlier document, so the result
-    is a function of the lengths.
+    depends on the lengths only.
 
     Args:
-        lengths: (documents,) tokens of each, from 1 to `capacity`.
-        capacity: tokens of a slot.
+        lengths: (documents,) tokens of each document, from 1 to `capacity`.
+        capacity: Tokens of a slot.
 
     Returns:
         members, (documents,) int64, and bounds, (slots + 1,) int64: slot i holds the documents
@@ -46,19 +45,19 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Rooms:
-    """Open slots by the room that is left in them."""
+    """Open slots, grouped by their remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
-        self.room: list[int] = []  # rooms of which there are slots, ascending
+        self.room: list[int] = []  # different rooms of the open slots, ascending
         self.slots: dict[int, list[np.ndarray]] = {}  # room -> slots, in runs
 
     def place(self, length: int, count: int) -> np.ndarray:
-        """Slots of `count` documents of a length.  # (count,) int64
+        """Choose slots for `count` documents of the same length.  # (count,) int64
 
-        A slot that takes one of them has the least room of all that still hold the next, so it
-        takes as many as fit before another slot is looked at.
+        After a slot takes one of them it still has the least sufficient room, so it is filled with
+        as many as fit before the next slot.
         """
         parts: list[np.ndarray] = []
         while count:
@@ -76,7 +75,7 @@ class _Rooms:
         return np.concatenate(parts)
 
     def _take(self, length: int, count: int) -> tuple[int, np.ndarray]:
-        """The least room of at least a length, with its slots; new slots where there is none."""
+        """The least room of at least `length`, with its slots; opens new slots if there is none."""
         at = bisect_left(self.room, length)
         if at < len(self.room):
             room = self.room.pop(at)

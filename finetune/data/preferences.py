@@ -1,4 +1,4 @@
-"""Read pairs of a wanted and an unwanted answer to one prompt, in the forms that are published."""
+"""Read preference pairs (chosen and rejected answers) in the formats of published data sets."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -28,9 +28,9 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def read_preference(row: Raw) -> Preference:
-    """Three texts, three lists of messages, or two lists that begin with the same prompt.
+    """Read three texts, three lists of messages, or two lists that begin with the same prompt.
 
-    A message alone is a list of one.
+    A single message counts as a list of one.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     texts = [isinstance(each, str) for each in (chosen, rejected)]
@@ -62,7 +62,7 @@ def read_preference(row: Raw) -> Preference:
 
 
 def read_sharegpt_preference(row: Raw) -> Preference:
-    """A conversation of `from` and `value` with two turns, or lists of them, that may follow."""
+    """Read a ShareGPT conversation with two alternative next turns, or lists of turns."""
     given = sharegpt_turns(row["conversations"], "conversations")
     answers = {
         name: sharegpt_turns([row[name]] if isinstance(row[name], Mapping) else row[name], name)
@@ -72,7 +72,7 @@ def read_sharegpt_preference(row: Raw) -> Preference:
 
 
 def read_alpaca_preference(row: Raw) -> Preference:
-    """An instruction with two texts that may follow, behind the earlier turns of `history`."""
+    """Read an instruction with two alternative outputs; earlier turns are in `history`."""
     given = text_of(row, "input") if row.get("input") else ""
     history = exchanges_of(row["history"], "history") if row.get("history") else []
     question = instruction_of(text_of(row, "instruction"), given)
@@ -85,9 +85,9 @@ def read_alpaca_preference(row: Raw) -> Preference:
 
 
 def read_hh(row: Raw) -> Preference | None:
-    """Two dialogues as text, each turn behind `Human:` or `Assistant:` and an empty line.
+    """Read two dialogues as text; a blank line and `Human:` or `Assistant:` precede each turn.
 
-    They are passed over where a turn is empty, and where more than the last turn differs.
+    None (the row is skipped) if a turn is empty, or if more than the last turn differs.
     """
     answers = {name: _dialogue(text_of(row, name), name) for name in ("chosen", "rejected")}
     if not all(each["content"] for turns in answers.values() for each in turns.messages):
@@ -100,9 +100,9 @@ def read_hh(row: Raw) -> Preference | None:
 
 
 def read_ranked(row: Raw) -> Preference | None:
-    """The best and the worst of several answers, by `ranks` (0 is the best) or by `scores`.
+    """Read the best and the worst of several answers, by `ranks` (0 is the best) or `scores`.
 
-    A row whose answers are all ranked alike is passed over.
+    None (the row is skipped) if all answers are ranked equally.
     """
     answers = list_of(row["responses"], "responses")
     name = "scores" if row.get("ranks") is None else "ranks"
@@ -147,7 +147,7 @@ def _of_texts(row: Raw) -> Preference:
 
 
 def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
-    """A prompt with each answer behind it; an answer may begin with the prompt, if both do."""
+    """Append each answer to the prompt; both answers may themselves begin with the prompt."""
     prompt, number = given.messages, len(given.messages)
     repeated = {
         name: _bare(each.messages[:number]) == _bare(prompt) for name, each in answers.items()
@@ -165,7 +165,7 @@ def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
 
 
 def _margin(row: Raw) -> float:
-    """How much better the chosen answer is, by the column `margin`; 0 where it says nothing."""
+    """The value of the column `margin`; 0 if it is null or missing."""
     margin = row.get("margin")
     if margin is None:
         return 0.0
@@ -184,7 +184,7 @@ def _conversation(
 
 
 def _shared(answers: Mapping[str, Turns]) -> tuple[Message, ...]:
-    """The messages with which both begin, up to the first assistant turn that differs."""
+    """The messages that both lists begin with, up to the first assistant turn that differs."""
     chosen, rejected = (turns.messages for turns in answers.values())
     number = 0
     for mine, theirs in zip(chosen, rejected, strict=False):
@@ -213,7 +213,7 @@ EQUAL = "chosen and rejected are equal, so that none is preferred; leave the row
 def _refuse_other_speakers(
     prompt: tuple[Message, ...], end: tuple[Message, ...], name: str, skipped: int
 ) -> None:
-    """Refuse an answer that the assistant does not begin, and a prompt that ends in one."""
+    """Refuse a prompt that ends with an assistant turn, or an answer that begins with another."""
     if prompt[-1]["role"] == "assistant":
         raise RowProblem(
             "the prompt ends with a message of the assistant, but an answer begins behind what the "
@@ -254,7 +254,7 @@ def _says_something(answer: list[Message]) -> bool:
 
 
 def _bare(messages: tuple[Message, ...]) -> list[Message]:
-    """Messages without the ids of calls, which were given to each list apart."""
+    """Messages without tool call ids, which were assigned to each list separately."""
     bare: list[Message] = []
     for message in messages:
         kept = {key: value for key, value in message.items() if key != "tool_call_id"}

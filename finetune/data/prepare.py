@@ -1,14 +1,14 @@
-"""From a recipe's data to memory-mapped rows, written once and used by every process.
+"""Prepare a recipe's data as memory-mapped rows, written once and used by every process.
 
-The result lies in `cache/KEY/`, where the key is a hash of all that it depends on. It appears whole
-or not at all:
+The result is in `cache/KEY/`, where the key is a hash of everything that it depends on. The folder
+is renamed into place when it is complete:
 
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source;
                   size and SHA-256 of every other file and of itself
-    bad_rows.jsonl   rows that `on_bad_row=drop` left out, each with its problem
-    documents/  train/  eval/   token ids and the rows that they make up (`finetune.data.store`)
+    bad_rows.jsonl   rows that `on_bad_row=drop` dropped, each with its problem
+    documents/  train/  eval/   token ids, and the documents of each row (`finetune.data.store`)
 
-Tokens go to the disk as they are made: memory holds a few numbers per document.
+Tokens are written to disk as they are produced: memory holds a few numbers per document.
 """
 
 import dataclasses
@@ -57,17 +57,17 @@ from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
 HELD_OUT = 2**64 - 1
-"""The epoch whose shuffle chooses the rows that are held out; no training reaches it."""
+"""Epoch number whose shuffle selects the held-out rows; training never reaches it."""
 CHUNK = 256
 """Rows that are encoded at a time."""
 COUNTS = "counts.json"
 BAD_ROWS = "bad_rows.jsonl"
-"""A file beside the prepared rows: those that were dropped, with their problems."""
+"""A file next to the prepared rows that lists the dropped rows with their problems."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to train and to evaluate on, and what became of the data."""
+    """Rows for training and evaluation, with counts of the data."""
 
     train: Rows
     eval: Rows
@@ -77,12 +77,12 @@ class Prepared:
 
     @property
     def bad_rows(self) -> Path | None:
-        """The file of the rows that were dropped because they could not be read, if any were."""
+        """The file that lists the dropped bad rows; None if there are none."""
         path = self.folder / BAD_ROWS
         return path if path.is_file() else None
 
     def side_by_side(self, free: bool) -> "Prepared":
-        """The same rows, laid side by side in a micro-batch or padded."""
+        """The same rows, concatenated in a micro-batch without padding, or padded."""
         train, held_out = (
             dataclasses.replace(rows, padding_free=free) for rows in (self.train, self.eval)
         )
@@ -94,7 +94,7 @@ class Prepared:
         train_reference: np.ndarray | None = None,
         eval_reference: np.ndarray | None = None,
     ) -> "Prepared":
-        """The same rows with numbers of every document, and of every step (`step_reference`)."""
+        """The same rows with values for each document, and for each step (`step_reference`)."""
         train, held_out = (
             dataclasses.replace(rows, columns=columns, step_reference=reference)
             for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
@@ -102,22 +102,22 @@ class Prepared:
         return dataclasses.replace(self, train=train, eval=held_out)
 
     def with_token_columns(self, columns: dict[str, TokenColumn]) -> "Prepared":
-        """The same rows with numbers of every label, by what they are."""
+        """The same rows with values for each label, by name."""
         train, held_out = (
             dataclasses.replace(rows, token_columns=columns) for rows in (self.train, self.eval)
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 
     def place(self, document: int) -> str:
-        """The file and the row that a document comes from."""
+        """The file and row of a document."""
         file, number = self.train.documents.origins[document]
         return f"{self.counts['files'][file]} row {number}"
 
 
 def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prepared:
-    """Rows of a recipe's data, from the cache where it has them.
+    """Prepare the rows of a recipe's data, or open them if they are cached.
 
-    `check` compares what the cache holds with the hashes that were taken when it was written.
+    `check` compares the cached files with the hashes taken when they were written.
 
     Raises FinetuneError with the problems of the data, each with its file and row.
     """
@@ -143,10 +143,10 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
 
 
 def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
-    """The counts of prepared rows.
+    """The verified counts of prepared rows.
 
     Raises:
-        ValueError: they, or with `check` a file beside them, are not what was written.
+        ValueError: the counts, or with `check` another file, differ from what was written.
     """
     read = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
     if not isinstance(read, dict) or sealed(read)["sha256"] != read.get("sha256"):
@@ -159,18 +159,18 @@ def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
 
 @dataclass
 class _Section:
-    """A source, and which documents it became."""
+    """A source with its tally and its rows."""
 
     source: Source
     tally: Tally = field(default_factory=Tally)
     members: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Numbers of its rows, each of `documents_per_row` neighbouring documents."""
+    """Row numbers; each row has `documents_per_row` adjacent documents."""
 
 
 def _write(
     folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
 ) -> None:
-    """Write the result beside its place and move it there in one step."""
+    """Write the result to a scratch folder and rename it into place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(folder) as scratch:
@@ -242,7 +242,7 @@ def _count_shared(
     members: dict[str, np.ndarray],
     per_row: int,
 ) -> None:
-    """Count the rows of the evaluation that are equal to one that is trained."""
+    """Count evaluation rows that are equal to a training row."""
     trained, held_out = facts.digests[members["train"]], facts.digests[members["eval"]]
     shared = members["eval"][np.isin(held_out, trained)]
     counts["eval"]["also_trained"] = len(shared) // per_row
@@ -258,7 +258,7 @@ def _count_shared(
 def _encode(
     folder: Path, encoder: Encoder, sections: list[_Section]
 ) -> tuple[Documents, Facts, list[str]]:
-    """Encode every source into a folder; returns the documents, facts of each, and the files."""
+    """Encode every source into a folder; returns the documents, facts about them, and the files."""
     writer, problems, facts = DocumentWriter(folder), Problems(), Facts()
     files: dict[str, int] = {}
     members: list[list[np.ndarray]] = [[] for _ in sections]
@@ -281,7 +281,7 @@ def _encode(
         written += count
     for section, parts in zip(sections, members, strict=True):
         section.members = np.concatenate([section.members, *parts])
-    if not problems.found:  # what is left of half a source says nothing
+    if not problems.found:  # checks need complete sources
         for section in sections:
             rows = len(section.members)
             problems.add_all(check_source(section.source.data, section.tally, rows, encoder.recipe))
@@ -291,7 +291,7 @@ def _encode(
 
 
 def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
-    """Append the rows that were dropped, each with the problem that it has."""
+    """Append dropped rows with their problems to the list of bad rows."""
     if not bad:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +309,7 @@ def _origins(file: int, encoded: Encoded) -> np.ndarray:
 
 
 def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
-    """Rows of all sources, in chunks of one file each; a source ends where it cannot be read."""
+    """Yield the rows of all sources in chunks of one file; a source ends at a read error."""
     for number, section in enumerate(sections):
         data = section.source.data
         drops = data.on_bad_row == "drop"
@@ -333,7 +333,7 @@ def _data(sections: list[_Section]) -> list[Data]:
 
 
 def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray:
-    """Take rows out of the data for evaluation, before any of them is mixed."""
+    """Remove rows from the training data for evaluation, before sources are mixed."""
     everything = np.concatenate([section.members for section in sections])
     if eval_rows >= len(everything):
         raise FinetuneError(
@@ -347,7 +347,7 @@ def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray
 
 
 def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
-    """Rows of some numbers: one by one, or packed by the sum of their documents' lengths."""
+    """Rows from row numbers: as they are, or packed by the sum of their documents' lengths."""
     each = recipe.documents_per_row
     members = documents_of_rows(chosen, each)
     if not recipe.batch.packing:
@@ -366,7 +366,7 @@ def _pad_is_eos(chat: Chat) -> bool:
 
 
 def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
-    """A hash of all that the prepared rows depend on."""
+    """A hash of everything that the prepared rows depend on."""
     base = {each.name for each in dataclasses.fields(Recipe)}
     own = recipe.encoding_fields
     if own is None:
@@ -398,7 +398,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
 
 
 def _code_hash(recipe: Recipe) -> str:
-    """A hash of this package and of the method's `encode`: new code, new rows."""
+    """A hash of this package and of the method's `encode`, so that new code prepares again."""
     encode = repr(_code(type(recipe).encode.__code__))
     return hashlib.sha256(_package_hash() + encode.encode()).hexdigest()
 
@@ -412,19 +412,19 @@ def _package_hash() -> bytes:
 
 
 def _format_code(name: str) -> str | None:
-    """A hash of the code of a format that is not of this package."""
+    """A hash of the code of a format from outside this package; None for built-in formats."""
     code = getattr(find_format(name).read, "__code__", None) if ":" in name else None
     return None if code is None else hashlib.sha256(repr(_code(code)).encode()).hexdigest()
 
 
 def _code(code: CodeType) -> list[object]:
-    """What a function does: its instructions, and what they name, with the functions in it."""
+    """The content of a code object: instructions, names and constants, with nested functions."""
     inside = [_code(e) if isinstance(e, CodeType) else _ordered(e) for e in code.co_consts]
     return [code.co_code, code.co_names, inside]
 
 
 def _ordered(constant: object) -> object:
-    """A constant that is told in the same words in every process."""
+    """A constant in a form whose repr is the same in every process."""
     return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
 
 

@@ -1,4 +1,4 @@
-"""Problems of the data, gathered so that all are reported at once."""
+"""Collect problems of the data to report them all at once."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,9 @@ MOST_PLACES = 1000
 
 
 class Problems:
-    """What is wrong with the data; reading goes on until there is enough to say.
+    """Problems found in the data; reading continues until there are `enough`.
 
-    The same problem of several rows is told once, whatever texts and numbers it quotes.
+    Problems that differ only in quoted texts and numbers are reported once, with a row count.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Problems:
         self.places += bool(place)
 
     def add_all(self, problems: Iterable[str]) -> None:
-        """Problems that say themselves where they are."""
+        """Add problems that already name their location."""
         for problem in problems:
             self.add("", problem)
 
     def raise_any(self) -> None:
-        """Raise FinetuneError where there is a problem."""
+        """Raise FinetuneError if there are problems."""
         if not self.found:
             return
         told = []
@@ -52,13 +52,13 @@ class Problems:
 
 
 def _kind(problem: str) -> str:
-    """A problem less what it quotes of a row, and less every number."""
+    """A problem without its quoted texts and numbers, to group equal ones."""
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
     return re.sub(r"\d+", "#", re.sub(quoted, "''", problem))
 
 
 def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterator[str]:
-    """What is wrong with a source as a whole, of which so many rows are left."""
+    """Yield problems of a complete source, of which `rows` rows are left to train on."""
     source, longest, batch = data.source, tally.longest_sample, recipe.batch
     answer = batch.max_length - recipe.encoded_length
     less = f" less {answer} of a completion" if answer else ""

@@ -1,4 +1,4 @@
-"""Read prompts that a model answers while it is trained, with the columns that rewards read."""
+"""Read prompts that the model answers during training, with the columns that rewards read."""
 
 import json
 from typing import Any
@@ -8,15 +8,15 @@ from finetune.data.samples import CONVERSATION, Completion, Prompt, conversation
 from finetune.data.values import Raw, RowProblem, kind_of
 
 ANSWER = "answer"
-"""The column that an assistant message at the end of a prompt becomes."""
+"""The column that receives a final assistant message."""
 RESERVED = ("prompts", "completions", "completion_ids")
-"""Arguments that every reward function is given."""
+"""Arguments that are passed to every reward function."""
 
 
 def read_prompt(row: Raw) -> Prompt:
-    """A text, or messages or a question to the assistant; all other columns are kept.
+    """Read a text, messages, or a question to the assistant; all other columns are kept.
 
-    A last message of the assistant is no part of the prompt: its text is the column `answer`.
+    A final assistant message is not part of the prompt: its text becomes the column `answer`.
     """
     name = next(each for each in ("prompt", "messages", "question") if row.get(each) is not None)
     columns = {
@@ -53,10 +53,10 @@ def read_prompt(row: Raw) -> Prompt:
 
 
 def columns_as_json(sample: Prompt) -> str:
-    """What a reward is given of a prompt, as one line of JSON.
+    """The prompt and its columns for a reward, as one line of JSON.
 
     Raises:
-        RowProblem: a column holds what JSON cannot.
+        RowProblem: a column has a value that JSON cannot represent.
     """
     asked = sample.asked
     prompt: Any = asked.prompt if isinstance(asked, Completion) else list(asked.messages)
@@ -72,7 +72,7 @@ def columns_as_json(sample: Prompt) -> str:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value can be written as JSON, as a reward in a process of its own is given it."""
+    """Whether a value can be serialized as JSON, which is how rewards in other processes get it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -1,4 +1,7 @@
-"""What a format makes of a row: a conversation, a completion, a text, a pair, or a prompt."""
+"""Sample types that formats produce from rows: conversations, completions, texts, pairs, prompts.
+
+A method declares the kind of samples that it takes (`READ_AS`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ from finetune.data.values import Raw, RowProblem, text_of
 from finetune.recipe import Kind
 
 CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
-"""Columns that every format of conversations reads where a row has them."""
+"""Optional columns that every conversation format reads."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,16 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that the assistant may call."""
     given: int = 0
-    """The first so many messages are context: their assistant turns are not trained."""
+    """Number of leading messages that are context: their assistant turns are not trained."""
     untrained: frozenset[int] = frozenset()
-    """Numbers of assistant messages that are context only, as `weight: 0` says."""
+    """Indices of assistant messages that are context only (`weight: 0`)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what follows it, as bare text without a chat template."""
+    """A prompt and its completion as plain text, without a chat template."""
 
     prompt: str
     completion: str
@@ -49,19 +52,19 @@ Plain = Conversation | Completion | Text
 
 @dataclass(frozen=True)
 class Preference:
-    """One prompt with two answers, each behind it as a sequence of its own."""
+    """One prompt with two answers, as two sequences that both begin with the prompt."""
 
     chosen: Conversation | Completion
-    """With the wanted answer; of a conversation `given` are the messages of the prompt."""
+    """The prompt and the preferred answer; `given` counts the prompt's messages."""
     rejected: Conversation | Completion
-    """The same prompt with the unwanted answer."""
+    """The same prompt and the rejected answer."""
     margin: float = 0.0
-    """How much better the wanted answer is: what the difference of rewards is to exceed."""
+    """Margin that the difference of the two rewards should exceed."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A prompt with an answer that is wanted or not."""
+    """A prompt with an answer that is labelled as wanted or unwanted."""
 
     answer: Conversation | Completion
     wanted: bool
@@ -69,21 +72,21 @@ class Judged:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A sequence with what it is to be judged as."""
+    """A sequence with its label."""
 
     sequence: Plain
     label: Any
-    """A class, a list of classes, or a number: as the file has it."""
+    """A class, a list of classes, or a number, as stored in the file."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked while it is trained, and what a reward reads beside its answer."""
+    """A prompt that the model answers during training, with the columns that rewards read."""
 
     asked: Conversation | Completion
-    """Messages that the assistant is to answer, or a text to go on from."""
+    """Messages for the assistant to answer, or a text to continue."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns; those of JSON types reach the reward."""
+    """The row's other columns; those with JSON types are passed to the reward."""
 
 
 Sample = Plain | Preference | Judged | Labelled | Prompt
@@ -95,11 +98,14 @@ READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "labelled": ("labelled",),
     "prompts": ("prompts",),
 }
-"""Of samples that a method takes, the kinds that formats may give: see `as_kind`."""
+"""Kinds of samples that formats may give, by the kind that the method takes: see `as_kind`."""
 
 
 def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
-    """A sample as a method takes it: a pair is two judged answers, a wanted answer is a text."""
+    """Convert a sample to the kind that a method takes.
+
+    A pair becomes two judged answers. A wanted answer becomes a text; an unwanted one is dropped.
+    """
     match sample:
         case Judged() if kind == "text":
             return (sample.answer,) if sample.wanted else ()
@@ -125,7 +131,7 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
 
 
 def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
-    """A conversation with what a row says of it beside its turns."""
+    """A conversation from turns and the row's other columns (`CONVERSATION`)."""
     messages, untrained = turns.messages, turns.untrained
     if row.get("system"):
         system = text_of(row, "system")
@@ -139,7 +145,10 @@ def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
 
 
 def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
-    """Whether the system prompt of a column is a message too; raises RowProblem for another one."""
+    """Whether a message repeats the system prompt of the column.
+
+    Raises RowProblem if there is a system message with a different text.
+    """
     told = [each for each in messages if each["role"] in ("system", "developer")]
     if told and [each["content"] for each in told] != [system]:
         raise RowProblem(
@@ -150,5 +159,5 @@ def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
 
 
 def instruction_of(instruction: str, given: str) -> str:
-    """What the user says, with what it is about behind it."""
+    """The user's message: the instruction, followed by its input if there is one."""
     return f"{instruction}\n\n{given}" if given else instruction

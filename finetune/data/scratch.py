@@ -1,4 +1,4 @@
-"""Scratch folders of a cache that several processes, machines or containers share."""
+"""Scratch folders for a cache that is shared by several processes, machines or containers."""
 
 import contextlib
 import fcntl
@@ -11,16 +11,16 @@ from pathlib import Path
 
 ENDING = ".rows"
 LOCK_SECONDS = 30.0
-"""How long a cache's lock is waited for: a network disk may keep that of a host that is gone."""
+"""Seconds to wait for the cache's lock; a network disk may keep the lock of a dead host."""
 
 
 @contextlib.contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside another one, removed at the end; those of processes that died go too.
+    """Create a new folder next to another one and remove it at the end.
 
-    Whoever writes holds a lock on its scratch folder, which the system releases when the process
-    ends, in whichever container: process numbers are not unique over those. What another version
-    left under a process number is not touched.
+    Scratch folders of dead processes are removed too. A writer locks its scratch folder, and the
+    system releases the lock when the process ends. Process ids would not do, because they are not
+    unique across containers. Scratch folders that older versions named by a process id are kept.
     """
     with _opened(folder.parent) as cache:
         if _lock_in_time(cache):
@@ -38,7 +38,7 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
 
 
 def _remove_dead(scratch: Path) -> None:
-    """Remove a scratch folder that no process holds."""
+    """Remove a scratch folder that no process has locked."""
     with contextlib.suppress(OSError), _opened(scratch) as folder:
         if _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -63,7 +63,7 @@ def _lock_in_time(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Lock a folder; False where another process holds it, or the file system has no locks."""
+    """Lock a folder; False if another process has locked it, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, how)
     except OSError:

@@ -1,4 +1,4 @@
-"""Sources of a recipe: their files or hub data set, and rows with the place that an error names."""
+"""Read rows of a recipe's files and hub data sets, with their locations for error messages."""
 
 import difflib
 import glob
@@ -30,10 +30,10 @@ WORDS = {
     "labelled": "sequences with a label",
     "prompts": "prompts without an answer",
 }
-"""What samples are, in words."""
+"""Descriptions of the kinds of samples, for error messages."""
 
 ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
-"""Files that describe a data set and hold no rows, by their names on the hub."""
+"""Names of metadata files of a hub data set, which have no rows."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class SourceRow:
     """A row before its format is applied."""
 
     file: str
-    """The file, or the hub data set and its split, as an error names it."""
+    """The file, or the hub data set and its split, as shown in errors."""
     number: int
-    """Counted from 1; in JSONL and text files it is that of the line."""
+    """Row number, from 1; the line number in JSONL and text files."""
     value: Any
-    """With its columns under the format's names; `Unreadable` where its file is broken there."""
+    """The row after `columns` is applied; `Unreadable` if it could not be read."""
 
     @property
     def place(self) -> str:
@@ -54,20 +54,20 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class Source:
-    """A section of a recipe's data with the files that it names; no files for a hub data set."""
+    """A section of a recipe's data with its files; a hub data set has none."""
 
     data: Data
     files: tuple[Path, ...]
     unread: tuple[Path, ...] = ()
-    """Files of a folder or glob that are of no kind that is read."""
+    """Files of a folder or glob that have an unsupported type."""
     outside: tuple[Path, ...] = ()
     """Files of a folder that belong to none of its splits."""
 
     def rows(self) -> Iterator[SourceRow]:
-        """Rows in order, no more than `first`.
+        """Yield rows in order, at most `first`.
 
-        Raises FinetuneError where they cannot be read any further, or behind the last of them for
-        a column of `columns` that no row has.
+        Raises FinetuneError if they cannot be read, or, after the last row, if no row had a column
+        that `columns` names.
         """
         columns = self.data.columns
         missing = {theirs for theirs, ours in columns.items() if ours is not None}
@@ -107,7 +107,10 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> Any:
 
 
 def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
-    """Files of `data` and `eval_data`; every unknown format and missing file is one problem."""
+    """Sources of `data` and `eval_data`.
+
+    Raises FinetuneError with every problem: unknown formats, missing files.
+    """
     problems = list[str]()
     if not recipe.data:
         problems.append("data: the recipe has none; give with_data(Data(source, format))")
@@ -126,7 +129,7 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
 
 
 def _refuse_unfit(recipe: Recipe, name: str) -> None:
-    """Refuse a format whose samples a method does not learn from."""
+    """Refuse a format whose samples the method cannot use."""
     readable = READ_AS[recipe.takes]
     if find_format(name).gives not in readable:
         known = ", ".join(n for n, each in sorted(FORMATS.items()) if each.gives in readable)
@@ -137,7 +140,7 @@ def _refuse_unfit(recipe: Recipe, name: str) -> None:
 
 
 def find_source(data: Data) -> Source:
-    """The files that a section names; raises FinetuneError where there are none."""
+    """Find the files of a section; raises FinetuneError if there are none."""
     _check_columns(data)
     source = _found(data)
     if data.stream and source.files:
@@ -148,7 +151,7 @@ def find_source(data: Data) -> Source:
 
 
 def _check_columns(data: Data) -> None:
-    """Refuse names of `columns` that the format does not read, or that two columns would have."""
+    """Refuse names in `columns` that the format does not read, or that two columns would share."""
     if data.format not in FORMATS and ":" not in data.format:
         return
     data_format = find_format(data.format)
@@ -215,7 +218,7 @@ def _folder(data: Data, path: Path) -> Source:
 
 
 def _saved_split(path: Path, split: str) -> Path:
-    """The folder of a split among those that `DatasetDict.save_to_disk` wrote."""
+    """The folder of a split that `DatasetDict.save_to_disk` wrote."""
     there = sorted(each.name for each in path.iterdir() if each.is_dir())
     if split not in there:
         raise FinetuneError(
@@ -226,7 +229,7 @@ def _saved_split(path: Path, split: str) -> Path:
 
 
 def _refuse_split(data: Data, what: str) -> None:
-    """Refuse fields of hub data sets beside a source that they say nothing of."""
+    """Refuse `split` and `subset` for a source that has neither."""
     if data.split != "train":
         raise FinetuneError(
             f"data.split: {data.source} is {what}, of which all rows are read, got "
@@ -240,7 +243,7 @@ def _refuse_split(data: Data, what: str) -> None:
 
 
 def _by_kind(paths: list[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files among some paths that can be read, and the others."""
+    """Divide paths into readable and other files; folders are ignored."""
     files = [path for path in paths if path.is_file()]
     return (
         tuple(path for path in files if kind_of_file(path) is not None),
@@ -253,7 +256,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _beside(path: Path) -> str:
-    """A file of a similar name in the same folder, or that the folder is missing."""
+    """A hint for a missing file: a similar name in its folder, or that the folder is missing."""
     if not path.parent.is_dir():
         return f" (there is no folder {path.parent})"
     close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)

@@ -1,8 +1,8 @@
-"""Splits of a local folder by the naming rules of the hub.
+"""Find the splits of a local folder by the naming rules of the hub.
 
-The first of these that says anything holds: `configs` in the front matter of README.md, names such
-as `data/train-00000-of-00002.parquet`, keywords in names of folders, keywords in names of files.
-Where none does, all files are of the split `train`.
+The first rule that applies is used: `configs` in the front matter of README.md, names such as
+`data/train-00000-of-00002.parquet`, keywords in folder names, keywords in file names. If none
+applies, all files belong to the split `train`.
 """
 
 import glob
@@ -19,7 +19,7 @@ KEYWORDS = {
     "validation": "validation|valid|dev|val",
     "test": "testing|test|evaluation|eval",
 }
-"""Words in names that say which split a file belongs to."""
+"""Keywords in names that assign a file to a split."""
 BORDER = r"[-._ 0-9]"
 SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
@@ -27,10 +27,10 @@ Splits = dict[str, list[Path]]
 
 
 def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits:
-    """Files of a folder by split, each in order; a file that is in none belongs to no split.
+    """Files of a folder by split, in order; a file may belong to no split.
 
     Raises:
-        FinetuneError: README.md cannot be read, or the folder has no such subset.
+        FinetuneError: README.md cannot be read, or the folder does not have the subset.
     """
     configured = _configured(folder, subset)
     if configured is not None:
@@ -65,10 +65,10 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
 
 
 def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = ()) -> list[Path]:
-    """The files of a split, beside others that belong to none.
+    """The files of a split; `outside` are files without a split, for the error message.
 
     Raises:
-        FinetuneError: there is no such split, or a file of it belongs to another one too.
+        FinetuneError: the split does not exist, or one of its files belongs to another split too.
     """
     if split not in splits:
         shown = "; ".join(f"{name} ({_some(paths, folder)})" for name, paths in splits.items())
@@ -94,7 +94,7 @@ def _some(paths: Sequence[Path], folder: Path) -> str:
 
 
 def _has(words: str, name: str, behind: str = f"({BORDER}|$)") -> bool:
-    """Whether a name holds one of some words between borders."""
+    """Whether a name contains one of the words, delimited by borders."""
     return re.search(f"(^|{BORDER})({words}){behind}", name, re.IGNORECASE) is not None
 
 
@@ -109,7 +109,7 @@ def _grouped(pairs: Iterable[tuple[str, Path]]) -> Splits:
 
 
 def _configured(folder: Path, subset: str | None) -> dict[str, list[str]] | None:
-    """Patterns of files by split, as the front matter of a data set's card states them."""
+    """File patterns by split from the front matter of the data set card; None without `configs`."""
     configs = [each for each in _front_matter(folder) if each.get("data_files")]
     if not configs:
         return None

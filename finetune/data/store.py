@@ -1,9 +1,9 @@
-"""Prepared data on disk: documents of token ids end to end, and the rows that batches are made of.
+"""Store prepared data: concatenated documents of token ids, and the rows that consist of them.
 
-ids.bin trained.bin     one entry a token, mapped into memory, never read whole
-beside.bin              JSON of each document, end to end, of prompts only
-lengths.npy origins.npy columns/NAME.npy   one entry a document
-train/ eval/            which documents each row holds: one, or those that share a slot
+ids.bin trained.bin     one entry per token, memory-mapped
+beside.bin              concatenated JSON of the documents, for prompts only
+lengths.npy origins.npy columns/NAME.npy   one entry per document
+train/ eval/            the documents of each row: one sample, or those that are packed together
 """
 
 import hashlib
@@ -20,33 +20,33 @@ import numpy as np
 Columns = tuple[np.ndarray, np.ndarray]
 """A document: its ids, (tokens,) int32, and which of them are trained, (tokens,) bool."""
 AT_ONCE = 1024
-"""Documents of mapped files that a pass over all of them holds in memory."""
+"""Documents after which a pass over all documents releases the memory of mapped files."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of token ids, end to end; document i is `ids[offsets[i]:offsets[i + 1]]`."""
+    """Concatenated documents of token ids; document i is `ids[offsets[i]:offsets[i + 1]]`."""
 
     ids: np.ndarray  # (tokens,) int32
-    trained: np.ndarray  # (tokens,) bool: the model is trained to say this token
+    trained: np.ndarray  # (tokens,) bool: whether the token is a training target
     offsets: np.ndarray  # (documents + 1,) int64
-    origins: np.ndarray  # (documents, 2) int64: the number of its file, and of its row there
+    origins: np.ndarray  # (documents, 2) int64: file number, and row number in the file
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    """Numbers that the data says of each document, (documents,) fp64, by what they are."""
+    """Values of each document from the data, by name, (documents,) fp64."""
     json: np.ndarray | None = None  # (bytes,) uint8
-    """Of prompts: what a reward is given of each document, as JSON, end to end."""
+    """For prompts: the reward's input for each document, as concatenated JSON."""
     json_offsets: np.ndarray | None = None  # (documents + 1,) int64
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def document(self, number: int) -> Columns:
-        """Views of a document's ids and of its trained tokens."""
+        """Views of a document's ids and its trained tokens."""
         start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
 
     def beside(self, number: int) -> dict[str, Any]:
-        """The columns of a document that is a prompt."""
+        """The reward's input for a prompt: the prompt and its columns."""
         assert self.json is not None
         assert self.json_offsets is not None
         start, end = self.json_offsets[number], self.json_offsets[number + 1]
@@ -58,7 +58,7 @@ class Documents:
         return np.diff(self.offsets)
 
     def release(self) -> None:
-        """Give back the memory of what was read of mapped files: a pass over all stays small."""
+        """Release the resident memory of mapped files, to bound that of a full pass."""
         for array in (self.ids, self.trained):
             if isinstance(array.base, mmap.mmap):
                 array.base.madvise(mmap.MADV_DONTNEED)
@@ -66,26 +66,26 @@ class Documents:
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Numbers of each label of each document."""
+    """Values of each label of each document."""
 
-    values: np.ndarray  # (labels of all documents,), or (labels of all documents, numbers)
+    values: np.ndarray  # (labels of all documents,), or (labels of all documents, values)
     offsets: np.ndarray  # (documents + 1,) int64
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
-        """Those of some documents, in their order.  # (labels, numbers)"""
+        """Values of some documents, in the given order.  # (labels,) or (labels, values)"""
         parts = [self.values[self.offsets[n] : self.offsets[n + 1]] for n in numbers]
         return np.concatenate([self.values[:0], *parts])
 
     @classmethod
     def at_labels(cls, documents: Documents, values: np.ndarray) -> "TokenColumn":
-        """Those of a number for every token, (tokens,), that stand at a label."""
+        """Select the values at labels from one value for each token, (tokens,)."""
         places = [labelled_places(documents, [number]) for number in range(len(documents))]
         offsets = np.cumsum([0, *map(len, places)])
         return cls(values[np.concatenate([np.empty(0, np.int64), *places])], offsets)
 
 
 def labelled_places(documents: Documents, numbers: Iterable[int]) -> np.ndarray:
-    """Places of the labels of some documents among all tokens.  # (trained_tokens,) int64"""
+    """Indices of the labels of some documents among all tokens.  # (trained_tokens,) int64"""
     found = [
         documents.offsets[number] + 1 + np.flatnonzero(documents.document(int(number))[1][1:])
         for number in numbers
@@ -95,36 +95,36 @@ def labelled_places(documents: Documents, numbers: Iterable[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch counts. Row i holds the documents `members[bounds[i]:bounds[i + 1]]`."""
+    """Rows of documents, the unit of a batch; row i is `members[bounds[i]:bounds[i + 1]]`."""
 
     documents: Documents
     members: np.ndarray  # (documents of all rows,) int64; a document may be in several rows
     bounds: np.ndarray  # (rows + 1,) int64
     packed: bool
-    """A row is a pack: documents side by side, each attending to itself alone."""
+    """Whether rows are packed: concatenated documents, each attending only to itself."""
     padding_free: bool = False
-    """Rows of a micro-batch are side by side too, though none is a pack."""
+    """Whether the rows of a micro-batch are concatenated although they are not packed."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    """Numbers of every document besides those of the data, (documents,) fp64, by what they are."""
+    """Values of each document that are not from the data, by name, (documents,) fp64."""
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict[str, TokenColumn])
-    """Numbers of every label, by what they are."""
+    """Values of each label, by name."""
     step_reference: np.ndarray | None = None  # (steps,) fp64
-    """Sums of a reference's log-probabilities of each step's `mismatched` answers."""
+    """The reference's summed log-probability of each step's `mismatched` answers."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def side_by_side(self) -> bool:
-        """Whether the rows of a micro-batch are side by side in one row of tokens, or padded."""
+        """Whether the rows of a micro-batch are concatenated in one row of tokens, not padded."""
         return self.packed or self.padding_free
 
     def numbers(self, index: int) -> np.ndarray:
-        """Numbers of the documents in a row."""
+        """Document numbers of a row."""
         return self.members[self.bounds[index] : self.bounds[index + 1]]
 
     def row(self, index: int) -> Columns:
-        """A row's ids and its trained tokens, its documents end to end."""
+        """A row's ids and trained tokens, with its documents concatenated."""
         parts = [self.documents.document(int(number)) for number in self.numbers(index)]
         if len(parts) == 1:
             return parts[0]
@@ -132,7 +132,7 @@ class Rows:
 
     @cached_property
     def used(self) -> np.ndarray:
-        """Numbers of the documents that any row holds, ascending.  # (different,) int64"""
+        """Numbers of all documents that occur in a row, ascending.  # (different,) int64"""
         return np.unique(self.members)
 
     @cached_property
@@ -144,9 +144,10 @@ class Rows:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Token slots that each row takes: padded, its documents are as long as the longest.
+        """Token slots of each row.  # (rows,) int64
 
-        (rows,) int64; of rows of one document `lengths`.
+        With padding, each document takes as many slots as the row's longest. For rows of one
+        document, and without padding, slots are `lengths`.
         """
         if self.side_by_side or not len(self):
             return self.lengths
@@ -155,7 +156,7 @@ class Rows:
 
     @cached_property
     def labelled(self) -> np.ndarray:
-        """Tokens of each row that have a label.  # (rows,) int64"""
+        """Number of labels of each row.  # (rows,) int64"""
         if not len(self):
             return np.empty(0, dtype=np.int64)
         used, places = np.unique(self.members, return_inverse=True)
@@ -168,10 +169,10 @@ class Rows:
 
 
 def digest(rows: Rows) -> str:
-    """A hash of what rows are: their tokens, which of them are trained, and their order.
+    """A hash of the content of rows: tokens, trained tokens, columns, and the order of the rows.
 
-    Documents are read in the order of their file: a page that is read brings up to 2 MiB around it
-    into memory, so that in any other order a thousand documents would bring the whole file.
+    Documents are read in file order: reading a page loads up to 2 MiB around it into memory, so in
+    another order a thousand documents could load the complete file.
     """
     used, places = np.unique(rows.members, return_inverse=True)
     found = hashlib.sha256(rows.documents.lengths[used].tobytes())
@@ -189,12 +190,12 @@ def digest(rows: Rows) -> str:
 
 
 def documents_of_rows(rows: np.ndarray, each: int) -> np.ndarray:
-    """Numbers of the documents of rows that have `each` neighbouring ones.  # (rows * each,)"""
+    """Document numbers of rows that have `each` adjacent documents.  # (rows * each,)"""
     return (rows[:, None] * each + np.arange(each)).ravel()
 
 
 def composed(documents: list[Columns]) -> Documents:
-    """Documents in memory, of no file."""
+    """Documents in memory, without files."""
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     return Documents(
         np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in documents)]),
@@ -205,13 +206,13 @@ def composed(documents: list[Columns]) -> Documents:
 
 
 def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows:
-    """Rows of one document each, by default all of them in their order."""
+    """Rows of one document each, by default all documents in order."""
     members = np.arange(len(documents)) if members is None else members
     return Rows(documents, members, np.arange(len(members) + 1), packed=False)
 
 
 class DocumentWriter:
-    """Appends documents to a folder; only a few numbers per document stay in memory."""
+    """Writes documents to a folder; keeps only a few numbers per document in memory."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -234,7 +235,7 @@ class DocumentWriter:
         columns: Mapping[str, np.ndarray] | None = None,
         beside: Iterable[str] = (),
     ) -> None:
-        """Documents end to end, as `Documents` holds them, with their lengths and their JSON."""
+        """Append concatenated documents, as in `Documents`, with their lengths and JSON."""
         self._beside += [each.encode("utf-8", "surrogatepass") for each in beside]
         for file, array, kind in zip(self._files, (ids, trained), (np.int32, bool), strict=True):
             file.write(np.ascontiguousarray(array, dtype=kind).data)
@@ -244,7 +245,7 @@ class DocumentWriter:
             self._columns.setdefault(name, []).append(values)
 
     def close(self) -> Documents:
-        """Write what is in memory; returns all documents, mapped."""
+        """Write what is still in memory; returns all documents, memory-mapped."""
         for file in self._files:
             file.close()
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
@@ -261,7 +262,7 @@ class DocumentWriter:
 
 
 def open_documents(folder: Path) -> Documents:
-    """Documents of a folder: tokens mapped, not read."""
+    """Open the documents of a folder with memory-mapped tokens."""
     offsets = _offsets(np.load(folder / "lengths.npy"))
     origins = np.load(folder / "origins.npy")
     ids, trained = (
@@ -283,7 +284,7 @@ def save_rows(rows: Rows, folder: Path) -> None:
 
 
 def open_rows(documents: Documents, folder: Path, packed: bool) -> Rows:
-    """The rows of a folder that `save_rows` wrote."""
+    """Open the rows of a folder that `save_rows` wrote."""
     return Rows(documents, np.load(folder / "members.npy"), np.load(folder / "bounds.npy"), packed)
 
 

@@ -1,4 +1,4 @@
-"""Counts of what became of the rows of a source."""
+"""Count what happened to the rows of a source."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,59 +6,59 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """What became of the samples of a source."""
+    """Counts of what happened to the samples of a source."""
 
     samples: int = 0
     """Rows that were read."""
     passed_over: int = 0
-    """Samples that the format leaves out."""
+    """Samples that the format skips."""
     untrained: int = 0
-    """Rows left out because the model would not be trained to say any of their tokens."""
+    """Rows dropped because they have no trained token."""
     dropped: int = 0
-    """Samples left out for their length."""
+    """Samples dropped because they are too long."""
     truncated: int = 0
-    """Samples cut to length."""
+    """Truncated samples."""
     eaten: int = 0
-    """Those of them that lost every token that was to be trained."""
+    """Truncated samples with a sequence that lost all of its trained tokens."""
     tied: int = 0
-    """Pairs left out because both answers are the same tokens, perhaps once they were cut."""
+    """Pairs dropped because both answers are the same tokens, possibly only after truncation."""
     split: int = 0
-    """Samples cut into several rows."""
+    """Samples split into several rows."""
     empty: int = 0
-    """Samples in which nothing is said to train on: the model would learn to end at once."""
+    """Samples with a sequence of only empty answers: the model would learn to stop at once."""
     bad: int = 0
-    """Rows left out because they could not be read or rendered."""
+    """Rows dropped because they could not be read or rendered."""
     empty_turns: int = 0
-    """Samples with an empty answer among others."""
+    """Samples with both empty and non-empty answers."""
     history_thoughts: int = 0
-    """Samples with thoughts of earlier turns, which the template leaves out."""
+    """Samples with thoughts in earlier turns, which the template leaves out."""
     unserved: int = 0
-    """Samples whose last answer begins before the end of the prompt that serving gives."""
+    """Samples whose last answer does not begin with the full generation prompt of serving."""
     call_ids: int = 0
-    """Samples whose ids of tool calls the template refuses, so that they got others."""
+    """Samples whose tool call ids the template rejects, so they were replaced."""
     markup_asked: int = 0
-    """Samples with special tokens, or a turn's header, in the texts of their prompts."""
+    """Samples with special tokens, or a turn's header, in the text of a prompt."""
     markup_said: int = 0
-    """Samples with special tokens, or a turn's header, in the texts of their answers."""
+    """Samples with special tokens, or a turn's header, in the text of an answer."""
     no_bos: int = 0
-    """Samples without the BOS that the tokenizer begins a text with."""
+    """Samples without the BOS that the tokenizer adds to a text."""
     two_bos: int = 0
     """Samples that begin with two BOS."""
     overlong: int = 0
-    """Samples longer than allowed, whatever became of them."""
+    """Samples longer than the maximum length, however they were handled."""
     longest_sample: int = 0
-    """Tokens of the longest sample, before it was cut."""
+    """Tokens of the longest sample, before truncation."""
     longest_place: str = ""
     roles: Counter[str] = field(default_factory=Counter)
-    """Messages by role; prompts, completions and texts by these names."""
+    """Messages by role; prompts, completions and texts count under these names."""
     columns: Counter[str] = field(default_factory=Counter)
-    """Rows with a value in a column that the format does not read, by its name; and messages with
+    """Rows with a value in a column that the format does not read, by column; and messages with
     a key that neither the format nor the template reads."""
     first: dict[str, str] = field(default_factory=dict)
-    """The file and row of the first of each of these numbers that is not zero."""
+    """File and row of the first sample of each nonzero count."""
 
     def note(self, name: str, place: str, times: int = 1) -> None:
-        """Count what became of the sample of a place."""
+        """Add to the count of a name; `place` is the sample's file and row."""
         if times:
             setattr(self, name, getattr(self, name) + times)
             self.first.setdefault(name, place)
@@ -78,4 +78,4 @@ COUNTED = (
     "overlong", "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids",
     "markup_asked", "markup_said", "no_bos", "two_bos",
 )  # fmt: skip
-"""The numbers of a tally that are counted over all sources."""
+"""Fields of a tally that are summed over all sources."""

@@ -1,8 +1,8 @@
-"""Log-probabilities of a teacher, stored for each label of prepared rows.
+"""Read stored log-probabilities of a teacher, for each label of prepared rows.
 
 teacher.json     top_k, temperature, the teacher, hashes of the rows and of both other files
-ids.npy          (labels, k) int32: the likeliest tokens at each label, in the documents' order
-logps.npy        (labels, k + 1) fp16: their log-probabilities, and that of all others
+ids.npy          (labels, k) int32: the most likely tokens at each label, in document order
+logps.npy        (labels, k + 1) fp16: their log-probabilities, and that of all other tokens
 """
 
 import json
@@ -22,13 +22,13 @@ AGAIN = "make it again with finetune teach"
 
 
 def hash_of_rows(data: Prepared) -> str:
-    """A hash of the documents that rows are made of: their tokens, and which have a label."""
+    """A hash of the documents of prepared rows: token ids, trained tokens and lengths."""
     parts = (data.folder / "documents" / n for n in ("ids.bin", "trained.bin", "lengths.npy"))
     return " ".join(sha256(path)[:16] for path in parts)
 
 
 def label_offsets(documents: Documents) -> np.ndarray:
-    """Number of labels before each document, and of all.  # (documents + 1,) int64"""
+    """Number of labels before each document, and in total.  # (documents + 1,) int64"""
     counts = [
         np.count_nonzero(documents.document(number)[1][1:]) for number in range(len(documents))
     ]
@@ -37,10 +37,11 @@ def label_offsets(documents: Documents) -> np.ndarray:
 
 
 def read(recipe: Recipe, data: Prepared) -> dict[str, TokenColumn]:
-    """The stored numbers of a recipe's rows, by the name of the batch's column.
+    """Load the teacher's stored values for a recipe's rows, by the name of the batch column.
 
     Raises:
-        FinetuneError: there are none, they are damaged, or of other rows or another temperature.
+        FinetuneError: the files are missing or damaged, or made for other rows or another
+            temperature.
     """
     folder = Path(getattr(recipe, "teacher_logps", None) or "")
     told = f"teacher_logps: {folder}"

@@ -1,4 +1,4 @@
-"""Values of a row by kind, and the problem that is raised where one is of another kind."""
+"""Type checks for values of a row, and the error that a wrong type raises."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ Raw = Mapping[str, Any]
 
 
 class RowProblem(ValueError):
-    """A row that does not have the shape its format needs; the reader adds file and row number."""
+    """A row does not have the shape that its format needs; the reader adds file and row number."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Takes the place of a row that its file does not hold in a readable form."""
+    """Placeholder for a row that cannot be read from its file."""
 
     problem: str
     text: str = ""
-    """The beginning of what the file holds there."""
+    """The beginning of the row's raw text."""
 
 
 def json_of(text: str, where: str) -> Any:
@@ -39,7 +39,7 @@ def text_of(row: Raw, column: str, where: str = "") -> str:
 
 
 def list_of(value: Any, where: str) -> list[Any]:
-    """A list, or the list that a JSON text holds, as columns of text do."""
+    """A list, or a list that is stored as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = json_of(value, where)
     if not isinstance(value, list):

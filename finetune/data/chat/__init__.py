@@ -1,1 +1,1 @@
-"""From messages to token ids, with the spans that are trained."""
+"""Render messages to token ids and find the trained spans."""

@@ -1,4 +1,4 @@
-"""List the forms of tool calls that chat templates need: arguments as objects or text, ids."""
+"""Vary the form of tool calls for chat templates: arguments as objects or text, other ids."""
 
 import dataclasses
 import json
@@ -10,11 +10,14 @@ from finetune.data.chat.tools import written_arguments
 from finetune.data.samples import Conversation
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")
-"""Ids of tool calls that every template takes: Mistral's take no others."""
+"""Tool call ids that every template accepts; Mistral's templates accept no others."""
 
 
 def forms(sample: Conversation) -> Iterator[tuple[Conversation, set[str]]]:
-    """The conversation as it is, with arguments as text, with ids that each template takes."""
+    """Yield forms of a conversation, each with notes on what was changed.
+
+    Unchanged, with arguments as text, and both with ids that every template accepts.
+    """
     yield sample, set()
     if not any("tool_calls" in message for message in sample.messages):
         return
@@ -27,7 +30,7 @@ def forms(sample: Conversation) -> Iterator[tuple[Conversation, set[str]]]:
 
 
 def _with_text(message: Message) -> Message:
-    """A message whose tool calls hold their arguments as JSON text, as the row wrote it."""
+    """A message whose tool calls have their arguments as JSON text, as written in the row."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -40,7 +43,7 @@ def _with_text(message: Message) -> Message:
 
 
 def writes_as_python(sample: Conversation, text: str) -> bool:
-    """Whether a template writes arguments, which the row holds as JSON text, as Python would."""
+    """Whether a template writes arguments that the row has as JSON text as a Python dict."""
     for message in sample.messages:
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
@@ -50,7 +53,7 @@ def writes_as_python(sample: Conversation, text: str) -> bool:
 
 
 def _with_fitting_ids(sample: Conversation) -> Conversation | None:
-    """With other ids in place of those that are not nine letters and digits; None if all are."""
+    """Replace ids that are not nine letters and digits; None if there are none."""
     ids = [call.get("id") for message in sample.messages for call in message.get("tool_calls", ())]
     ids += [message.get("tool_call_id") for message in sample.messages]
     there = dict.fromkeys(each for each in ids if isinstance(each, str))

@@ -1,7 +1,7 @@
 """Choose a chat template: the tokenizer's own, one of its named ones, a built-in one, or a file.
 
-A tokenizer with named templates renders rows with tools by `tool_use`, where it has one, and all
-others by the chosen one, as transformers does.
+As in transformers, a tokenizer with named templates renders rows with tools with `tool_use`, if it
+has that template, and all other rows with the chosen one.
 """
 
 import json
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 BUILT_IN = ("chatml", "plain")
 TOOL_USE = "tool_use"
-"""The name that transformers takes for conversations with tools."""
+"""Name of the template that transformers uses for conversations with tools."""
 FROM_THE_ROW = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
-"""Variables of a template that no recipe sets."""
+"""Template variables that a recipe cannot set."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
     RuntimeError, AssertionError, NameError, SyntaxError, StopIteration,
 )  # fmt: skip
-"""What a template raises: Jinja's own errors, and those of the Python that it becomes."""
+"""Errors that a template raises: Jinja's own, and those of the Python code it compiles to."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The templates that a tokenizer renders conversations with."""
+    """The templates of a tokenizer for conversations."""
 
     template: str | None
-    """Jinja source; None for a tokenizer without one."""
+    """Jinja source; None for a tokenizer without a template."""
     tool_template: str | None
-    """The template of conversations with tools, where the tokenizer has one of its own."""
+    """Template for conversations with tools, if the tokenizer has a separate one."""
     saved: str | dict[str, str] | None
-    """What the saved tokenizer gets: with it transformers renders as training did."""
+    """Template of the saved tokenizer, with which transformers renders as in training."""
 
 
 def choose(
     tokenizer: "PreTrainedTokenizerFast", name: str | None, variables: Mapping[str, Any]
 ) -> Chosen:
-    """The templates by the recipe's `model.chat_template` and `model.chat_template_kwargs`.
+    """Choose templates for the recipe's `model.chat_template` and `model.chat_template_kwargs`.
 
-    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer that lacks
-    the tokens of a built-in template, and variables that no template reads.
+    Raises FinetuneError for an unknown name, a file that cannot be read, a tokenizer without the
+    tokens of a built-in template, and variables that no template reads.
     """
     own = tokenizer.chat_template or None
     named = dict(own) if isinstance(own, dict) else {}
@@ -92,7 +92,7 @@ def _saved(
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether the tokenizer begins every text with its BOS."""
+    """Whether the tokenizer adds its BOS to every text."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
@@ -115,7 +115,7 @@ def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
 
 
 def _template_file(name: str, named: list[str]) -> str:
-    """The text of a file, without the byte order mark that some editors write."""
+    """Read a template file, without a byte order mark."""
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
@@ -141,12 +141,12 @@ def _listed(names: Mapping[str, str] | list[str]) -> str:
 
 
 def check_variables(templates: list[str], variables: Mapping[str, Any], where: str) -> None:
-    """Refuse variables that no template reads, and those that rows set.
+    """Refuse variables that no template reads, and variables that the data sets.
 
     Args:
-        templates: Those that are rendered.
-        variables: Of a recipe or of a row.
-        where: The field or column that holds them.
+        templates: Templates that are rendered.
+        variables: Variables of a recipe or a row.
+        where: Field or column of the variables, for errors.
     """
     reserved = sorted(FROM_THE_ROW & set(variables))
     problems = [f"{where}: '{name}' is set by the data, not by a variable" for name in reserved]
@@ -165,7 +165,7 @@ def check_variables(templates: list[str], variables: Mapping[str, Any], where: s
 
 
 def template_variables(template: str) -> set[str]:
-    """Names that a template reads and does not set itself, less what each conversation gives."""
+    """Variables that a template reads and does not set itself, except those from the row."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
@@ -174,7 +174,7 @@ def template_variables(template: str) -> set[str]:
         read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
     except TEMPLATE_ERRORS as error:
         raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
-    # What a template sets without having asked whether it is there is its own.
+    # A variable that a template sets without a test for its existence is local.
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     asked = {
         test.node.name
@@ -189,11 +189,11 @@ IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
-    """The template with values for the variables that a caller leaves undefined.
+    """Add default values for variables to a template.
 
-    transformers, vLLM and llama.cpp then render as training did, and can still be given others.
-    The newline behind the comment is one that Jinja removes as transformers configures it, so that
-    the template begins at the beginning of a line as it did before.
+    transformers, vLLM and llama.cpp then render as in training, and callers can still set other
+    values. Jinja, as configured by transformers, removes the newline after the comment, so the
+    template still begins at the start of a line.
     """
     read = template_variables(template) if variables else set[str]()
     lines = [
@@ -205,7 +205,7 @@ def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value of JSON as an expression of Jinja."""
+    """A JSON value as a Jinja expression."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -1,6 +1,6 @@
-"""Chat messages, brought into the one form that chat templates read.
+"""Normalize chat messages to the form that chat templates read.
 
-Content is text, arguments are objects, every tool call has an id, nothing is null.
+Content is text, arguments are objects, every tool call has an id, and no value is null.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_weight")
 """Keys of a message that say whether it is trained: 0 or false makes it context only."""
 NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
-"""Keys of a message, or of a part of its content, that hold what is not text."""
+"""Keys of a message, or of a part of its content, for content other than text."""
 REFUSED = {
     **dict.fromkeys(NOT_TEXT, "only text is trained"),
     "refusal": "write what the assistant says into content",
@@ -35,19 +35,19 @@ REFUSED = {
     "loss_mask": "use weight: 0 (context only) or 1 (trained)",
     "mask": "use weight: 0 (context only) or 1 (trained)",
 }
-"""Keys of a message that would be lost, with what to do instead."""
+"""Keys of a message that are not supported, with what to do instead."""
 KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
-"""Keys that a message may have after it was read; a template gets all others as they are."""
+"""Keys of a message that are normalized; all other keys are passed to the template unchanged."""
 
 
 class Turns(NamedTuple):
-    """Messages, and what the data says of the training of some."""
+    """Messages with their training flags."""
 
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
-    """Numbers of the assistant's messages that are context only."""
+    """Indices of assistant messages that are flagged as context only."""
     wanted: frozenset[int] = frozenset()
-    """Numbers of those that are to be trained, where the data says so."""
+    """Indices of assistant messages that are flagged as trained."""
 
 
 def messages_of(value: Any, where: str) -> Turns:
@@ -74,7 +74,7 @@ def _turns(values: list[Any], where: str, read: Any) -> Turns:
 
 
 def _message(raw: Any, where: str) -> Message:
-    """A message without its empty keys; its content is text, its arguments are objects."""
+    """Normalize a message: content as text, arguments as objects, without null values."""
     if _is_plain(raw):
         return dict(raw)
     if not isinstance(raw, Mapping):
@@ -84,7 +84,7 @@ def _message(raw: Any, where: str) -> Message:
         raise RowProblem(f"{where} has no 'role' (it has {', '.join(raw)}){hint}")
     message = {key: value for key, value in raw.items() if value is not None}
     role = raw["role"]
-    if role == "function":  # the older name of a tool's result
+    if role == "function":  # the older name of the role `tool`
         role = message["role"] = "tool"
     if role not in ROLES:
         close = did_you_mean(str(role), ROLES)
@@ -101,7 +101,7 @@ def _message(raw: Any, where: str) -> Message:
 
 
 def _is_plain(raw: Any) -> bool:
-    """Whether a message is a role and a text and nothing else, as most are."""
+    """Whether a message consists of a role and a text only, as most do."""
     return (
         type(raw) is dict
         and len(raw) == 2
@@ -111,14 +111,14 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _check_keys(message: Message, where: str) -> None:
-    """Refuse keys whose meaning would be lost; take them out where they are empty."""
+    """Refuse unsupported keys; remove them if they are empty."""
     for key in message.keys() & REFUSED.keys():
         if message.pop(key) not in ("", [], {}, False):
             raise RowProblem(f"{where} has '{key}', which is not read: {REFUSED[key]}")
 
 
 def _with_reasoning(message: Message, where: str) -> Message:
-    """With a thought under both names that templates read."""
+    """Store a thought under both names that templates read."""
     given = {key: message[key] for key in REASONING if message.get(key)}
     if not given:
         return message
@@ -135,7 +135,7 @@ def _with_reasoning(message: Message, where: str) -> Message:
 
 
 def _is_trained(message: Message, where: str) -> bool | None:
-    """Take the flags out of a message that say whether it is trained; None where none does."""
+    """Remove the training flags of a message; returns their value, or None without flags."""
     if message.keys().isdisjoint(FLAGS):
         return None
     given = {key: message.pop(key) for key in FLAGS if key in message}
@@ -172,7 +172,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    """The text of a part of a message's content."""
+    """The text of a content part; refuses parts that are not text."""
     kind = part.get("type", "text") if isinstance(part, Mapping) else kind_of(part)
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         held = next((key for key in NOT_TEXT if part.get(key)), None)
@@ -183,9 +183,9 @@ def _part(part: Any, where: str) -> str:
 
 
 def with_call_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Give each tool call an id where it has none, and the results that follow the same ids.
+    """Assign ids to tool calls without one, and the same ids to the results that follow.
 
-    Nine letters and digits, because Mistral's templates accept nothing else.
+    Ids are nine letters and digits, because Mistral's templates accept no others.
     """
     count, waiting, result = 0, list[str](), list[Message]()
     for message in messages:
@@ -229,7 +229,7 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
 
 
 def exchanges_of(value: Any, where: str) -> list[Message]:
-    """Earlier turns: pairs of what the user and what the assistant said."""
+    """Messages of earlier turns, given as pairs of a user text and an assistant text."""
     messages = list[Message]()
     for index, pair in enumerate(list_of(value, where)):
         if not isinstance(pair, list | tuple) or [type(each) for each in pair] != [str, str]:

@@ -1,8 +1,8 @@
-"""Find what a rendered chat leaves out of a message or a tool: each part is looked for in the text.
+"""Find parts of a message or a tool that are missing in a rendered chat.
 
-White space does not count, since templates trim and indent; neither does escaping for JSON or HTML.
-A place of the text holds one part only, so that a word of a tool call is not taken for the answer
-beside it.
+White space is ignored, since templates trim and indent, and so is escaping for JSON or HTML. Each
+part of the text matches only once, so a word of a tool call does not count as the answer next to
+it.
 """
 
 import heapq
@@ -22,31 +22,31 @@ THOUGHT = re.compile(
     r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:begin|end)_of_thought\|>"
     r"|◁/?think▷|<\|channel>thought|<channel\|>"
 )
-"""Marks round the thoughts that a message holds within its content."""
+"""Marks that delimit thoughts inside a message's content."""
 CUT = "\0"
 BESIDE_CALLS = "what message {} says beside its tool calls"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A text of a message that belongs into the rendered chat."""
+    """A part of a message that must be in the rendered chat."""
 
     name: str
-    """What it is, as an error names it; `{}` is the number of the message."""
+    """Description for errors; `{}` stands for the message's number."""
     forms: tuple[str, ...]
-    """Texts without white space, any one of which will do."""
+    """Alternative texts, without white space."""
     pieces: tuple["Part", ...] = ()
-    """Parts that will do together, where none of the forms is found."""
+    """Parts that are accepted together if none of the forms is found."""
 
 
 def lost(message: Message, text: str) -> list[str]:
-    """Names of the parts of a message that a text does not hold."""
+    """Names of the parts of a message that a text does not contain."""
     plain = "tool_calls" not in message and not message.get("reasoning_content")
     if plain and message["content"].strip() in text:
         return []
     remaining = _squeezed(text)
     missing = list[str]()
-    # The longest first, so that a word of an argument is not found in the answer that holds it.
+    # The longest first, so that a word of an argument does not match inside a longer answer.
     waiting = [(-len(part.forms[0]), n, part) for n, part in enumerate(_parts(message))]
     heapq.heapify(waiting)
     numbers = itertools.count(len(waiting))
@@ -64,7 +64,7 @@ def lost(message: Message, text: str) -> list[str]:
 
 
 def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
-    """What of a tool's schema a text does not hold: its name, or its description and parameters."""
+    """Parts of a tool's schema missing in a text: its name, or its description and parameters."""
     function = tool["function"]
     squeezed = _squeezed(text)
     name = function.get("name", "")
@@ -82,12 +82,12 @@ def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
 
 
 def has_thought(message: Message) -> bool:
-    """Whether a message holds thoughts beside or within its content."""
+    """Whether a message has thoughts, in `reasoning_content` or inside its content."""
     return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))
 
 
 def _find(part: Part, text: str) -> tuple[int, str]:
-    """The place of a part's first form that a text holds, or -1, and the form."""
+    """Position of the first form of a part that is in a text, or -1, and the form."""
     for form in part.forms:
         if (place := text.find(form)) >= 0:
             return place, form
@@ -113,11 +113,11 @@ def _parts(message: Message) -> Iterator[Part]:
 
 
 def _pieces(content: str, what: str) -> Iterator[Part]:
-    """Thoughts and the words around them."""
+    """Yield the thoughts in a content and the texts around them."""
     last, opened = 0, False
     for mark in THOUGHT.finditer(content):
         closes = "/" in mark[0] or "end_" in mark[0] or mark[0] == "<channel|>"
-        # What precedes a closing mark is a thought, whether or not the opening one is there.
+        # Text before a closing mark is a thought, with or without an opening mark.
         name = "the thoughts of message {}" if closes else what
         yield Part(name, _forms(content[last : mark.start()]))
         last, opened = mark.end(), not closes
@@ -148,7 +148,7 @@ def _json_forms(value: Any) -> tuple[str, ...]:
 
 
 def _forms(text: str) -> tuple[str, ...]:
-    """A text as templates write it: as it is, within JSON, within HTML."""
+    """Forms in which templates write a text: unchanged, escaped for JSON, escaped for HTML."""
     plain = _squeezed(text)
     forms = [plain]
     if not plain.isascii() or any(each in text for each in "\"\\\n\r\t\b\f&<>'"):

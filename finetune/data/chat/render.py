@@ -1,8 +1,8 @@
-"""From a sample to token ids and which of them are trained.
+"""Render samples as token ids, and mark the trained tokens.
 
-A conversation is rendered by the chat template and tokenised once, as serving does. An assistant
-turn is trained from behind the header that serving would put there (the generation prompt) up to
-and with the token that ends the turn:
+A conversation is rendered by the chat template and tokenized in one piece, as in serving. An
+assistant turn is trained from the end of its header (the generation prompt of serving) through the
+token that ends the turn:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                           ^^^^^^^^^^^^^^^
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 TrainOn = Literal["assistant", "completion", "all"]
 
 HEADER = 6
-"""Characters of a header that no text holds by chance."""
+"""Minimum length of a header, in characters, that is unlikely to occur in a text by chance."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of a row, and which of them the model is trained to say."""
+    """Token ids of a sequence, and which of them are trained."""
 
     ids: list[int]
     trained: list[bool]
     notes: frozenset[str] = frozenset()
-    """What is unusual about it: names of counts in `finetune.data.encode.Tally`."""
+    """Unusual properties, as field names of `finetune.data.tally.Tally`."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +63,30 @@ class Tokens:
 
     @property
     def offsets(self) -> list[Span]:
-        """The characters of each token."""
+        """The character span of each token."""
         return self.encoding.offsets
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer with the chat template that it renders conversations with."""
+    """A tokenizer and the chat template for conversations."""
 
     tokenizer: "PreTrainedTokenizerFast"
     template: str | None
-    """Jinja source; None for a tokenizer without one, which renders text and completions only."""
+    """Jinja source; None if the tokenizer has none and renders only texts and completions."""
     tool_template: str | None = None
-    """Jinja source for conversations with tools, where it differs."""
+    """Jinja source for conversations with tools, if it differs."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Values of the template's variables: `model.chat_template_kwargs`."""
     saved: str | dict[str, str] | None = None
-    """What `tokenizer.chat_template` becomes where the tokenizer is saved."""
+    """Value of `tokenizer.chat_template` in the saved tokenizer."""
 
     def render(self, sample: Sample, train_on: TrainOn) -> Row:
-        """Token ids of a sample, and the trained ones.
+        """Token ids of a sample, and which of them are trained.
 
-        Of a conversation: every assistant turn, the last one (`completion`), or everything. Of a
-        prompt with its completion: the completion, or both for `all`. Of a text: everything.
-        Raises FinetuneError where the template cannot say which tokens an assistant turn is.
+        Trained are, in a conversation: every assistant turn, the last one (`completion`), or all
+        tokens; in a prompt with its completion: the completion, or both for `all`; in a text: all.
+        Raises FinetuneError if the assistant turns cannot be located in the rendered template.
         """
         match sample:
             case Conversation():
@@ -100,21 +100,21 @@ class Chat:
                 raise FinetuneError("render the sequences of a sample, not what is said of them")
 
     def scored(self, sample: Sample) -> Row:
-        """Ids as serving gives them to a model that scores, the last marked; a text has no EOS."""
+        """Ids that serving passes to a scoring model, with the last marked; no EOS after a text."""
         row = self.render(sample, "all") if not isinstance(sample, Text) else self._text(sample)
         if not row.ids:
             raise FinetuneError("the text is empty: there is no token whose score could be read")
         return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes)
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
-        """Token ids that a model is given to answer: messages and the header of its turn."""
+        """Token ids of a prompt: the messages and the header of the model's turn."""
         if isinstance(sample, Completion):
             return self._opened(self._tokens(sample.prompt).ids)
         return self._tokens(self._turns(sample).mark(sample, add_generation_prompt=True).text).ids
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens at which an answer ends: the EOS, and the one that ends a turn."""
+        """Token ids that end an answer: the EOS, and the token that ends a turn."""
         ends = {self._eos} if self._eos is not None else set[int]()
         if self.template is not None:
             row = self.render(Conversation((QUESTION, ANSWER)), "completion")
@@ -136,11 +136,10 @@ class Chat:
         return Row([*start, *answer], [*given, *[True] * len(answer)], notes)
 
     def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
-        """Ids of the prompt as serving tokenises it, and of what follows.
+        """Token ids of the prompt, as serving tokenizes it, and of the completion.
 
-        Tokenised at once, a token may lie across the border. Then the completion is tokenised by
-        itself: behind a newline where the tokenizer puts a space before every text, which does not
-        belong here.
+        If a token of the joined text crosses the border, the completion is tokenized separately;
+        after a newline if the tokenizer prepends a space to every text, which would be wrong here.
         """
         prompt = self._tokens(sample.prompt).ids
         whole = self._tokens(sample.prompt + sample.completion).ids
@@ -159,7 +158,7 @@ class Chat:
         )
 
     def _opened(self, ids: list[int]) -> list[int]:
-        """With the tokenizer's BOS in front, where it adds one and the text has none."""
+        """Prepend the BOS if the tokenizer adds one and the ids do not begin with it."""
         bos = self._bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -174,12 +173,12 @@ class Chat:
 
     @cached_property
     def _bos(self) -> int | None:
-        """The BOS that the tokenizer begins every text with; None where it does not."""
+        """The BOS that the tokenizer adds to every text; None if it adds none."""
         bos = cast("int | None", self.tokenizer.bos_token_id)
         return bos if adds_bos(self.tokenizer) else None
 
     def _bos_notes(self, ids: list[int]) -> frozenset[str]:
-        """Whether a row lacks the BOS that the tokenizer begins texts with, or has it twice."""
+        """A note if a row lacks the BOS that the tokenizer adds to texts, or has it twice."""
         bos = cast("int | None", self.tokenizer.bos_token_id)
         if bos is None:
             return frozenset()
@@ -229,7 +228,7 @@ class Chat:
     def _placed(
         self, text: str, tokens: Tokens, spans: list[Span]
     ) -> tuple[list[int], dict[Span, Span]]:
-        """Ids of a text, and the first token of each span with the one behind its last token."""
+        """Ids of a text, and the token range (first, end) of each span of characters."""
         places = {span: self._place(tokens, span) for span in spans}
         found = {span: place for span, place in places.items() if place is not None}
         if len(found) == len(places):
@@ -243,9 +242,9 @@ class Chat:
         }
 
     def _place(self, tokens: Tokens, span: Span) -> Span | None:
-        """The tokens of a span that begins and ends between two tokens, an end token the last.
+        """Token range of a span that begins and ends at token borders and ends with an end token.
 
-        None where this cannot be seen from the tokens at its ends: then all of them are looked at.
+        None if the tokens at its ends do not show this; then all tokens are searched.
         """
         start, end = span
         encoding = tokens.encoding
@@ -262,10 +261,10 @@ class Chat:
     def _cut(
         self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
     ) -> tuple[list[int], list[Span]]:
-        """Tokens of which none lies across a border: serving puts the header there as it is.
+        """Tokenize again if a token crosses a border: in serving, a header's tokens are fixed.
 
         An answer that begins with a newline may share a token with the newline of its header. Then
-        what lies before and behind the border is tokenised by itself.
+        the texts before and after the border are tokenized separately.
         """
         starts = [start for start, _ in offsets]
         before = {border: bisect_left(starts, border) - 1 for border in borders}
@@ -287,7 +286,7 @@ class Chat:
         return apart, places
 
     def _check_end(self, token: int, turn: str) -> None:
-        """Refuse a template after whose turns a model could not learn to stop."""
+        """Refuse a template whose turns do not end with an end token: models would not stop."""
         if token not in self.end_tokens:
             raise FinetuneError(
                 f"chat template: the assistant turn {excerpt(turn)} closes with "
@@ -317,21 +316,21 @@ class Chat:
         return Turns(self.tokenizer, self.template, self.variables)
 
     def reads_key(self, sample: Conversation, number: int, key: str) -> bool:
-        """Whether the template writes something else for a message with a key than without it."""
+        """Whether a key of a message changes what the template writes."""
         return self._turns(sample).reads(sample, number, key)
 
     @property
     def reads_the_date(self) -> bool:
-        """Whether a template writes the date of the day, which is fixed while training."""
+        """Whether a template writes the current date, which is fixed for training."""
         return any("strftime_now" in each for each in (self.template, self.tool_template) if each)
 
     def holds_markup(self, text: str) -> bool:
-        """Whether a text holds special tokens, or the header of an assistant turn, as text."""
+        """Whether a text contains special tokens, or the header of an assistant turn."""
         return bool(self._markup.search(text))
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:
-        """Special tokens and end tokens of turns, which belong to the template."""
+        """Pattern of special tokens, end tokens of turns, and the header of an assistant turn."""
         added = self.tokenizer.added_tokens_decoder
         ends = set[int]()
         texts = set[str]()
@@ -340,7 +339,7 @@ class Chat:
                 ends = set(self.stop_ids)
                 header = self._turns(Conversation((QUESTION,))).header.strip()
                 texts = {header} if len(header) >= HEADER else texts
-            except FinetuneError:  # the rows say what is wrong with the template
+            except FinetuneError:  # reported when rows are rendered
                 pass
         texts |= {token.content for id, token in added.items() if token.special or id in ends}
         texts = {text for text in texts if text.strip()}
@@ -349,16 +348,16 @@ class Chat:
 
     @cached_property
     def end_tokens(self) -> set[int | None]:
-        """Tokens that can end a turn or a text: the EOS, and what the tokenizer never splits."""
+        """Token ids that can end a turn or a text: the EOS and all added tokens."""
         return {*self.tokenizer.added_tokens_decoder, self._eos}
 
     # Tokens.
 
     @contextmanager
     def ahead(self, samples: Iterable[Sample]) -> Iterator[None]:
-        """Render and tokenise samples at once, which takes less time than one by one.
+        """Render and tokenize samples as a batch, which is faster than one by one.
 
-        Within the context `render` finds what it needs of these very samples.
+        Inside the context, `render` uses the results for these sample objects.
         """
         texts: dict[str, None] = {}
         for part in (part for sample in samples for part in sequences_of(sample)):
@@ -366,7 +365,7 @@ class Chat:
                 case Conversation():
                     try:
                         rendered = self._turns(part).render(part)
-                    except FinetuneError:  # raised again where the row is rendered
+                    except FinetuneError:  # raised again when the row is rendered
                         continue
                     self._rendered_ahead[id(part)] = rendered
                     texts[rendered.marked.text] = None
@@ -386,7 +385,7 @@ class Chat:
 
     @cached_property
     def _rendered_ahead(self) -> dict[int, Rendered]:
-        """Conversations by the identity of their samples."""
+        """Rendered conversations, by the `id` of their samples."""
         return {}
 
     @cached_property
@@ -397,9 +396,10 @@ class Chat:
         return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)
 
     def _tokens(self, text: str) -> Tokens:
-        """Tokens of a text without added special tokens.
+        """Tokenize a text without adding special tokens.
 
-        Raises FinetuneError for half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
+        Raises FinetuneError for an unpaired surrogate, which JSON can escape but UTF-8 cannot
+        encode.
         """
         ahead = self._tokens_ahead.get(text)
         if ahead is not None:
@@ -429,21 +429,21 @@ def load_chat(
     chat_template: str | None,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """A tokenizer with its own template (None), a named or built-in one, or one from a file.
+    """Combine a tokenizer with a chat template: its own (None), a named or built-in one, or a file.
 
     Args:
-        tokenizer: A fast one.
+        tokenizer: A fast tokenizer.
         chat_template: The recipe's `model.chat_template`.
         variables: The recipe's `model.chat_template_kwargs`.
 
-    Raises FinetuneError for a tokenizer that gives no offsets and for what `choose` refuses.
+    Raises FinetuneError for a tokenizer without offsets, and the errors of `choose`.
     """
     if not tokenizer.is_fast:
         raise FinetuneError(
             f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
             "use a model with a tokenizer.json"
         )
-    # A date of YAML is a text here, as it is in JSON and in the shown recipe.
+    # Dates from YAML become text, as in JSON and in the printed recipe.
     values = json.loads(json.dumps(dict(variables or {}), default=str))
     chosen = choose(tokenizer, chat_template, values)
     return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved)

@@ -1,7 +1,7 @@
-"""A limit of time and memory for each conversation that a chat template renders.
+"""Limit the time and memory that a chat template takes for a conversation.
 
-A template is a program that comes with a stranger's model: the sandbox keeps it from files and from
-Python's insides, not from loops without an end, nor from a text of ten gigabytes.
+A template is a program from an untrusted model: the sandbox blocks access to files and to Python
+internals, but not infinite loops or a text of ten gigabytes.
 """
 
 import contextlib
@@ -17,28 +17,28 @@ from types import FrameType
 from finetune.errors import FinetuneError
 
 SECONDS = 4.0
-"""Processor time of one conversation; a long one takes a hundredth of a second."""
+"""Seconds of CPU time per conversation; a long one takes a hundredth of a second."""
 
 BYTES = 2 << 30
-"""Memory that one conversation may take beside what the process has."""
+"""Bytes that one conversation may allocate in addition to what the process has."""
 
 STATM = Path("/proc/self/statm")
-"""Pages of this process, the first number; on Linux only."""
+"""Memory statistics of this process; the first number is its size in pages. Linux only."""
 
 
 class _Endless(Exception):
-    """The time of a conversation is over."""
+    """A conversation exceeded its time limit."""
 
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Within it, a template that takes too much time or memory ends with an error.
+    """Context manager that stops a template that takes too much time or memory.
 
-    Within another one it does nothing. The time is limited in the main thread only, where a signal
-    can end what runs.
+    Has no effect if nested. Time is limited in the main thread only, where a signal can interrupt
+    the template.
 
     Raises:
-        FinetuneError: a limit was reached.
+        FinetuneError: a limit was exceeded.
     """
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0:
@@ -72,7 +72,7 @@ def limited() -> Iterator[None]:
 
 
 def _most(soft: int) -> int | None:
-    """The limit of the address space within a conversation; None where it stays."""
+    """Limit of the address space for a conversation, in bytes; None to keep the current limit."""
     pages = _pages(os.getpid())
     if pages is None:
         return None
@@ -82,7 +82,7 @@ def _most(soft: int) -> int | None:
 
 @functools.cache
 def _pages(process: int) -> int | None:
-    """The open file of this process's pages: to open it costs more than a conversation."""
+    """File descriptor of `STATM`, cached because opening it takes longer than a conversation."""
     return os.open(STATM, os.O_RDONLY | os.O_CLOEXEC) if STATM.exists() else None
 
 

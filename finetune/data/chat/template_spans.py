@@ -1,17 +1,16 @@
-"""Find which characters of a rendered chat each message wrote, for any chat template.
+"""Find the characters of a rendered chat that belong to each message, for any chat template.
 
 A chat template is a loop over messages. `MarkedTemplate` compiles the same template with a call at
-the beginning of each turn of each loop and one behind each loop. The calls write nothing: they note
-how much of the text is there already, so the text is the one that transformers renders.
+the beginning of each iteration of each loop, and one after each loop. The calls write nothing: they
+record the current length of the text, so the text is the one that transformers renders.
 
     template    {% for m in messages %}<|im_start|>{{ m.role }} ... {% endfor %}{% if add_gen...
     marked      {% for m in messages %}(0, m)<|im_start|>{{ m.role }} ... {% endfor %}(0){% if ...
 
-The number of a message is found by the identity of the object that the loop holds, or, where the
-loop counts numbers, of the object that the loop takes by this number (`messages[i]`). The text
-between two calls is what the template wrote for a message. `{% generation %}` blocks are found in
-the same way. Loops in macros and in `{% set %}` blocks are not marked: what they write goes
-elsewhere first.
+A message is recognized by the identity of the loop's item or, if the loop runs over numbers, of the
+object that the loop indexes with it (`messages[i]`). The text between two calls is what the
+template wrote for that message. `{% generation %}` blocks are found in the same way. Loops in
+macros and in `{% set %}` blocks are not marked, because their text is not written at that point.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +24,8 @@ Span = tuple[int, int]
 
 TURN = "finetune_turn_mark"
 FIXED_DATE = datetime(2024, 7, 26)
-"""The date of every rendered chat, so that the same data gives the same bytes on every day. It is
-the one that the Llama 3 templates fall back to."""
+"""Date in every rendered chat, so that the same data gives the same bytes every day. It is the
+default date of the Llama 3 templates."""
 PROMPT = "add_generation_prompt"
 
 
@@ -36,16 +35,16 @@ class Marked:
 
     text: str
     turns: dict[int, list[Span]]
-    """What was written for each message, by its number; messages without text are absent."""
+    """Spans written for each message, by its index; messages without text are absent."""
     generations: list[Span]
-    """The `{% generation %}` blocks."""
+    """Spans of the `{% generation %}` blocks."""
 
     def written(self, message: int) -> str:
-        """What the template wrote for a message."""
+        """The text that the template wrote for a message."""
         return "".join(self.text[start:end] for start, end in self.turns.get(message, ()))
 
     def outside(self, messages: Iterable[int]) -> str:
-        """The text less what was written for these messages."""
+        """The text without what was written for these messages."""
         spans = sorted(span for number in messages for span in self.turns.get(number, ()))
         pieces, last = list[str](), 0
         for start, end in spans:
@@ -55,14 +54,14 @@ class Marked:
 
     @property
     def tail(self) -> str:
-        """The text behind the last message."""
+        """The text after the last message."""
         return self.text[
             max((end for spans in self.turns.values() for _, end in spans), default=0) :
         ]
 
 
 class MarkedTemplate:
-    """A chat template that notes which characters belong to which message."""
+    """A chat template that records which characters belong to which message."""
 
     def __init__(self, template: str) -> None:
         environment = _chat_environment(template)
@@ -74,7 +73,8 @@ class MarkedTemplate:
         tree.body = marker.marked(tree.body)
         tree.set_environment(environment)
         self.has_generation = 0 < blocks == marker.generations
-        """Blocks within macros are written elsewhere first: then none of them counts."""
+        """Whether the template has `{% generation %}` blocks; False if one is inside a macro, whose
+        text is not written at that point."""
         self.has_loops = marker.loops > 0
         self.reads_the_date = "strftime_now" in template
         self._template = environment.from_string(tree)
@@ -82,9 +82,9 @@ class MarkedTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], *, today: bool = False, **variables: Any
     ) -> Marked:
-        """Render with the template's variables; `today` takes the real date, as transformers does.
+        """Render with the template's variables; `today` uses the real date, as transformers does.
 
-        Raises jinja2.TemplateError and TypeError as the template does.
+        Raises the template's jinja2.TemplateError and TypeError.
         """
         notes = _Notes({id(message): number for number, message in enumerate(messages)})
         date = datetime.now() if today else FIXED_DATE
@@ -99,16 +99,16 @@ class MarkedTemplate:
 
 @dataclass
 class _Notes:
-    """Where the text was when each call was made."""
+    """Records the length of the text at each call."""
 
     numbers: dict[int, int]
-    """Numbers of the messages by their identity."""
+    """Message index by the `id` of the message."""
     length: int = 0
-    """Characters that are written so far."""
+    """Characters written so far."""
     turns: dict[int, list[Span]] = field(default_factory=dict)
     generations: list[Span] = field(default_factory=list)
     begun: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    """The message of each loop's present turn, and where its text begins."""
+    """Message of each loop's current iteration, and the start of its text."""
 
     def __call__(self, mark: Any, item: Any = None, *lists: Any) -> None:
         if mark == "<":
@@ -135,8 +135,8 @@ def _holds(value: Any, index: int) -> bool:
 def _chat_environment(template: str) -> Environment:
     """The sandbox in which transformers renders chats, with its filters and its generation tag.
 
-    It is reached through a private function (transformers 5.17 to 5.23), because a sandbox of our
-    own would be a second answer to what a template may do.
+    Uses a private function (transformers 5.17 to 5.23), so that templates have exactly the same
+    restrictions as in transformers.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -144,7 +144,7 @@ def _chat_environment(template: str) -> Environment:
 
 
 class _Marker:
-    """Puts calls into the statements whose text goes straight to the end of the chat."""
+    """Inserts calls into the statements that write directly to the output."""
 
     def __init__(self) -> None:
         self.loops = 0
@@ -184,7 +184,7 @@ class _Marker:
 
 
 def _is_generation(block: nodes.CallBlock) -> bool:
-    """A tag of an extension, unlike `{% call %}`; transformers has this one."""
+    """Whether a block is a tag of an extension, unlike `{% call %}`; transformers has only one."""
     return isinstance(block.call.node, nodes.ExtensionAttribute)
 
 
@@ -198,7 +198,7 @@ def _call(line: int, *arguments: nodes.Expr) -> nodes.ExprStmt:
 
 
 def _taken_by(loop: nodes.For) -> list[str]:
-    """Names of the lists from which a loop takes an element by its own variable."""
+    """Names of the lists that a loop indexes with its own variable."""
     assert isinstance(loop.target, nodes.Name)
     variable = loop.target.name
     stored = {each.name for each in loop.find_all(nodes.Name) if each.ctx == "store"}
@@ -216,10 +216,10 @@ def _taken_by(loop: nodes.For) -> list[str]:
 
 
 def _has_fixed_prompt(tree: nodes.Template) -> bool:
-    """Whether the generation prompt is the same text behind every question.
+    """Whether the generation prompt is the same text after every question.
 
-    It is where each part of the template that looks at `add_generation_prompt` reads nothing else
-    but variables which the template does not set.
+    True if the parts of the template that read `add_generation_prompt` read no other variables
+    except those that the template does not set.
     """
     free = meta.find_undeclared_variables(tree) - {"messages", "tools", "documents"}
     stored = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}

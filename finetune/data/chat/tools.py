@@ -1,4 +1,4 @@
-"""Tool calls and schemas of functions, in the one form that chat templates read."""
+"""Normalize tool calls and function schemas to the form that chat templates read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ PLAIN = (str, bool, int, float, type(None))
 
 
 class WrittenArguments(dict[str, Any]):
-    """Arguments of a tool call that the row holds as JSON text.
+    """Arguments of a tool call that were JSON text in the row.
 
-    Its attribute is out of reach of templates, which read no name that begins with an underscore.
+    Templates cannot access the text, because the sandbox blocks names that begin with an
+    underscore.
     """
 
     def __init__(self, values: Mapping[str, Any], written: str) -> None:
@@ -20,12 +21,12 @@ class WrittenArguments(dict[str, Any]):
 
 
 def written_arguments(arguments: Mapping[str, Any]) -> str | None:
-    """The JSON text of a call's arguments, where the row holds one."""
+    """The original JSON text of a call's arguments; None if they were an object."""
     return arguments._written if isinstance(arguments, WrittenArguments) else None
 
 
 def calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Take the calls out of a message: `tool_calls`, or the older `function_call`."""
+    """Pop the calls of a message: `tool_calls`, or the older `function_call`."""
     calls, call = message.pop("tool_calls", None), message.pop("function_call", None)
     if calls and call:
         raise RowProblem(f"{where} has both tool_calls and function_call; keep one of them")
@@ -61,9 +62,9 @@ def tool_call(raw: Any, where: str) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Function schemas of a row: its `tools`, or the older `functions`; lists or their JSON text.
+    """Function schemas of a row, from `tools` or the older `functions`, as lists or JSON text.
 
-    Each is brought into the `{"type": "function"}` form.
+    Each is converted to the `{"type": "function"}` form.
     """
     if row.get("tools") and row.get("functions"):
         raise RowProblem("the row has both 'tools' and 'functions'; keep one of them")
@@ -89,7 +90,7 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse what JSON does not have: dates, bytes and decimals of typed columns."""
+    """Refuse values without a JSON form: dates, bytes and decimals of typed columns."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             check_plain(inner, f"{where}.{name}")
@@ -104,13 +105,13 @@ def check_plain(value: Any, where: str) -> None:
 
 
 def spoken_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The calls of a ShareGPT turn from `function_call`, whose value is their JSON text."""
+    """Calls of a ShareGPT turn from `function_call`, whose value is JSON text."""
     value = json_of(text_of(turn, "value", where), where)
     return [tool_call(each, where) for each in (value if isinstance(value, list) else [value])]
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template that a row sets, an object or its JSON text."""
+    """Chat template variables of a row, from an object or JSON text."""
     value = row.get("chat_template_kwargs")
     if isinstance(value, str) and value.strip():
         value = json_of(value, "chat_template_kwargs")

@@ -1,9 +1,8 @@
-"""Find which characters of a rendered conversation the assistant says, for any chat template.
+"""Find the characters of a rendered conversation that the assistant writes, for any chat template.
 
-A turn goes from behind its header (the generation prompt, which serving puts there) to the token
-that ends it. A template with `{% generation %}` blocks says so itself. Whatever cannot be
-established exactly is refused with both texts, and so is a template that leaves out what the row
-says.
+A turn extends from the end of its header (the generation prompt of serving) to the token that ends
+it. A template with `{% generation %}` blocks marks its turns itself. If a turn cannot be located
+exactly, an error shows both texts. A template that leaves out parts of a message is refused.
 """
 
 import contextlib
@@ -28,39 +27,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PROBE = "\ue000"
-"""A private-use character: the answer of a turn of which only the header is looked for."""
+"""A private-use character, used as an answer when only the header of a turn is needed."""
 QUESTION: Message = {"role": "user", "content": "Hello"}
 ANSWER: Message = {"role": "assistant", "content": PROBE}
 COMPARED = 16
-"""Conversations of each shape that are compared with what transformers renders."""
+"""Conversations of each shape that are compared with the output of transformers."""
 SHORT = 12
-"""Characters of a text that may be in a chat by chance."""
+"""Maximum length, in characters, of a text that may occur in a chat by chance."""
 EXCEEDED = 2
-"""Conversations beyond their limits of time or memory after which a template is given up."""
+"""Conversations that may exceed the limits of time or memory before a template is given up."""
 THOUGHTS = "the thoughts of message {}"
 
 
 @dataclass
 class Rendered:
-    """A conversation with its text."""
+    """A conversation and its rendered text."""
 
     sample: Conversation
-    """As the template takes it: arguments as text or ids replaced, where it needs that."""
+    """The conversation in the form that the template accepts (see `call_forms`)."""
     marked: Marked
     notes: set[str] = field(default_factory=set)
-    """What is unusual about the row: names of counts in `finetune.data.encode.Tally`."""
+    """Unusual properties of the row, as field names of `finetune.data.tally.Tally`."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A chat template that says where each assistant turn is."""
+    """A chat template that locates each assistant turn in its output."""
 
     tokenizer: "PreTrainedTokenizerFast"
     template: str
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def render(self, sample: Conversation) -> Rendered:
-        """The conversation as transformers renders it; refused where that leaves something out."""
+        """Render a conversation as transformers does; refuse a template that leaves parts out."""
         if sample.template_kwargs:
             check_variables([self.template], sample.template_kwargs, "chat_template_kwargs")
         rendered = self._render(sample)
@@ -74,13 +73,13 @@ class Turns:
     def mark(
         self, sample: Conversation, *, add_generation_prompt: bool = False, today: bool = False
     ) -> Marked:
-        """The conversation with its marks, as it is rendered on a fixed date."""
+        """Render a conversation with marks, on the fixed date or, with `today`, the current one."""
         return self._render(sample, add_generation_prompt, today).marked
 
     def _render(
         self, sample: Conversation, add_generation_prompt: bool = False, today: bool = False
     ) -> Rendered:
-        """The conversation in the first form that the template takes."""
+        """Render the conversation in the first form that the template accepts."""
         variables = {
             "tools": list(sample.tools) or None,
             "documents": None,
@@ -113,7 +112,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _within_limits(self) -> Iterator[None]:
-        """Limit what a conversation takes; a template that exceeds it again is not asked again."""
+        """Limit the resources of a conversation; after `EXCEEDED` failures, fail at once."""
         if len(self._exceeded) >= EXCEEDED:
             raise self._exceeded[-1]
         try:
@@ -125,15 +124,15 @@ class Turns:
 
     @cached_property
     def _exceeded(self) -> list[FinetuneError]:
-        """Conversations that took more than their limits."""
+        """Errors of conversations that exceeded their limits."""
         return []
 
     # What transformers renders.
 
     def _compare(self, rendered: Rendered) -> None:
-        """Refuse a text that is not the one of transformers.
+        """Refuse a template whose marked text differs from the output of transformers.
 
-        Marks write nothing into a text, so a few conversations of each shape are enough.
+        Marks add nothing to the text, so a few conversations of each shape are enough.
         """
         sample = rendered.sample
         kinds = {(message["role"], *message) for message in sample.messages}
@@ -165,7 +164,7 @@ class Turns:
     # What the template leaves out.
 
     def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
-        """Refuse a template that leaves out a tool, wherever else its name is."""
+        """Refuse a template that leaves out a tool, even if messages mention the tool."""
         text = rendered.marked.outside(_said_by(rendered.sample, ("assistant", "tool")))
         missing = lost_of_tool(tool, text)
         if missing:
@@ -175,9 +174,9 @@ class Turns:
             )
 
     def _check_written(self, rendered: Rendered, number: int) -> None:
-        """Refuse a template that leaves out what a message says.
+        """Refuse a template that leaves out a part of a message.
 
-        Thoughts may be left out of earlier turns, where the template writes those of the last one.
+        Thoughts of earlier turns may be left out if the template writes those of the last turn.
         """
         message, marked = rendered.sample.messages[number], rendered.marked
         written = marked.written(number)
@@ -210,7 +209,7 @@ class Turns:
         )
 
     def _writes(self, sample: Conversation, number: int) -> bool:
-        """Whether the template writes the content of a message, which may be there by chance."""
+        """Whether the template writes the content of a message, which could occur by chance."""
         content = sample.messages[number]["content"].strip()
         others = (m["content"] for n, m in enumerate(sample.messages) if n != number)
         if not content or (len(content) > SHORT and not any(content in each for each in others)):
@@ -221,8 +220,8 @@ class Turns:
     def reads(self, sample: Conversation, number: int, key: str) -> bool:
         """Whether a key of a message changes what the template writes.
 
-        A word of it says little: templates that read `name` of a called function are many, and
-        those that read the `name` of who speaks are few. Asked once for each shape of message.
+        Searching the template for the key is not enough: many templates read the `name` of a called
+        function, but few read the `name` of a message. Tested once for each shape of message.
         """
         message = sample.messages[number]
         shape = (key, message["role"], *sorted(message))
@@ -232,7 +231,7 @@ class Turns:
             try:
                 changed = self.mark(_replaced(sample, number, other)).text
                 self._read_keys[shape] = changed != self.mark(sample).text
-            except FinetuneError:  # it asks for the key, or for another value
+            except FinetuneError:  # the template requires the key, or another value
                 self._read_keys[shape] = True
         return self._read_keys[shape]
 
@@ -241,7 +240,7 @@ class Turns:
         return {}
 
     def _is_history(self, sample: Conversation, number: int) -> bool:
-        """Whether a message is an earlier turn whose thoughts are written while it is the last."""
+        """Whether a message is an earlier turn whose thoughts would be written in the last turn."""
         message = sample.messages[number]
         if number + 1 == len(sample.messages):
             return False
@@ -261,7 +260,7 @@ class Turns:
     # Where the assistant's turns are.
 
     def spans(self, rendered: Rendered, number: int) -> list[Span]:
-        """The characters of an assistant message that are trained, in order."""
+        """Trained character spans of an assistant message, in order."""
         marked = rendered.marked
         written = marked.turns.get(number, [])
         if len(written) != 1:
@@ -280,10 +279,10 @@ class Turns:
         return [*inside[:-1], (last_start, _without_space(marked.text, last_start, last_end))]
 
     def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
-        """The characters of a turn that no loop over the messages writes.
+        """Find the span of a turn that is not written by a loop over the messages.
 
-        They begin where the prompt of the turn ends, and end with the last end token before the
-        text depends on what follows.
+        It begins at the end of the turn's prompt, and ends with the last end token in the part of
+        the text that does not depend on later messages.
         """
         sample, text = rendered.sample, rendered.marked.text
         places = len(rendered.marked.turns.get(number, ()))
@@ -313,11 +312,11 @@ class Turns:
         return len(prompt), ends[-1]
 
     def _header_length(self, rendered: Rendered, number: int) -> int:
-        """How many characters of an assistant turn its header is.
+        """Number of characters of an assistant turn's header.
 
-        The header is the generation prompt. Some templates open a thought in it which they leave
-        out of earlier turns: there it is what the prompt and the turn have in common, whatever
-        the turn says.
+        The header is the generation prompt. Some templates open a thought in the generation prompt
+        but leave it out of earlier turns: then the header is the common prefix of the prompt and
+        the turn, for any content of the turn.
         """
         sample, turn = rendered.sample, rendered.marked.written(number)
         header = self.header
@@ -349,7 +348,7 @@ class Turns:
         return len(common)
 
     def _served_header(self, sample: Conversation, number: int) -> str:
-        """What serving puts between the messages before a turn and the turn."""
+        """The generation prompt that serving writes before a turn, after the earlier messages."""
         if number == 0:
             return self.header
         try:
@@ -359,11 +358,11 @@ class Turns:
         return self.header if found is None else found
 
     def _prompt_header(self, sample: Conversation) -> str | None:
-        """What the template writes behind messages for the answer to follow."""
+        """The generation prompt that the template writes after messages; None if not found."""
         asked = self.mark(sample, add_generation_prompt=True)
         if asked.tail.strip() and len(sample.messages) - 1 in asked.turns:
             return asked.tail
-        # Some templates write it within the turn of the last message.
+        # Some templates write it inside the turn of the last message.
         told = self.mark(sample).text
         if asked.text != told and asked.text.startswith(told):
             return asked.text[len(told) :]
@@ -372,7 +371,7 @@ class Turns:
     @cached_property
     def _marks(self) -> MarkedTemplate:
         try:
-            with limited():  # Jinja computes constants while it compiles
+            with limited():  # Jinja evaluates constants at compile time
                 return MarkedTemplate(self.template)
         except TEMPLATE_ERRORS as error:
             raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
@@ -383,28 +382,28 @@ class Turns:
 
     @cached_property
     def _compared(self) -> dict[Any, int]:
-        """Shapes of conversations, and how many of each were compared with transformers."""
+        """Number of conversations that were compared with transformers, by shape."""
         return {}
 
     @cached_property
     def _keeps_last(self) -> dict[Any, bool]:
-        """Kinds of thoughts, and whether the template writes them while their turn is the last."""
+        """Whether the template writes thoughts in the last turn, by kind of thought."""
         return {}
 
     @cached_property
     def _end_tokens(self) -> re.Pattern[str]:
-        """Tokens that the tokenizer never splits."""
+        """Pattern of added tokens, which the tokenizer never splits."""
         tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
     @cached_property
     def header(self) -> str:
-        """What the template writes behind a question for the answer to follow."""
+        """The generation prompt after a question."""
         return self._prompt_header(Conversation((QUESTION,))) or ""
 
     @cached_property
     def _usual_header(self) -> str:
-        """The header, or nothing for a template that refuses the question that asks for it."""
+        """The header; empty if the template refuses the test question."""
         try:
             return self.header
         except FinetuneError:
@@ -412,13 +411,13 @@ class Turns:
 
     @cached_property
     def _hidden_header(self) -> str:
-        """What stands before an answer of a template whose generation prompt is empty."""
+        """The text before an answer, for a template with an empty generation prompt."""
         written = self.mark(Conversation((QUESTION, ANSWER))).written(1)
         return written.partition(PROBE)[0].strip()
 
 
 def _said_by(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
-    """Numbers of the messages of some roles."""
+    """Indices of the messages with some roles, except message `but`."""
     return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
 
 
@@ -433,17 +432,17 @@ def _replaced(sample: Conversation, number: int, message: Message) -> Conversati
 
 
 def _holds_some(content: str, text: str) -> bool:
-    """Whether the beginning or the end of a content is in a text."""
+    """Whether a text contains the beginning or the end of a content."""
     content = content.strip()
     return len(content) > SHORT and (content[:SHORT] in text or content[-SHORT:] in text)
 
 
 def _without_space(text: str, start: int, end: int) -> int:
-    """The end of a span without the white space that closes it."""
+    """The end of a span without trailing white space."""
     return start + len(text[start:end].rstrip())
 
 
 def excerpt(text: str, most: int = 160) -> str:
-    """A text short enough for an error message, its middle left out."""
+    """The repr of a text, shortened in the middle for error messages."""
     shown = repr(text)
     return shown if len(shown) <= most else f"{shown[: most // 2]} ... {shown[-most // 2 :]}"

@@ -1,8 +1,8 @@
-"""Read tool calls in the form that a chat template writes them, found by rendering known ones.
+"""Parse tool calls in the form that a chat template writes, detected by rendering known calls.
 
-Three kinds of forms cover what templates write: JSON objects with the name and the arguments
-(Hermes, Qwen, Llama 3, Mistral), a name before JSON arguments (DeepSeek, newer Mistral, gpt-oss),
-and a name with each argument in tags (Qwen3-Coder, GLM).
+Three kinds of forms are supported: JSON objects with the name and the arguments (Hermes, Qwen,
+Llama 3, Mistral), a name before JSON arguments (DeepSeek, newer Mistral, gpt-oss), and a name with
+each argument in tags (Qwen3-Coder, GLM).
 """
 
 import dataclasses
@@ -25,34 +25,34 @@ BLANK = " \n\t"
 
 @dataclasses.dataclass(frozen=True)
 class WrittenCall:
-    """A call that stands in a text."""
+    """A tool call in a text."""
 
     name: str
     arguments: Any
-    """As JSON gives them: an object, if the model writes what it was trained to write."""
+    """Parsed JSON; an object, unless the model deviates from its format."""
     start: int
     end: int
 
 
 @dataclasses.dataclass(frozen=True)
 class CallForm:
-    """The texts around the parts of a call; blank space around them is not compared."""
+    """The texts around the parts of a call; white space around them is ignored."""
 
     before: str
-    """In front of the JSON object, or of the name."""
+    """Text before the JSON object or the name."""
     after_name: str | None = None
-    """Between the name and its arguments; None where the name is inside of the JSON object."""
+    """Text between the name and the arguments; None if the name is inside the JSON object."""
     around_key: tuple[str, str] | None = None
-    """In front of an argument's name and after it; None where arguments are a JSON object."""
+    """Texts before and after an argument's name; None if the arguments are a JSON object."""
     after_value: str = ""
     after: str = ""
-    """After the arguments."""
+    """Text after the arguments."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[WrittenCall]:
-        """The calls of a text, in order.
+        """Parse the calls of a text, in order.
 
-        Without a text of its own around it a call counts where it is the beginning of the text, or
-        follows another one, and is a call of one of the `tools`.
+        If the form has no text before a call, only calls of the `tools` count, at the start of the
+        text or directly after another call.
         """
         schemas = {
             str(each["function"]["name"]): each["function"]
@@ -76,7 +76,7 @@ class CallForm:
     def _at(
         self, text: str, start: int, at: int, schemas: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[WrittenCall]:
-        """The calls whose text `before` is from `start` to `at`."""
+        """Yield the calls whose text `before` is from `start` to `at`."""
         if self.after_name is None:
             value, end = _json(text, at)
             end = _skip(text, self.after, end)
@@ -102,11 +102,14 @@ class CallForm:
         else:
             arguments, end = self._tagged(text, opened, schemas.get(name[1], {}))
             if self.after.strip() and _meets(text, self.after, end) is None:
-                return  # it was cut
+                return  # truncated
         yield WrittenCall(name[1], arguments, start, _skip(text, self.after, end))
 
     def _tagged(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Arguments that each have a tag: text where the schema says so, JSON where it is JSON."""
+        """Parse tagged arguments, and return their end.
+
+        A value is text if the schema says so or if it is not valid JSON.
+        """
         assert self.around_key is not None
         opening, closing = self.around_key
         parameters = schema.get("parameters")
@@ -121,7 +124,7 @@ class CallForm:
             if end < 0:
                 break
             key = text[key_at:key_end].strip(BLANK)
-            # A line break on either side is the template's, where it writes one.
+            # If the template writes a line break on a side, it is not part of the value.
             raw = text[value_at:end]
             if closing.endswith("\n"):
                 raw = raw.removeprefix("\n")
@@ -136,12 +139,12 @@ class CallForm:
 
 
 HERMES = CallForm(before="<tool_call>", after="</tool_call>")
-"""A form that is read where a template writes no calls."""
+"""The form for templates that write no calls."""
 NOTHING = object()
 
 
 def call_form(chat: Chat) -> CallForm | None:
-    """The form in which a template writes calls; None where it refuses them or leaves them out."""
+    """The form in which a template writes calls; None if it refuses them or leaves them out."""
     if chat.template is None:
         return None
     one = _written(chat, 1)
@@ -155,7 +158,7 @@ def call_form(chat: Chat) -> CallForm | None:
 
 
 def _written(chat: Chat, count: int) -> str | None:
-    """What a model is trained to write for some known calls, without special tokens."""
+    """The text that a model is trained to write for `count` known calls, without special tokens."""
     tools, calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, name in enumerate(NAMES[:count]):
         kinds = {key: {"type": "string", "description": key} for key in KEYS}
@@ -174,7 +177,7 @@ def _written(chat: Chat, count: int) -> str | None:
 
 
 def _form(one: str, two: str | None) -> CallForm | None:
-    """The form of a text with one call, and where there is one a text with two of them."""
+    """Detect the form from a text with one call and, if available, a text with two calls."""
     parts = _parts(one, 0, NAMES[0])
     if parts is None:
         return None
@@ -197,7 +200,7 @@ def _parts_end(text: str | None) -> int:
 
 
 def _parts(text: str | None, at: int, name: str) -> tuple[int, CallForm, int] | None:
-    """Where the known call stands in a text, its form without what is around it, and its end."""
+    """Start of the known call in a text, its form without the texts around it, and its end."""
     if text is None or (place := text.find(name, at)) < 0:
         return None
     for opening in re.compile(r"[\[{]").finditer(text, at):
@@ -229,7 +232,7 @@ def _parts(text: str | None, at: int, name: str) -> tuple[int, CallForm, int] | 
 
 
 def _find(text: str, piece: str, at: int) -> tuple[int, int] | None:
-    """The next place of a piece, its start and end; without one, of what is not blank."""
+    """Start and end of a piece's next occurrence; for a blank piece, of the next non-blank text."""
     core = piece.strip(BLANK)
     start = text.find(core, at)
     if not core:
@@ -239,7 +242,7 @@ def _find(text: str, piece: str, at: int) -> tuple[int, int] | None:
 
 
 def _meets(text: str, piece: str, at: int) -> int | None:
-    """The end of a piece that is next in the text, up to blank space; None where it is not."""
+    """The end of a piece that is next in the text, after white space; None if it is not next."""
     core = piece.strip(BLANK)
     start = len(text) - len(text[at:].lstrip(BLANK)) if core else at
     return start + len(core) if text.startswith(core, start) else None
@@ -251,7 +254,7 @@ def _skip(text: str, piece: str, at: int) -> int:
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, after blank space, and its end; else `NOTHING`."""
+    """The JSON value at a position, after white space, and its end; `NOTHING` if there is none."""
     start = len(text) - len(text[at:].lstrip(BLANK))
     try:
         return json.JSONDecoder().raw_decode(text, start)
