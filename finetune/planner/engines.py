@@ -9,6 +9,8 @@ from typing import Literal
 from finetune.backend import Engine
 
 Scheme = Literal["fp32", "bf16", "autocast", "fsdp", "deepspeed"]
+"""Data types of weights and compute: all fp32; all bf16; fp32 weights under autocast; fp32 shards
+gathered in bf16; bf16 weights with fp32 master weights in the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Memory, time, communication and advice for a plan."""
+"""Predict memory, time and communication of a plan, and give advice."""

@@ -1,4 +1,4 @@
-"""Matrices that get an adapter, and the number of its parameters."""
+"""Select the matrices that get an adapter and count the adapter's parameters."""
 
 import re
 from collections.abc import Iterable
@@ -13,12 +13,13 @@ def adapted(
     excluded: str | Iterable[str] = (),
     only_layers: Iterable[int] = (),
 ) -> list[tuple[int, Matrix]]:
-    """Layer and matrix of every adapter, chosen as PEFT 0.21 chooses modules.
+    """Layer and matrix of every adapter, selected in the same way as in PEFT 0.21.
 
-    A text is `all-linear` or a regular expression over whole paths; names match the end of a path.
+    A string is `all-linear` or a regular expression for the complete path; names match the end of
+    a path.
 
     Raises:
-        FinetuneError: no matrix is chosen.
+        FinetuneError: no matrix is selected.
     """
     targets = targets if isinstance(targets, str) else tuple(targets)
     excluded = excluded if isinstance(excluded, str) else tuple(excluded)
@@ -42,7 +43,7 @@ def adapted(
 def outer(
     shape: Architecture, targets: str | Iterable[str], excluded: str | Iterable[str] = ()
 ) -> list[Matrix]:
-    """Embedding and head where they are named: `all-linear` leaves both, as PEFT does."""
+    """Embedding and head if targets name them; as in PEFT, `all-linear` excludes both."""
     targets = targets if isinstance(targets, str) else tuple(targets)
     excluded = excluded if isinstance(excluded, str) else tuple(excluded)
     table = shape.prefix.rsplit(".", 1)[0] + "." + TABLES.get(shape.kind, "embed_tokens")
@@ -55,9 +56,9 @@ def outer(
 
 
 TABLES = {"gpt2": "wte", "gpt_neox": "embed_in"}
-"""Names of the embedding, where it has another."""
+"""Names of the embedding other than `embed_tokens`, by model type."""
 HEADS = {"gpt_neox": "embed_out"}
-"""The same of the head."""
+"""Names of the head other than `lm_head`, by model type."""
 
 
 def _matches(
@@ -73,9 +74,9 @@ def _named(path: str, wanted: str | tuple[str, ...]) -> bool:
 
 
 def expert_adapter_size(shape: Architecture, rank: int) -> int:
-    """Parameters of the adapters on one layer's experts under `all-linear`.
+    """Parameters of the adapters on the experts of one layer with `all-linear`.
 
-    One pair per expert, with twice the rank where gate and up are one matrix. Routers have none.
+    One pair per expert, with twice the rank for the fused gate and up matrix. Routers have none.
     """
     return named_expert_size(shape, 2 * rank, rank, TENSORS)
 
@@ -83,9 +84,9 @@ def expert_adapter_size(shape: Architecture, rank: int) -> int:
 def named_expert_size(
     shape: Architecture, gate_rank: int, down_rank: int, names: Iterable[str]
 ) -> int:
-    """Parameters of the adapters on those of one layer's expert tensors that are named.
+    """Parameters of the adapters on the named expert tensors of one layer.
 
-    Only the last part of a dotted name is looked at.
+    Only the last part of a dotted name is compared.
     """
     if shape.experts is None:
         return 0
@@ -99,9 +100,9 @@ def named_expert_size(
 
 
 TENSORS = ("gate_up_proj", "down_proj")
-"""Names of the tensors of all experts of a layer."""
+"""Names of the expert tensors of a layer."""
 
 
 def adapter_size(matrix: Matrix, rank: int, dora: bool = False) -> int:
-    """Parameters of one adapter: r x (in + out) (arXiv:2106.09685), and DoRA's magnitudes."""
+    """Parameters of one adapter: r x (in + out) (arXiv:2106.09685), plus DoRA magnitudes."""
     return rank * (matrix.inputs + matrix.outputs) + (matrix.outputs if dora else 0)

@@ -1,4 +1,4 @@
-"""Callbacks that callers give to the planner: a trace of a plan, and a measured rate."""
+"""Types of the callbacks that the planner accepts: a trace of a plan, and a measured rate."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,14 +9,14 @@ from finetune.planner.plan import Plan
 
 
 class Verification(Protocol):
-    """What was traced beside what is predicted."""
+    """Comparison of a traced plan with its prediction."""
 
     @property
     def agrees(self) -> bool: ...
 
     @property
     def traced_peak(self) -> float:
-        """Bytes per process."""
+        """Traced peak in bytes per process."""
         ...
 
     def summary(self) -> dict[str, Any]:
@@ -24,11 +24,11 @@ class Verification(Protocol):
         ...
 
     def page(self) -> str:
-        """The same as text."""
+        """The comparison as text."""
         ...
 
 
 Measure = Callable[[backends.Precision], float]
-"""FLOP/s of matrix products on this machine's CPU, all cores together."""
+"""Measures the FLOP/s of matrix products on this machine's CPU, over all cores."""
 Verify = Callable[[Plan, Workload | None], Verification]
-"""Traces a plan and holds the workload's numbers against it; None where there are none."""
+"""Traces a plan and compares the trace with the predictions for a workload, if one is given."""

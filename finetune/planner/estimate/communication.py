@@ -1,7 +1,7 @@
-"""Bytes that a process sends in one optimizer step, under ring collectives.
+"""Bytes that a process sends per optimizer step with ring collectives.
 
-An all-gather or a reduce-scatter of S bytes over N processes sends S(N - 1)/N from each, an
-all-reduce twice that (arXiv:1910.02054 section 7; NCCL's ring). Latency is not counted.
+In an all-gather or reduce-scatter of S bytes over N processes, each process sends S(N - 1)/N, in an
+all-reduce twice as much (arXiv:1910.02054 section 7; NCCL's ring). Latency is not counted.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ class Volume:
     parameters: float = 0.0
     """All-gathers of weights."""
     gradients: float = 0.0
-    """Reduce-scatters or all-reduces of gradients inside a sharding group."""
+    """Reduce-scatters or all-reduces of gradients within a sharding group."""
     between: float = 0.0
     """All-reduces of gradient shards between replicas (HSDP)."""
     axes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Along each axis that divides the model."""
+    """Bytes along each axis that divides the model."""
 
     @property
     def inside(self) -> float:
@@ -33,7 +33,7 @@ class Volume:
 
 
 def ring(processes: int) -> float:
-    """Share of a tensor that each process sends in an all-gather or reduce-scatter."""
+    """Fraction of a tensor that each process sends in an all-gather or reduce-scatter."""
     return (processes - 1) / processes
 
 
@@ -49,10 +49,10 @@ def volume(
     """Bytes sent per process and optimizer step.
 
     Args:
-        weight_bytes: all weights as they are gathered, frozen ones too.
-        trained_weight_bytes: the trained ones among them, which ZeRO-1 and 2 gather after a step.
-        gradient_bytes: gradients of trained weights as they are reduced.
-        synchronise_each: FSDP reduces after every micro-batch instead of keeping whole gradients.
+        weight_bytes: all gathered weights, including frozen ones.
+        trained_weight_bytes: gathered trained weights, which ZeRO-1 and 2 gather after a step.
+        gradient_bytes: gradients of trained weights, in the data type of the reduction.
+        synchronise_each: FSDP reduces after every micro-batch and keeps no unsharded gradients.
         kept_bytes: weights that FSDP keeps gathered from the forward to the backward pass.
     """
     share, steps, traits = ring(layout.group), accumulation, layout.traits
@@ -61,7 +61,7 @@ def volume(
     if not traits.shards:
         return Volume(gradients=2 * gradient_bytes * share)
     if not traits.shards_all:
-        # Stage 1 reduces once; 2 and 3 keep only their part, and so reduce every micro-batch.
+        # Stage 1 reduces once; 2 and 3 keep only their shard and reduce after every micro-batch.
         reduced = gradient_bytes * (1 if layout.shard == "optimizer" else steps)
         gathered = 2 * steps * weight_bytes if layout.shard == "params" else trained_weight_bytes
         return Volume(gathered * share, reduced * share)

@@ -1,4 +1,4 @@
-"""Backends that divide a model, with the sizes of their axes that are worth predicting."""
+"""Enumerate backends that divide a model, with the axis sizes worth predicting."""
 
 import dataclasses
 import math
@@ -10,19 +10,20 @@ from finetune.planner.estimate.hardware import Machine
 from finetune.planner.shapes.architecture import Architecture
 
 WAITS = 0.1
-"""Share of a step from which on a pipeline is not proposed: so long a stage waits for others."""
+"""Maximum pipeline bubble, as a fraction of a step, of a proposed backend."""
 STAGES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Stages of a pipeline: powers of two, and three times those."""
+"""Numbers of pipeline stages: powers of two, and three times powers of two."""
 WAYS = (2, 4, 8, 16)
-"""Processes that share each layer, or the tokens of a row."""
+"""Numbers of processes that split each layer, or the tokens of a row."""
 
 
 def candidates(shape: Architecture, machine: Machine, precision: Precision) -> Iterator[Backend]:
-    """Every division that a machine has the processes and the links for.
+    """Every backend that divides the model and fits the processes and links of a machine.
 
-    Layers are divided, and tokens shared, within a node whose GPUs are joined by NVLink, by powers
-    of two; those of layers divide the heads. Stages are as many as divide the processes, and
-    experts lie within a node. What is left of the processes reads rows of its own, under FSDP2.
+    Layers and tokens are split by powers of two within a node whose GPUs are connected by NVLink;
+    the sizes for layers divide the number of heads. The number of stages divides the number of
+    processes, and experts stay within a node. The remaining processes are data parallel, with
+    FSDP2.
     """
     known = {name: backends.load(name) for name in backends.names()}
     for name, sizes in _of_experts(shape, machine):
@@ -38,7 +39,7 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
 
 
 def _of_experts(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:
-    """Backends that divide experts, and the processes over which those of a layer lie."""
+    """Backends that divide experts, and their axis sizes."""
     if shape.experts is None:
         return
     for size in WAYS:
@@ -50,7 +51,7 @@ def _of_experts(shape: Architecture, machine: Machine) -> Iterator[tuple[str, di
 
 
 def _sizes(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:
-    """Axes without FSDP2, and their sizes."""
+    """Backends without FSDP2, and their axis sizes."""
     ways = [size for size in WAYS if machine.fast and size <= machine.per_node]
     tensor = [size for size in ways if not (shape.heads % size or shape.kv_heads % size)]
     shared = [size for size in ways if not shape.heads % size]

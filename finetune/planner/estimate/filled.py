@@ -1,4 +1,4 @@
-"""Propose micro-batches by tokens where memory holds more rows than a forward pass is given."""
+"""Propose `batch.micro_tokens` if memory has room for more rows per forward pass."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 
 ENOUGH_TOKENS = 16_384
-"""Tokens of a forward pass beyond which nothing is proposed: an estimate, that matrix products of
-so many rows are as fast as they get."""
+"""Maximum tokens per forward pass of a proposal: an estimate of where larger matrix products are
+not faster."""
 
 
 def micro_tokens(plan: Plan, workload: Workload, machine: Machine) -> int | None:
-    """A `batch.micro_tokens` that fits with room to spare and spares forward passes; else None."""
+    """A `batch.micro_tokens` that safely fits and saves forward passes; None if there is none."""
     recipe, batch, length = plan.recipe, plan.recipe.batch, plan.recipe.row_length
     if batch.micro_tokens is not None or plan.accumulation == 1:
         return None

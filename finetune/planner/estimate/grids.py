@@ -1,4 +1,4 @@
-"""A recipe on a tensor x pipeline x data parallel layout, as arithmetic."""
+"""Estimate a recipe on a tensor x pipeline x data parallel layout by arithmetic."""
 
 import dataclasses
 from typing import Any
@@ -23,20 +23,20 @@ from finetune.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class GridPlan:
-    """What a recipe takes on a grid of GPUs."""
+    """Estimated memory and time of a recipe on a grid of GPUs."""
 
     grid: Grid
     machine: Machine
     memory: GridMemory
-    """Of a GPU of the first pipeline stage, which holds most."""
+    """Memory of a GPU in the first pipeline stage, where it is largest."""
     microbatches: int
-    """That each pipeline takes in a step."""
+    """Micro-batches per pipeline and step."""
     bubble: float
-    """Share of a step in which a stage waits for the others."""
+    """Fraction of a step in which a stage is idle."""
     compute: float
-    """Seconds of a step, the bubble included and communication left out."""
+    """Seconds per step, including the bubble and excluding communication."""
     source: str
-    """Where the shapes of the model were read."""
+    """Where the model's shape was read from."""
 
     @property
     def fits(self) -> bool:
@@ -56,7 +56,7 @@ class GridPlan:
         }
 
     def page(self) -> str:
-        """The same as text."""
+        """The estimate as text."""
         held, fits = self.memory, "fits" if self.fits else "DOES NOT FIT"
         usable = page.size(self.machine.usable)
         return "\n".join(
@@ -83,13 +83,13 @@ def plan_grid(
     pipeline: int,
     precision: backends.Precision = "bf16",
 ) -> GridPlan:
-    """The recipe with its weights split over `tensor` GPUs and its layers over `pipeline` stages.
+    """Estimate a recipe with weights split over `tensor` GPUs and layers over `pipeline` stages.
 
-    What is left of the machine's GPUs is data parallel, with the optimizer sharded (ZeRO-1).
+    The remaining GPUs of the machine are data parallel, with the optimizer sharded (ZeRO-1).
 
     Raises:
-        FinetuneError: the layout cannot be, with every reason and the numbers; or the recipe trains
-            an adapter.
+        FinetuneError: the layout is impossible (with every reason and the numbers), or the recipe
+            trains an adapter.
     """
     if recipe.adapter is not None:
         raise FinetuneError(

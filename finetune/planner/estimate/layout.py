@@ -1,4 +1,4 @@
-"""The layout of training over processes: engine, sharding, offload."""
+"""Layout of training over processes: engine, sharding and offload."""
 
 import dataclasses
 from typing import Literal
@@ -24,20 +24,20 @@ NAMES: dict[tuple[Engine, Shard], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Training over processes: who holds what."""
+    """Distribution of the training state over processes."""
 
     engine: Engine = "single"
     shard: Shard = "none"
     processes: int = 1
     replicas: int = 1
-    """Groups that each hold a whole sharded copy (HSDP); 1 for one group of all processes."""
+    """Number of groups that each shard one complete copy (HSDP); 1 for a single group."""
     offload: Offload = "none"
     device: Device = "none"
-    """Where offloaded state lives."""
+    """Device for offloaded state."""
     axes: Axes = UNDIVIDED
-    """How the model is divided over processes that train on the same rows."""
+    """Division of the model over processes that train on the same rows."""
     stage: int = 0
-    """Place on the pipeline of the process that is meant."""
+    """Pipeline stage of the process to predict."""
 
     def __post_init__(self) -> None:
         if self.processes % self.replicas:
@@ -47,31 +47,31 @@ class Layout:
 
     @property
     def traits(self) -> Traits:
-        """What the engine is like; a mesh shards by FSDP2 or holds what one process does."""
+        """Properties of the engine; for a mesh, those of FSDP2, or of one process if unsharded."""
         if self.axes.any:
             return TRAITS["fsdp" if self.shard != "none" else "single"]
         return TRAITS[self.engine]
 
     @property
     def for_own_module(self) -> bool:
-        """Whether a weight is whole while its own module runs, and only then (ZeRO-3)."""
+        """Whether a weight is gathered only while its own module runs (ZeRO-3)."""
         return self.shard == "params" and self.traits.for_own_module
 
     @property
     def group(self) -> int:
-        """Processes over which state is sharded: those that share a row's tokens are among them."""
+        """Processes over which state is sharded, including those that split the tokens of a row."""
         return self.processes // self.replicas // (self.axes.pipeline * self.axes.tensor)
 
     @property
     def data(self) -> int:
-        """Groups of processes that read rows of their own."""
+        """Number of process groups that read different rows."""
         return max(1, self.processes // self.axes.processes)
 
     @property
     def name(self) -> str:
-        """Name of the backend, as in `accelerate_configs`; HSDP has a name of its own."""
+        """Name of the backend, as in `accelerate_configs`; `hsdp...` for several replicas."""
         if self.axes.any:
-            keys = sorted(KEYS, key=lambda key: key == "tp")  # experts before what divides layers
+            keys = sorted(KEYS, key=lambda key: key == "tp")  # ep before tp
             named = [key for key in keys if getattr(self.axes, KEYS[key]) > 1]
             return "_".join([*named, "fsdp"] if self.data > 1 else named)
         name = NAMES[self.engine, self.shard]
@@ -86,9 +86,9 @@ class Layout:
         return f"{name}_offload_optimizer" if optimizer_only else f"{name}_offload"
 
     def share(self, what: Shard) -> int:
-        """Processes over which `what` is divided: 1 where each process holds all of it.
+        """Number of processes over which `what` is sharded; 1 if each process holds all of it.
 
-        FSDP2's shards of parameters stay shards; what SHARD_GRAD_OP keeps gathered are copies.
+        FSDP2 always shards parameters; those that SHARD_GRAD_OP keeps gathered are copies.
         """
         if self.traits.shards_all and self.shard != "none":
             return self.group

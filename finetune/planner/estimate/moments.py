@@ -1,4 +1,4 @@
-"""A timeline of memory: each moment of a step with what is alive in it."""
+"""Memory timeline of a step: moments with the bytes in use, by component."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One moment of a step: bytes by component."""
+    """One moment of a step, with bytes by component."""
 
     name: str
     parts: Mapping[str, float]

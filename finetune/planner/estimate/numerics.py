@@ -1,62 +1,66 @@
-"""Data types and kernels that a layer computes with."""
+"""Data types and kernels of a layer."""
 
 import dataclasses
 from typing import Literal
 
 AttentionKind = Literal["flash", "masked", "eager"]
-"""`flash`: no mask, keys shared by groups of heads. `masked`: SDPA with a mask in memory, keys and
-values repeated to all heads. `eager`: scores and probabilities in memory."""
+"""Attention implementations. `flash`: no mask; groups of heads share keys. `masked`: SDPA with a
+materialized mask, keys and values repeated for all heads. `eager`: materialized scores and
+probabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """Bytes per element of everything that a layer computes with."""
+    """Bytes per element of the tensors of a layer, and options that affect its memory."""
 
     residual: int = 2
-    """The hidden state between layers."""
+    """Bytes per element of the hidden state between layers."""
     compute: int = 2
-    """Inputs and outputs of matrix products."""
+    """Bytes per element of the inputs and outputs of matrix products."""
     weights: int = 2
-    """Weights as the layer holds them."""
+    """Bytes per element of the layer's stored weights."""
     autocast: bool = False
-    """Products cast their inputs, each on its own."""
+    """Each matrix product casts its inputs separately."""
     trained: bool = True
     """Whether the layer's own weights get gradients."""
     adapters: int = 2
-    """Weights of adapters."""
+    """Bytes per element of adapter weights."""
     expert_rank: int = 0
-    """Rank of adapters on experts: their product is added to the whole weights first."""
+    """Rank of adapters on experts; their product is added to the complete weights first."""
     dropout: bool = False
-    """Adapters drop inputs: each keeps its own mask and what is left."""
+    """Adapters apply dropout: each keeps its own mask and the masked input."""
     dora: bool = False
-    """Adapters are PEFT's DoRA: a norm of each whole weight, and results scaled by it in fp32."""
+    """Adapters are DoRA of PEFT: a norm of each complete weight scales the results in fp32."""
     widened: bool = True
-    """Under autocast PEFT casts an adapter's input to the adapter's fp32 first. Its layers over
-    bitsandbytes leave that to CUDA's autocast (0.21)."""
+    """Under autocast, PEFT 0.21 first casts an adapter's input to the adapter's fp32. Its
+    bitsandbytes layers leave casting to autocast on CUDA."""
     wide_masks: bool = False
-    """Masks have the input's own type, as on a CPU; else a byte an element."""
+    """Dropout masks have the data type of the input, as on a CPU, instead of one byte per
+    element."""
     inputs_kept: bool = False
-    """4-bit products keep their input although no gradient needs it."""
+    """4-bit products keep their input even though no gradient needs it."""
     compiled: bool = False
-    """Chains of cheap operations are one kernel. It keeps what enters and what a weight's gradient
-    multiplies: torch 2.13's partitioner recomputes nothing that the backward pass must hold."""
+    """Chains of pointwise operations are one kernel. It keeps its inputs and the values that the
+    gradient of a weight multiplies: the partitioner of torch 2.13 does not recompute values that
+    the backward pass must hold."""
     dequantised: bool = False
-    """Weights are stored in 4 bits and expanded for each product."""
+    """Weights are stored in 4 bits and dequantized for each product."""
     fused_norms: bool = False
-    """RMSNorm as `kernels.norm` computes it."""
+    """RMSNorm is computed by `kernels.norm`."""
     fused_activations: bool = False
-    """Gated units as `kernels.activation` computes them."""
+    """Gated activations are computed by `kernels.activation`."""
     fused_rotations: bool = False
-    """Rotary positions as `kernels.rotary` computes them."""
+    """Rotary embeddings are computed by `kernels.rotary`."""
     chained: bool = False
-    """Each cheap operation is one pass of compiled C, which copies nothing (`kernels.pointwise` on
-    a CPU)."""
+    """Each pointwise operation is one pass of compiled C without copies (`kernels.pointwise` on a
+    CPU)."""
     grouped_adapters: bool = False
-    """Adapted matrices as `kernels.lora` computes them."""
+    """Adapted matrices are computed by `kernels.lora`."""
     rearranged: int = 0
-    """Copies of attention's result in another order, each kept as well: documents that attended
-    in calls of their own put side by side, heads exchanged for tokens."""
+    """Number of additional saved copies of attention's output in another order: concatenated
+    documents that attended in separate calls, or heads exchanged for tokens."""
     dispatched: bool = False
-    """Whether tokens travel to experts on other processes."""
+    """Whether tokens are sent to experts on other processes."""
     gathered: int = 1
-    """Processes whose keys and values are gathered before attention (context parallel)."""
+    """Number of processes whose keys and values are gathered before attention (context
+    parallel)."""

@@ -1,4 +1,4 @@
-"""Tensor x pipeline x data parallel layouts, as arithmetic: what they hold, keep and waste."""
+"""Arithmetic of tensor x pipeline x data parallel layouts: memory and pipeline bubble."""
 
 import dataclasses
 
@@ -7,16 +7,16 @@ from finetune.planner.shapes.architecture import Architecture
 
 
 def bubble(stages: int, microbatches: int, virtual: int = 1) -> float:
-    """Share of a step in which a pipeline stage waits (arXiv:2104.04473, section 2.2).
+    """Fraction of a step in which a pipeline stage is idle (arXiv:2104.04473, section 2.2).
 
-    (p - 1) / (v m + p - 1), where v is the number of model chunks per stage.
+    (p - 1) / (v m + p - 1) for p stages, v model chunks per stage and m micro-batches.
     """
     return (stages - 1) / (virtual * microbatches + stages - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Processes as tensor x pipeline x data parallel."""
+    """A tensor x pipeline x data parallel grid of processes."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -34,14 +34,14 @@ class Grid:
 
 
 def check(grid: Grid, shape: Architecture, processes: int, per_node: int, fast: bool) -> None:
-    """Refuse a layout that cannot run.
+    """Reject a layout that cannot run.
 
     Args:
-        per_node: GPUs in a node.
-        fast: whether the GPUs of a node are joined by NVLink or its like.
+        per_node: GPUs per node.
+        fast: whether the GPUs of a node are connected by NVLink or a similar link.
 
     Raises:
-        FinetuneError: with every reason and the numbers.
+        FinetuneError: contains every reason, with the numbers.
     """
     problems: list[str] = []
     if grid.processes != processes:
@@ -61,11 +61,11 @@ def check(grid: Grid, shape: Architecture, processes: int, per_node: int, fast: 
 
 
 def slow_links(tensor: int, per_node: int, fast: bool) -> list[str]:
-    """Reasons against tensor parallel over these links: it waits for several sums in every layer.
+    """Why these links are too slow for tensor parallelism, with its all-reduces in every layer.
 
     Args:
-        per_node: GPUs in a node.
-        fast: whether the GPUs of a node are joined by NVLink or its like.
+        per_node: GPUs per node.
+        fast: whether the GPUs of a node are connected by NVLink or a similar link.
     """
     problems: list[str] = []
     if tensor > per_node:
@@ -82,7 +82,7 @@ def slow_links(tensor: int, per_node: int, fast: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class GridMemory:
-    """Bytes on one GPU of a 3D layout."""
+    """Bytes on one GPU of a 3D parallel layout."""
 
     states: float
     activations: float
@@ -96,12 +96,13 @@ class GridMemory:
 def grid_memory(
     grid: Grid, shape: Architecture, rows: int, length: int, microbatches: int, kept: float
 ) -> GridMemory:
-    """Mixed precision with the optimizer sharded over the data parallel group (ZeRO-1).
+    """Memory on a GPU of the first pipeline stage, where it is largest.
 
-    The first stage holds most: as many micro-batches are in flight as there are stages.
+    In mixed precision, with the optimizer sharded over the data parallel group (ZeRO-1). The first
+    stage has as many micro-batches in flight as there are stages.
 
     Args:
-        kept: bytes that one layer keeps for one micro-batch without tensor parallelism.
+        kept: bytes of activations per layer and micro-batch without tensor parallelism.
     """
     per_stage = -(-shape.layers // grid.pipeline)
     outer = shape.outer_parameters / (1 if grid.pipeline == 1 else 2)

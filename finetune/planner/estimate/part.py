@@ -1,4 +1,4 @@
-"""The part of a model that one process holds, as a workload of its own."""
+"""The part of a model on one process, as a separate workload."""
 
 import dataclasses
 import math
@@ -8,22 +8,23 @@ from finetune.planner.estimate.workload import Adapter, Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
 ROWS = ("o_proj", "down_proj")
-"""Matrices that tensor parallel cuts by what enters them; all others by what leaves."""
+"""Matrices that tensor parallelism splits along their inputs; others along their outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part(Architecture):
-    """What one process holds of a model's shape.
+    """Shape of the part of a model on one process.
 
-    Layers, heads, inner widths, vocabulary and experts are those of the process; norms are whole.
+    Layers, heads, inner width, vocabulary and experts are counted per process; norms are not
+    divided.
     """
 
     first: bool = True
-    """Whether the embedding is here."""
+    """Whether this part has the embedding."""
     last: bool = True
-    """Whether the last norm and the head are."""
+    """Whether this part has the final norm and the head."""
     expert_groups: int = 1
-    """Groups of other experts among the processes that shard a layer: they hold them together."""
+    """Number of groups with different experts among the processes that shard a layer."""
 
     @property
     def held_layer(self) -> int:
@@ -42,7 +43,7 @@ class Part(Architecture):
 
 
 def here(workload: Workload) -> Workload:
-    """A workload of the process that `workload.layout` means: what one process computes."""
+    """The workload of a single process, on the pipeline stage `workload.layout.stage`."""
     layout, shape = workload.layout, workload.shape
     axes = layout.axes
     spans = schedules.spans(shape.layers, axes)
@@ -58,7 +59,7 @@ def here(workload: Workload) -> Workload:
         "kv_heads": max(1, shape.kv_heads // ways),
         "width": -(-shape.width // ways),
         "vocab": -(-shape.vocab // ways),
-        # Each end of a pipeline has a table of its own.
+        # The two ends of a pipeline have separate tables.
         "tied": shape.tied and first and last,
         "matrices": tuple(_cut(matrix, ways) for matrix in shape.matrices),
     }
@@ -83,7 +84,7 @@ def _cut(matrix: Matrix, ways: int) -> Matrix:
 
 
 def _adapter(workload: Workload, found: Part) -> Adapter:
-    """The adapter of the layers that are here; of a matrix that is cut, one of its two is."""
+    """The adapter on the layers of this part; of a split matrix, either A or B is split."""
     given = workload.adapter
     assert given is not None
     whole = _by_rows(given, workload.shape)
@@ -100,7 +101,7 @@ def _adapter(workload: Workload, found: Part) -> Adapter:
 
 
 def _by_rows(adapter: Adapter, shape: Architecture) -> dict[int, int]:
-    """Parameters in one layer, by the first dimension of their tensor."""
+    """Adapter parameters in one layer, by the first dimension of their tensor."""
     found: dict[int, int] = {}
     for matrix in shape.matrices:
         r = adapter.ranks.get(matrix.leaf, 0)

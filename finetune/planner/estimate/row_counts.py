@@ -1,4 +1,4 @@
-"""Count the rows of a recipe's data, and the steps of a run over them."""
+"""Count the rows of a recipe's data and the steps of a run."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ from finetune.planner.shapes import published
 from finetune.recipe import Recipe
 
 LETTERS = 4
-"""Letters of English that a token stands for, on average."""
+"""Average characters of English text per token."""
 
 
 def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int | None:
-    """Steps of a run over a data set of so many rows; None where that does not say."""
+    """Steps of a run on a data set with `rows` rows; None if they cannot be determined."""
     recipe = plan.recipe
     if recipe.max_steps is not None:
         return recipe.max_steps
@@ -23,12 +23,12 @@ def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int
     if each is None:
         return None
     length = recipe.row_length
-    # Best fit leaves a hundredth of a pack empty where rows are short against it.
+    # Best-fit packing leaves about 1 % of a pack empty if rows are short; ignored here.
     return plan.steps(math.ceil(rows * min(each, length) / length))
 
 
 def known_row_tokens(recipe: Recipe) -> int | None:
-    """Tokens of a row on average: of a published data set, or by the letters of local JSONL."""
+    """Average tokens per row: of a published data set, or estimated from local JSONL files."""
     if len(recipe.data) == 1 and recipe.data[0].source in published.ROW_TOKENS:
         return published.ROW_TOKENS[recipe.data[0].source]
     rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
@@ -45,7 +45,7 @@ def _lines(path: Path) -> int:
 
 
 def local_rows(recipe: Recipe) -> int | None:
-    """Rows of a recipe's data where all of it is local JSONL, counted by lines; else None."""
+    """Rows of a recipe's data, counted by lines; None unless all data is local JSONL."""
     total = 0
     for data in recipe.data:
         path = Path(data.source)

@@ -1,8 +1,8 @@
-"""Predict the memory and the time of sampling, for methods that learn from completions.
+"""Predict the memory and time of sampling, for online methods.
 
-Beside the weights a process holds the keys and values of every token of the completions that it
-samples at once, and for each of them a few rows of the vocabulary: logits, their logarithms, and
-noise in 64 bits.
+In addition to the weights, a process holds the keys and values of all tokens of the completions
+that it samples at once, and for each completion a few rows with one entry per vocabulary item:
+logits, their log-probabilities, and 64-bit noise.
 """
 
 import dataclasses
@@ -13,35 +13,35 @@ from finetune.planner.shapes.architecture import Architecture
 from finetune.recipe import Recipe
 
 OF_LOGITS = 4 + 4
-"""Bytes of an entry of the vocabulary while noise is made: the logits, and those at temperature."""
+"""Bytes per vocabulary item for logits and logits divided by the temperature."""
 OF_NOISE = 8 + 8
-"""The same of the noise: four words of Philox for four entries, and what is made of them."""
+"""Bytes per vocabulary item for noise: the output of Philox, and the values made from it."""
 ROOM = 12
 """Tokens by which the tensors of keys and values grow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What a process needs for a sampling, besides what it holds anyway."""
+    """Memory and time that sampling adds on one process."""
 
     rows: int
-    """Completions at once."""
+    """Completions sampled at once."""
     tokens: int
-    """Of a prompt and its completion, at most."""
+    """Maximum number of tokens in a prompt with its completion."""
     cache: float
     """Bytes of keys and values."""
     logits: float
     """Bytes of logits and noise."""
     seconds: float | None
-    """At least: the weights are read once for every token of a batch, or multiplied."""
+    """Lower bound in seconds: reading the weights for each token of a batch, or multiplying."""
 
     @property
     def memory(self) -> float:
-        """Bytes at the largest moment."""
+        """Peak bytes."""
         return self.cache + self.logits
 
     def summary(self) -> dict[str, float]:
-        """For `plan.json`: by the names that the record measures them by."""
+        """Plain values for `plan.json`, with the same names as the measured values."""
         found: dict[str, float] = {
             "sampling_memory": round(self.memory),
             "sampling_cache": round(self.cache),
@@ -57,15 +57,15 @@ def sampling(
     machine: Machine | None = None,
     tokens: int | None = None,
 ) -> Sampling | None:
-    """What a recipe's samplings take; None for a method that learns from data alone.
+    """Memory and time of sampling for a recipe; None for a method that does not sample.
 
     Args:
-        recipe: with its completions.
-        shape: of the model.
-        processes: that share a sampling.
-        width: bytes of a number that the model computes with.
-        machine: for the time.
-        tokens: of the longest prompt with its completion; by default all that may be.
+        recipe: the recipe, which sets the number and length of completions.
+        shape: shape of the model.
+        processes: processes that share the completions.
+        width: bytes per element of the compute data type.
+        machine: machine for the prediction of time; None for memory only.
+        tokens: length of the longest prompt with its completion; by default the maximum.
     """
     if recipe.sampled is None:
         return None
@@ -74,7 +74,7 @@ def sampling(
     rows, tokens = min(mine, at_once), tokens or recipe.encoded_length + longest
     places = tokens - longest + (longest // (ROOM + 1) + 1) * (ROOM + 1)
     of_layer = 2 * shape.key * width * rows * places
-    # Keys, then values, of one layer are copied when they grow.
+    # Keys and values of one layer are copied one after the other when they grow.
     cache = of_layer * (shape.layers + 0.5)
     logits = rows * shape.vocab * (OF_LOGITS + OF_NOISE)
     seconds = None

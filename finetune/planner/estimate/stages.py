@@ -1,9 +1,9 @@
-"""Memory of one stage of a pipeline: its tasks in their order, with what is alive in each.
+"""Predict the memory of a pipeline stage by walking through its tasks in order.
 
-As torch 2.13 runs a schedule: buffers for the hidden states and gradients of all micro-batches are
-there from the first task to the last, the output of a forward pass is kept until its backward pass
-(where a stage has several parts, all that was sent until the end), and FSDP2 keeps units gathered,
-and gradients whole, until the last backward pass.
+The model follows torch 2.13: buffers for the hidden states and gradients of all micro-batches exist
+from the first task to the last; the output of a forward pass is kept until its backward pass (on a
+stage with several parts, until the end of the step); FSDP2 keeps its units gathered and gradients
+unsharded until the last backward pass.
 """
 
 from finetune.planner import schedules
@@ -17,19 +17,19 @@ from finetune.planner.schedules import Task
 
 
 def timeline(workload: Workload) -> Timeline:
-    """The largest moments of each kind in a step of the stage `workload.layout.stage`."""
+    """The largest moment of each kind in a step of the stage `workload.layout.stage`."""
     return _Stage(workload).timeline()
 
 
 class _Stage:
-    """The quantities of one stage, and what is alive while its tasks run."""
+    """The sizes of one stage, and the memory in use while its tasks run."""
 
     def __init__(self, workload: Workload) -> None:
         layout, axes = workload.layout, workload.layout.axes
         spans = schedules.spans(workload.shape.layers, axes)
         self.parts = {n: len(spans[n]) for n in schedules.parts_of(layout.stage, axes)}
         self.first, self.last = 0, len(spans) - 1
-        # From then on a stage repeats itself.
+        # With more micro-batches, the stage only repeats itself.
         count = min(workload.accumulation, 2 * axes.pipeline * axes.chunks)
         self.tasks = schedules.order(layout.stage, axes, count)
         self.workload = here = part.here(workload)
@@ -41,11 +41,11 @@ class _Stage:
         self.sharded = layout.group > 1
         self.flight: dict[tuple[int, int], float] = {}
         self.sent = 0.0
-        """What was sent and is not needed any more: schedules of several parts keep it."""
+        """Bytes that were sent and are no longer needed; kept by schedules with several parts."""
         self.made: set[int] = set()
-        """Parts whose gradients there are."""
+        """Parts that have gradients."""
         self.open: dict[int, int] = dict.fromkeys(self.parts, 0)
-        """Layers of each part whose weights are gathered."""
+        """Number of layers of each part whose weights are gathered."""
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
         self.base = {**state(here), "hand-overs": self._handed()}
@@ -60,12 +60,12 @@ class _Stage:
         else:
             inside = (adapter.parameters - adapter.whole) / max(1, shape.layers)
             self.layer_gradient = inside * width
-        # Of a table that tensor parallel cuts the gradient comes whole.
+        # The gradient of a table that tensor parallelism splits is not divided.
         self.table = shape.embedding * shape.ways * width if here.trains("embedding") else 0.0
         self.head_gradient = shape.head_weights * width if here.trains("head") else 0.0
 
     def _handed(self) -> float:
-        """Buffers of what comes from the stages before and after, for every micro-batch."""
+        """Bytes of receive buffers from the previous and next stages, for all micro-batches."""
         count = 0
         for number in self.parts:
             alone = set(self.parts)
@@ -73,7 +73,7 @@ class _Stage:
             count += number < self.last and number + 1 not in alone
         return count * self.workload.accumulation * self.stream
 
-    # What is there -------------------------------------------------------------------------------
+    # Memory in use -------------------------------------------------------------------------------
 
     def _gradients(self) -> float:
         found = 0.0
@@ -84,7 +84,7 @@ class _Stage:
         return found
 
     def _units(self) -> float:
-        """Weights that are gathered: the layers that were reached, and what is in no layer."""
+        """Bytes of gathered weights: the layers reached so far, and weights outside layers."""
         if not self.sharded:
             return 0.0
         return sum(self.open.values()) * self.workload.unit_bytes + self.workload.outer_bytes
@@ -108,7 +108,7 @@ class _Stage:
                 task.kind
             ](task)
         if self.sharded:
-            # Layer after layer is reduced, and given back, after the last backward pass.
+            # Layers are reduced and freed one by one after the last backward pass.
             self._note("gradients reduced", reduction=self.layer_gradient)
         self.open = dict.fromkeys(self.parts, 0)
         last = self._gradients() / self.workload.layout.share("grads")
@@ -158,7 +158,7 @@ class _Stage:
             if not again:
                 early = index * self.layer_gradient + self.head_gradient * (task.part == self.last)
             name = "backward: first layer" if index == layers - 1 else "backward: a layer"
-            # The next unit is gathered meanwhile, where it is not there.
+            # The next unit is prefetched if it is not gathered yet.
             ahead = self.sharded and index + 1 < layers and self.open[task.part] < index + 2
             self._note(
                 name,
@@ -170,7 +170,7 @@ class _Stage:
             early = 0.0 if again else layers * self.layer_gradient
             made = self.table
             if self.sharded and self.workload.compute != 4:
-                # In 16 bits as it comes and as autograd keeps it, before it is added in fp32.
+                # Two 16-bit copies, as computed and as kept by autograd, before the sum in fp32.
                 shape = self.workload.shape
                 made += 2.0 * shape.embedding * shape.ways * self.workload.compute
             self._note(
@@ -183,12 +183,12 @@ class _Stage:
             self.sent += self.stream
 
     def _sends(self, to: int) -> bool:
-        """Whether what a part gets is sent there, and kept until the last task has run."""
+        """Whether a part receives data from this stage that is kept until the last task ends."""
         there = self.first <= to <= self.last and to not in self.parts
         return there and len(self.parts) > 1
 
     def _inputs(self, task: Task) -> None:
-        """The half of a backward pass that the stage before waits for; what it kept stays."""
+        """The half of a backward pass that the previous stage waits for; activations stay."""
         flight = self.flight[task.part, task.micro]
         self._backward(task)
         self.flight[task.part, task.micro] = flight
@@ -200,5 +200,5 @@ class _Stage:
             self.sent += self.stream
 
     def _kept(self, layers: int) -> float:
-        """What the first so many layers of a part keep for the backward pass."""
+        """Bytes that the first `layers` layers of a part keep for the backward pass."""
         return (layers - 1) * self.run.kept + self.run.first if layers else 0.0

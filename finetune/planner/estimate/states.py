@@ -1,4 +1,4 @@
-"""Bytes per parameter that stay from step to step, and who holds how many of them."""
+"""Bytes per parameter that persist between steps, unsharded and per process."""
 
 import dataclasses
 
@@ -7,18 +7,18 @@ from finetune.planner.estimate.layout import Layout
 GB = 10**9
 GIB = 2**30
 
-# NF4 (arXiv:2305.14314): 4 bits a weight and one fp32 maximum per block of 64. Double quantisation
+# NF4 (arXiv:2305.14314): 4 bits per weight, one fp32 maximum per block of 64. Double quantization
 # stores the maxima in 8 bits, with one fp32 maximum per 256 of them: 4 + 8/64 + 32/(64 x 256) bits.
 NF4_BLOCK = 64
 NF4_SECOND_BLOCK = 256
-# bitsandbytes 8-bit optimizers (arXiv:2110.02861): one byte an element and one fp32 maximum per
-# 256 elements, two moments; tensors under 4096 elements keep fp32 moments (min_8bit_size).
+# bitsandbytes 8-bit optimizers (arXiv:2110.02861): two moments, each with one byte per element and
+# one fp32 maximum per 256 elements; smaller tensors than 4096 keep fp32 moments (min_8bit_size).
 ADAM8_BLOCK = 256
 ADAM8_SMALLEST = 4096
 
 
 def nf4_bits(double_quantised: bool = True, block: int = NF4_BLOCK) -> float:
-    """Bits per weight in NF4, its scales included."""
+    """Bits per weight in NF4, including scales."""
     if not double_quantised:
         return 4 + 32 / block
     return 4 + 8 / block + 32 / (block * NF4_SECOND_BLOCK)
@@ -35,7 +35,7 @@ class PerParameter:
     weights: float
     gradients: float
     optimizer: float
-    """Moments, and fp32 master weights where the engine keeps them."""
+    """Moments, and fp32 master weights if the engine has them."""
 
     @property
     def total(self) -> float:
@@ -50,12 +50,12 @@ class PerParameter:
         )
 
     def saving(self, layout: Layout) -> float:
-        """How many times smaller than unsharded: approaches 4 (ZeRO-1) and 8 (ZeRO-2), never N."""
+        """Reduction factor against no sharding: at most 4 (ZeRO-1) or 8 (ZeRO-2), not N."""
         return self.total / self.held(layout)
 
 
 def adam_moments(width: float, eight_bit: bool) -> float:
-    """Bytes per parameter of AdamW's two moments, kept in `width` bytes or in 8 bits."""
+    """Bytes per parameter of the two AdamW moments, stored in `width` bytes or in 8 bits."""
     return 2 * (1 + 4 / ADAM8_BLOCK) if eight_bit else 2 * width
 
 

@@ -1,4 +1,4 @@
-"""From bytes that tensors hold to what the allocator reserves and the process shows."""
+"""Convert bytes of tensors to bytes reserved by the allocator and used by the process."""
 
 import dataclasses
 import math
@@ -7,27 +7,28 @@ from finetune.planner.estimate.hardware import GPU, NCCL, Machine
 from finetune.planner.estimate.memory import Timeline
 from finetune.planner.estimate.workload import Workload
 
-# Published ratios of reserved to allocated: least, usual, most. On one GPU with steady shapes 1.03
-# to 1.08. Sharded, where units come and go: 1.01 (Qwen-72B, LoRA under ZeRO-3, 8192 tokens: 72.3 GB
-# a card, 70.8 planned), 1.03 (AnswerDotAI/fsdp_qlora, 10 rows: 20.97 GiB reserved, 20.4 planned),
-# 1.19 (torchtitan, 8B under FSDP2); with FSDP1 in 2024 up to 1.35, which FSDP2's streams avoid.
+# Published ratios of reserved to allocated bytes: lowest, typical, highest. On one GPU with
+# constant shapes 1.03 to 1.08. Sharded, with units gathered and freed: 1.01 (Qwen-72B, LoRA under
+# ZeRO-3, 8192 tokens: 72.3 GB per card, 70.8 planned), 1.03 (AnswerDotAI/fsdp_qlora, 10 rows: 20.97
+# GiB reserved, 20.4 planned), 1.19 (torchtitan, 8B under FSDP2); FSDP1 in 2024 up to 1.35, which
+# the streams of FSDP2 avoid.
 FRAGMENTATION = (1.03, 1.055, 1.08)
 FRAGMENTATION_SHARDED = (1.01, 1.12, 1.20)
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Peak of one process in bytes, by three ways of counting."""
+    """Peak memory of one process in bytes, counted in three ways."""
 
     allocated: float
-    """Alive tensors: torch.cuda.max_memory_allocated."""
+    """Live tensors: `torch.cuda.max_memory_allocated`."""
     reserved: float
-    """Taken by PyTorch's allocator: max_memory_reserved."""
+    """Reserved by PyTorch's allocator: `torch.cuda.max_memory_reserved`."""
     process: float
-    """What nvidia-smi shows."""
+    """As shown by nvidia-smi."""
     low: float
     high: float
-    """Band of `process`: the least and the most that the allocator is taken to lose."""
+    """Range of `process`, with the lowest and highest assumed fragmentation."""
 
 
 def _ratios(workload: Workload) -> tuple[float, float, float]:
@@ -36,15 +37,15 @@ def _ratios(workload: Workload) -> tuple[float, float, float]:
 
 
 def expected(allocated: float, workload: Workload, machine: Machine) -> float:
-    """Bytes of a process whose tensors take so many, if the card had no end."""
+    """Bytes of a process with `allocated` bytes of tensors, on a card without a memory limit."""
     return allocated * _ratios(workload)[1] + machine.outside
 
 
 def of(timeline: Timeline, workload: Workload, machine: Machine | None = None) -> Totals:
-    """The three totals of a workload's peak on a machine; by default nodes of usual GPUs.
+    """The three totals of a workload's peak on a machine; by default nodes of typical GPUs.
 
-    PyTorch's allocator gives back what it keeps in reserve before it fails: where the tensors fit,
-    a process takes no more than the card has.
+    PyTorch's allocator frees its cached memory before it runs out of memory: if the tensors fit, a
+    process does not need more than the memory of the card.
     """
     several = workload.layout.processes > 1
     outside = GPU.context + NCCL * several if machine is None else machine.outside

@@ -1,4 +1,4 @@
-"""The workload of one process in numbers: model, batch, numerics, adapter, loss, layout."""
+"""The workload of one process: model, batch, numerics, adapter, loss and layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -20,58 +20,56 @@ from finetune.planner.shapes.architecture import Architecture, Matrix
 
 Checkpointing = Literal["none", "full", "attention", "selective"]
 """What layers recompute: nothing, all, all but attention, or every second matrix product."""
-"""How weights are held and computed with: all fp32; all bf16; fp32 weights under autocast; fp32
-shards gathered in bf16; bf16 weights with fp32 masters in the optimizer."""
 Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Bytes per token and vocabulary entry around the loss."""
+    """Memory of a loss implementation, in bytes per token and vocabulary entry."""
 
     name: str
     exact: bool = False
-    """Run operation by operation (the profile of transformers >= 4.45 and of this toolkit)."""
+    """Traced operation by operation (the profile of transformers >= 4.45 and of this package)."""
     forward: float = 0.0
-    """Most that the loss's forward pass holds besides the logits."""
+    """Peak of the loss's forward pass, in addition to the logits."""
     saved: float = 0.0
-    """Kept from the forward to the backward pass."""
+    """Bytes saved for the backward pass."""
     backward: float = 0.0
-    """Most that its backward pass holds, the gradient of the logits counted."""
+    """Peak of its backward pass, including the gradient of the logits."""
     retained: float = 0.0
-    """Held through the whole backward pass by whoever still refers to the output."""
+    """Bytes that a reference to the output keeps alive during the complete backward pass."""
     picked: bool = False
-    """Logits of labelled rows are copied before they are made wide, and whole ones stay."""
+    """Logits of labelled rows are copied before the cast to fp32, and the full logits stay."""
     selected: bool = False
-    """Hidden states of labelled rows alone enter the head."""
+    """Only hidden states of labelled rows enter the head."""
     logits: bool = True
-    """Whether logits are ever whole in memory."""
+    """Whether all logits are in memory at once."""
     chunked: bool = False
-    """As `kernels.head=chunked` computes it, whose memory is followed operation by operation."""
+    """Computed by `kernels.head=chunked`, which is traced operation by operation."""
 
 
 # Logits in bf16 (2) become fp32 (4), log-probabilities (4), and two gradients of 4 each.
 HF = Loss("hf", exact=True)
-# This toolkit's `kernels.head=whole`: the same operations on labelled rows.
+# `kernels.head=whole` of this package: the same operations on labelled rows.
 OURS = Loss("finetune", exact=True, picked=True)
-# `kernels.head=labelled`: hidden states of labelled tokens alone go through the head.
+# `kernels.head=labelled`: only hidden states of labelled tokens go through the head.
 LABELLED = Loss("finetune_labelled", exact=True, selected=True)
-# The bf16 logits stay referenced by the model's output while the backward pass runs.
+# The model's output keeps a reference to the bf16 logits during the backward pass.
 HF_OUTPUT_KEPT = Loss("hf_output_kept", exact=True, retained=2)
-# Accelerate's autocast returns fp32 logits, which the caller's output holds: 4 more, 16 in all.
+# Accelerate's autocast returns fp32 logits, which the output keeps alive: 4 more bytes, 16 in all.
 HF_AUTOCAST = Loss("hf_autocast", exact=True, retained=4)
 # transformers < 4.45: fp32 logits returned, shifted copy, log-probabilities, two gradients: 20.
 HF_BEFORE_4_45 = Loss("hf_pre_4.45", forward=12, saved=8, backward=16, retained=4)
-# Chunked cross-entropy in 8 pieces over bf16 logits: an eager chunk holds 12 bytes, a compiled 4.
+# Cross-entropy in 8 chunks over bf16 logits: an eager chunk holds 12 bytes, a compiled one 4.
 CHUNKED_8 = Loss("chunked8", forward=12 / 8, saved=2, backward=2 + 12 / 8)
 CHUNKED_8_COMPILED = Loss("chunked8_compiled", forward=4 / 8, saved=2, backward=2 + 4 / 8)
-# litgpt computes fp32 cross-entropy over chunks of 128 rows: log-probabilities stay, 10 at most.
+# litgpt computes fp32 cross-entropy in chunks of 128 rows and keeps log-probabilities: 10 at most.
 LITGPT = Loss("litgpt_chunked", forward=8, saved=6, backward=10)
-# Cut or Liger cross-entropy never holds the logits (arXiv:2411.09009).
+# Cut or Liger cross-entropy never materializes the logits (arXiv:2411.09009).
 LINEAR = Loss("linear_cut", logits=False)
-# This toolkit's `kernels.head=chunked`.
+# `kernels.head=chunked` of this package.
 CHUNKED = Loss("finetune_chunked", logits=False, chunked=True)
-# This toolkit's score head: at the last token of each sequence alone.
+# The score head of this package, at the last token of each sequence only.
 SCORES = Loss("finetune_scores", logits=False)
 LOSSES: dict[str, Loss] = {
     loss.name: loss
@@ -84,36 +82,36 @@ LOSSES: dict[str, Loss] = {
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """LoRA on chosen matrices."""
+    """LoRA on selected matrices."""
 
     ranks: Mapping[str, int]
-    """Rank by the matrix's last name, for the tape of one layer."""
+    """Rank by the last part of the matrix's name, for the tape of one layer."""
     parameters: int
     width: int = 2
     """Bytes per adapter weight."""
     dropout: bool = False
-    """Whether its input is thinned at random."""
+    """Whether the adapter has dropout on its input."""
     dora: bool = False
-    """Whether weights are decomposed: a norm of each whole matrix, and a product more of each."""
+    """Whether weights are decomposed: a norm of each complete matrix, and an additional product."""
     saved: frozenset[str] = frozenset()
-    """Which of `embedding` and `head` is trained whole beside the adapter (`modules_to_save`): an
-    fp32 copy under the name of the frozen one, which stays."""
+    """Which of `embedding` and `head` are trained in full (`modules_to_save`): an fp32 copy next to
+    the frozen original, which stays in memory."""
     whole: int = 0
-    """Parameters of those, which are among `parameters`."""
+    """Parameters of the modules in `saved`, which are included in `parameters`."""
     experts: int = 0
-    """Rank on experts, 0 where they have no adapter."""
+    """Rank on experts; 0 if they have no adapter."""
     rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-    """Parameters by the first dimension of their tensor, along which FSDP2 cuts it."""
+    """Parameters by the first dimension of their tensor, along which FSDP2 shards it."""
 
     def padded(self, group: int) -> int:
-        """Parameters that `group` shards hold together: each has as many rows as the largest."""
+        """Parameters in `group` shards, each padded to as many rows as the largest shard."""
         more = sum(n // rows * (-rows % group) for rows, n in self.rows.items())
         return self.parameters + more
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One process's share of training, as far as memory, bytes and time depend on it."""
+    """The work of one process: everything that its memory, communication and time depend on."""
 
     shape: Architecture
     rows: int
@@ -125,67 +123,67 @@ class Workload:
     adapter: Adapter | None = None
     quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
     kbit_prepared: bool = False
-    """Embedding, head and norms in fp32: what PEFT's `prepare_model_for_kbit_training` leaves."""
+    """Embedding, head and norms in fp32, as after PEFT's `prepare_model_for_kbit_training`."""
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "flash"
     loss: Loss = HF
     update: Update = "adamw"
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
-    """How the optimizer walks over parameters: `foreach` copies all gradients, `loop` makes two
+    """Implementation of the optimizer step: `foreach` copies all gradients, `loop` makes two
     temporary copies of one tensor at a time."""
     root_unit: bool = False
-    """FSDP: embedding, last norm and head are one unit that stays gathered, instead of two."""
+    """FSDP: embedding, final norm and head are one unit that stays gathered, instead of two."""
     fp16: bool = False
-    """Whether 16 bits are those that GPUs of before Ampere multiply in."""
+    """Whether the 16-bit data type is fp16, as on GPUs older than Ampere."""
     cpu: bool = False
-    """Trained without an accelerator: dropout keeps wider masks."""
+    """Trained without an accelerator, where dropout keeps wider masks."""
     compiled: bool = False
-    """Layers run through torch.compile, which keeps the inputs of fused operations only."""
+    """Layers run through torch.compile, which keeps only the inputs of fused operations."""
     immediate: bool = False
-    """Each tensor is updated as soon as its gradient exists: gradients are never all alive."""
+    """Each tensor is updated as soon as its gradient exists, so gradients are freed one by one."""
     activations_on_host: bool = False
-    """What layers keep for the backward pass waits in host memory."""
+    """Activations that layers keep for the backward pass are stored in host memory."""
     reduce_width: int = 4
     """Bytes per gradient element in FSDP's reductions."""
     inputs_kept: bool = False
-    """Releases of bitsandbytes from 2023: 4-bit products keep their inputs (0.50 keeps none)."""
+    """4-bit products keep their inputs, as in bitsandbytes releases of 2023 (not in 0.50)."""
     synchronise_each: bool = False
-    """FSDP reduces gradients after every micro-batch, and so keeps its own share only."""
+    """FSDP reduces gradients after every micro-batch and keeps only its shard."""
     ahead: int = 0
     """Forward passes without gradient before each step, each over as many tokens as the step."""
     wide_gradients: bool = False
-    """DeepSpeed adds gradients up in fp32, as the engine here tells it to."""
+    """DeepSpeed accumulates gradients in fp32, as configured by the engine here."""
     fused_norms: bool = False
     """`kernels.norm`: RMSNorm in one operation."""
     fused_activations: bool = False
-    """`kernels.activation`: the unit of a gated feed-forward layer in one operation."""
+    """`kernels.activation`: gated activation in one operation."""
     fused_rotations: bool = False
     """`kernels.rotary`: query and key are rotated in one operation."""
     chained: bool = False
-    """`kernels.pointwise`: cheap operations are compiled from C, as on CPUs."""
+    """`kernels.pointwise`: pointwise operations are compiled from C, as on CPUs."""
     labelled: float = 1.0
-    """Share of the tokens that have a label, at most: all but the first of each row may have."""
+    """Upper bound on the fraction of tokens with a label; the first of each row never has one."""
     grouped_adapters: bool = False
-    """`kernels.lora`: adapters of one input in one operation. ZeRO-3 leaves it."""
+    """`kernels.lora`: adapters that share an input run in one operation, except with ZeRO-3."""
     teacher_shape: Architecture | None = None
-    """Of a frozen model that runs before the student and stays in memory; None for none."""
+    """Shape of a teacher that runs before the student and stays in memory; None for no teacher."""
     teacher_quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
     reference_shape: Architecture | None = None
-    """Of a frozen model that each process holds unsharded as the reference; None for none."""
+    """Shape of a reference model that each process holds unsharded; None for no such model."""
     reference_stays: bool = False
-    """Whether it stays for all of the run, and not for a pass before the first step."""
+    """Whether the reference stays in memory during training, or only before the first step."""
     taught: bool = False
-    """The loss compares the head with a teacher's, that runs or is stored."""
+    """The loss compares the head with that of a teacher, whether running or stored."""
     apart: bool = False
-    """Each document attends in a call of its own, on CPUs in fp32."""
+    """Each document attends in a separate call, as on CPUs in fp32."""
     scored: int = 0
-    """Tokens of the longest document whose scores the backward pass of attention holds: on CPUs in
-    16 bits, where attention is by products; 0 elsewhere."""
+    """Tokens of the longest document whose scores are held in the backward pass of attention: on
+    CPUs in 16 bits, with attention by matrix products; 0 elsewhere."""
 
     @property
     def teacher(self) -> "Workload | None":
-        """What the teacher is, as a model of which nothing is trained; None for none."""
+        """The workload of the teacher, of which nothing is trained; None for no teacher."""
         if self.teacher_shape is None:
             return None
         return dataclasses.replace(
@@ -195,7 +193,7 @@ class Workload:
 
     @property
     def teacher_bytes(self) -> float:
-        """Of the teacher's weights, as one process holds them from step to step."""
+        """Bytes of the teacher's weights that stay on one process between steps."""
         teacher = self.teacher
         if teacher is None:
             return 0.0
@@ -206,7 +204,7 @@ class Workload:
 
     @property
     def reference_bytes(self) -> float:
-        """Of the reference's weights: stored as those of the model that is trained."""
+        """Bytes of the reference model's weights, stored like those of the trained model."""
         shape = self.reference_shape
         if shape is None:
             return 0.0
@@ -217,14 +215,14 @@ class Workload:
 
     @property
     def waiting_activations(self) -> float:
-        """Bytes of blocks' inputs that wait in host memory for the backward pass."""
+        """Bytes of block inputs that are stored in host memory for the backward pass."""
         if not self.activations_on_host:
             return 0.0
         return float(self.shape.layers * self.tokens * self.shape.hidden * self.numerics.residual)
 
     @property
     def scores(self) -> int:
-        """`scored`, where the scores are not capped: those of Gemma 2 are written out."""
+        """`scored`, or 0 if scores are soft-capped: those of Gemma 2 are materialized."""
         return 0 if self.shape.capped_scores else self.scored
 
     @property
@@ -233,26 +231,26 @@ class Workload:
 
     @property
     def labelled_tokens(self) -> int:
-        """Tokens that have a label."""
+        """Number of tokens with a label."""
         return max(1, round(self.tokens * self.labelled))
 
     @property
     def trained(self) -> int:
-        """Parameters that get gradients."""
+        """Number of parameters with gradients."""
         return self.shape.parameters if self.adapter is None else self.adapter.parameters
 
     def trains(self, part: Literal["embedding", "head"]) -> bool:
-        """Whether all weights of a part outside the layers get gradients."""
+        """Whether all weights of the embedding or the head get gradients."""
         return self.adapter is None or part in self.adapter.saved
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are trained as one: copies of them are two."""
+        """Whether head and embedding are trained as one tensor; `Adapter.saved` copies are not."""
         return self.shape.tied and not self.shape.scores and self.adapter is None
 
     @property
     def sharded(self) -> int:
-        """Trained parameters as the shards of all processes hold them, FSDP2's padding counted."""
+        """Trained parameters in the shards of all processes, including FSDP2's padding."""
         layout = self.layout
         if self.adapter is None or not layout.traits.shards_all or layout.group == 1:
             return self.trained
@@ -260,17 +258,17 @@ class Workload:
 
     @property
     def compute(self) -> int:
-        """Bytes of an element that matrices are multiplied in."""
+        """Bytes per element of the compute data type."""
         return 4 if self.scheme == "fp32" else 2
 
     @property
     def frozen_width(self) -> int:
-        """Bytes per frozen weight that is not quantised: as it is computed with."""
+        """Bytes per frozen, unquantized weight: those of the compute data type."""
         return self.compute
 
     @property
     def trained_width(self) -> int:
-        """Bytes per trained weight as the layer holds it."""
+        """Bytes per trained weight in the layer."""
         if self.adapter is not None:
             return self.adapter.width
         return 4 if self.scheme in ("fp32", "autocast") else 2
@@ -278,14 +276,14 @@ class Workload:
     @property
     def gradient_width(self) -> int:
         if self.scheme == "fsdp":
-            return 4  # sharded gradients have the shards' type
+            return 4  # sharded gradients have the data type of the shards
         return self.trained_width
 
     @property
     def numerics(self) -> Numerics:
         full, axes = self.adapter is None, self.layout.axes
         autocast = self.scheme == "autocast"
-        # The embedding's type is that of the hidden states, which autocast leaves as they are.
+        # Hidden states have the data type of the embedding, which autocast does not change.
         wide = self.scheme == "fp32" or self.kbit_prepared
         wide = wide or (autocast and self.trains("embedding"))
         return Numerics(
@@ -315,13 +313,13 @@ class Workload:
 
     @property
     def _groups(self) -> bool:
-        """Whether adapters can be grouped here: ZeRO-3 gathers each layer for itself, and the
-        matrices of GPT-2 lie the other way round."""
+        """Whether adapters can be grouped: not with ZeRO-3, which gathers each module separately,
+        nor in GPT-2, whose matrices are transposed."""
         return not self.layout.for_own_module and self.shape.kind != "gpt2"
 
     @property
     def paged(self) -> bool:
-        """Whether the optimizer's moments are in memory that moves between GPU and host."""
+        """Whether the moments of the optimizer are in memory that moves between GPU and host."""
         return self.update == "paged_adamw_8bit"
 
     @property
@@ -335,14 +333,14 @@ class Workload:
         masters = 4 if self.scheme == "deepspeed" else 0
         if self.update != "muon":
             return masters + adam_moments(width, False)
-        # One moment for matrices inside layers, AdamW's two for all else.
+        # One moment for matrices inside layers, and the two of AdamW for everything else.
         full = self.adapter is None
         single = self.shape.layers * self.shape.linear_weights if full else self.trained
         return masters + width * (2 - single / self.trained)
 
     @property
     def frozen_bytes(self) -> float:
-        """All frozen weights as they lie in memory, unsharded."""
+        """Bytes of all frozen weights as stored, unsharded."""
         if self.adapter is None:
             return 0.0
         elsewhere = (self.shape.held_layer - self.shape.layer_parameters) * self.frozen_width
@@ -366,7 +364,7 @@ class Workload:
 
     @property
     def scale_bytes(self) -> float:
-        """Scales of all 4-bit weights: every process holds them whole, for no engine knows them."""
+        """Bytes of the scales of all 4-bit weights, which no engine shards."""
         if not self.quantization.startswith("nf4"):
             return 0.0
         weights = self.shape.layers * self.shape.linear_weights
@@ -378,7 +376,7 @@ class Workload:
 
     @property
     def unit_bytes(self) -> float:
-        """One layer gathered whole, as it is computed with."""
+        """Bytes of one gathered layer in the compute data type."""
         if self.adapter is None:
             return self.shape.layer_parameters * self.compute
         adapters = self.sharded / self.shape.layers
@@ -393,7 +391,7 @@ class Workload:
 
     @property
     def outer_bytes(self) -> float:
-        """Embedding, norm and head gathered whole."""
+        """Bytes of the gathered embedding, norm and head."""
         if self.adapter is None:
             return self.shape.outer_parameters * self.compute
         return self.frozen_outer_bytes
@@ -411,7 +409,7 @@ def lora(
     rank_pattern: Mapping[str, int] | None = None,
     saved: Iterable[str] = (),
 ) -> Adapter:
-    """The adapter that these settings make; `saved` are names of `modules_to_save`."""
+    """The adapter with these settings; `saved` are the names of `modules_to_save`."""
     chosen = adapted(shape, targets, excluded, only_layers)
     patterns = rank_pattern or {}
 

@@ -1,1 +1,1 @@
-"""Shapes of models, read from their configs or as published."""
+"""Model shapes, read from configs or from a table of published models."""

@@ -1,18 +1,18 @@
-"""The shapes of a decoder: layers, matrices and parameter counts."""
+"""Shapes of a decoder: layers, matrices and parameter counts."""
 
 import dataclasses
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_new"]
-"""`gelu_new` is GPT-2's, written out in eight operations; the others are one kernel each."""
+"""Activation functions. `gelu_new` (GPT-2) is eight operations; the others are one kernel each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A linear map inside a layer."""
+    """A linear layer inside a decoder layer."""
 
     name: str
-    """Path inside the layer, as `self_attn.q_proj`."""
+    """Path inside the decoder layer, such as `self_attn.q_proj`."""
     inputs: int
     outputs: int
     bias: bool = False
@@ -32,15 +32,15 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The routed experts of a mixture-of-experts layer, held as three-dimensional parameters.
+    """The routed experts of a mixture-of-experts layer, stored as three-dimensional parameters.
 
-    transformers 5 stores all experts of a layer in two tensors that are no `nn.Linear`: they stay
-    as they are under bitsandbytes, and PEFT 0.21's `all-linear` wraps them whole.
+    transformers 5 stores all experts of a layer in two tensors that are not `nn.Linear`:
+    bitsandbytes does not quantize them, and `all-linear` of PEFT 0.21 wraps each tensor as a unit.
     """
 
     count: int
     active: int
-    """Experts that each token visits."""
+    """Experts per token."""
     width: int
 
     def weights(self, hidden: int) -> int:
@@ -50,7 +50,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer: everything that memory, communication and time depend on."""
+    """Shape of a decoder-only transformer: all that memory, communication and time depend on."""
 
     kind: str
     """`model_type` of the config."""
@@ -60,34 +60,34 @@ class Architecture:
     kv_heads: int
     head_dim: int
     width: int
-    """Inner width of the (dense) feed-forward part."""
+    """Inner width of the dense feed-forward layer."""
     vocab: int
     tied: bool
     """Whether the head shares the embedding's weights."""
     matrices: tuple[Matrix, ...]
-    """Linear maps of one layer, in the order in which the forward pass reaches them."""
+    """Linear layers of one decoder layer, in the order of the forward pass."""
     experts: Experts | None = None
     gated: bool = True
-    """Whether the feed-forward part multiplies two branches (gate and up)."""
+    """Whether the feed-forward layer multiplies two branches (gate and up)."""
     activation: Activation = "silu"
     norm: Literal["rms", "gemma", "layer"] = "rms"
     norms: int = 2
-    """Normalisations of the hidden state in one layer."""
+    """Normalizations of the hidden state in one layer."""
     qk_norm: bool = False
     capped_scores: bool = False
-    """Whether attention's scores go through a tanh."""
+    """Whether the attention scores are soft-capped with a tanh."""
     capped_logits: bool = False
-    """The same of the logits."""
+    """Whether the logits are soft-capped with a tanh."""
     positions: int = 0
-    """Rows of a learned table of positions."""
+    """Rows of the learned position embedding; 0 without one."""
     context: int = 0
-    """Longest sequence that the model was made for."""
+    """Maximum sequence length of the model."""
     prefix: str = "model.layers"
     head: str = "lm_head"
     scores: int = 0
-    """Numbers that a score head gives in place of logits; 0 for a language model."""
+    """Outputs of a score head that replaces the logits; 0 for a language model."""
     ways: int = 1
-    """Processes that share each matrix: what is here is the part of one."""
+    """Processes that split each matrix; this shape is the part of one of them."""
 
     @property
     def query(self) -> int:
@@ -99,7 +99,7 @@ class Architecture:
 
     @property
     def norm_size(self) -> int:
-        """Parameters of one normalisation of the hidden state."""
+        """Parameters of one normalization of the hidden state."""
         return self.hidden * (2 if self.norm == "layer" else 1)
 
     @property
@@ -117,7 +117,7 @@ class Architecture:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of one layer that are `nn.Linear`: what adapters and NF4 apply to."""
+        """Weights of the `nn.Linear` modules of one layer, to which adapters and NF4 apply."""
         return sum(matrix.weights for matrix in self.matrices)
 
     @property
@@ -126,18 +126,18 @@ class Architecture:
 
     @property
     def head_weights(self) -> int:
-        """Weights that a token is multiplied with in the head."""
+        """Weights of the head by which a token is multiplied."""
         return self.scores * self.hidden if self.scores else self.embedding
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters outside the layers: embedding, positions, last norm, untied head."""
+        """Parameters outside the layers: embedding, positions, final norm, untied head."""
         head = 0 if self.tied and not self.scores else self.head_weights
         return self.embedding + self.positions * self.hidden + self.norm_size + head
 
     @property
     def held_layer(self) -> int:
-        """Parameters of a layer that its processes hold together, each a shard where they shard."""
+        """Parameters of a layer, summed over the processes that shard it."""
         return self.layer_parameters
 
     @property
@@ -146,7 +146,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: all but the experts that it does not visit."""
+        """Parameters used for one token: all except the experts it is not routed to."""
         if self.experts is None:
             return self.parameters
         idle = self.experts.count - self.experts.active
@@ -154,7 +154,7 @@ class Architecture:
 
     @property
     def multiplied(self) -> int:
-        """Weights that one token is multiplied with: matrices, visited experts, and the head."""
+        """Weights by which one token is multiplied: matrices, its experts, and the head."""
         experts = 0
         if self.experts is not None:
             visited = self.experts.active * self.experts.weights(self.hidden)

@@ -1,4 +1,4 @@
-"""Places of a model's `config.json` on this machine."""
+"""Paths where a model's `config.json` may be on this machine."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from finetune.cache import hub_cache
 
 
 def config_paths(name: str, revision: str | None) -> list[Path]:
-    """A local folder's, and the hub cache's."""
+    """Possible paths: in a local folder, and in the hub cache."""
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
     wanted = revision or "main"
     reference = folder / "refs" / wanted

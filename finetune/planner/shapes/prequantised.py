@@ -1,4 +1,4 @@
-"""Models whose files are quantised already: which of them can be trained, and what to do instead.
+"""Check whether a model whose files are already quantized can be trained.
 
 Only `config.json` is read, so `finetune plan` reports the problem before anything is loaded.
 """
@@ -12,14 +12,14 @@ from finetune.planner.kernels import model_fields
 from finetune.recipe import Recipe
 
 DEQUANTISED = ("fp8", "mxfp4")
-"""Kinds that transformers 5.23 can turn into plain weights while it loads them, on any device."""
+"""Quantization methods that transformers 5.23 can dequantize while loading, on any device."""
 
 BITSANDBYTES = {"nf4": "NF4", "int8": "LLM.int8"}
-"""Kinds that stay as they are: the same as `model.quantization` makes of plain weights."""
+"""Quantization methods that are kept, the same as `model.quantization` produces."""
 
 
 def stored_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantisation that a `config.json` states; empty for plain weights."""
+    """The quantization settings in a `config.json`; empty for unquantized weights."""
     inner = fields.get("text_config")
     for place in (fields, cast(dict[str, Any], inner) if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -30,7 +30,7 @@ def stored_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_kind(fields: Mapping[str, Any]) -> str | None:
-    """How the weights of a `config.json` are stored, such as `nf4` or `fp8`; None as they are."""
+    """Quantization method of a `config.json`, such as `nf4` or `fp8`; None if not quantized."""
     stored = stored_config(fields)
     if not stored:
         return None
@@ -43,18 +43,18 @@ def stored_kind(fields: Mapping[str, Any]) -> str | None:
 
 
 def storage_of(fields: Mapping[str, Any]) -> str:
-    """What packs the bits of NF4 weights, by its name in torch."""
+    """Name of the torch data type in which NF4 weights are packed."""
     return str(stored_config(fields).get("bnb_4bit_quant_storage", "uint8"))
 
 
 def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend) -> Iterator[str]:
-    """Why a model that is quantised already cannot be trained as a recipe asks.
+    """Why a model that is already quantized cannot be trained as the recipe requests.
 
     Args:
-        name: What the recipe calls the model.
-        fields: Of its `config.json`.
+        name: Name of the model in the recipe.
+        fields: Fields of its `config.json`.
         asked: `model.quantization`.
-        backend: its engine may shard floating point tensors only.
+        backend: Its engine may shard only floating point tensors.
     """
     kind = stored_kind(fields)
     if kind is None:
@@ -88,7 +88,7 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
 
 
 def prequantised(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """`problems` of a recipe whose model's `config.json` is on this machine."""
+    """`problems` for the model of a recipe, if its `config.json` is on this machine."""
     name = recipe.model.name
     if name is not None:
         yield from problems(name, model_fields(recipe), recipe.model.quantization, backend)

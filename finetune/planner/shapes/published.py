@@ -1,7 +1,8 @@
-"""Shapes of well-known models as their authors published them, for when a config cannot be read.
+"""Table of published shapes of well-known models, used if a config cannot be read.
 
-Gated repositories need a login even for their `config.json`. A row holds its fields: hidden size,
-layers, heads, key heads, inner width, vocabulary, and what differs from untied Llama.
+Gated repositories require a login even for their `config.json`. The columns of a row are: name,
+model type, hidden size, layers, heads, key-value heads, inner width, vocabulary size, and
+differences from Llama with an untied head.
 """
 
 import re
@@ -77,7 +78,7 @@ phi-3-medium        phi3      5120  40  40  10  17920  32064
 """
 
 ROW_TOKENS = {"openai/gsm8k": 190}
-"""Tokens of a row on average, question and answer in ChatML, by SmolLM2's tokenizer."""
+"""Average tokens per row: question and answer in ChatML, with SmolLM2's tokenizer."""
 
 _ENDINGS = re.compile(
     r"-(instruct|chat|base|it|hf|\d+k|\d{4}|intermediate.*|step.*|bnb.*|deduped|for.*)(?=-|$)"
@@ -102,7 +103,7 @@ def _row(line: str) -> tuple[str, dict[str, Any]]:
         "vocab_size": vocab,
         "tie_word_embeddings": "tied" in numbers[6:],
     }
-    if kind == "gpt2":  # names of its own
+    if kind == "gpt2":  # its config uses different names
         config |= {"n_embd": h, "n_layer": layers, "n_head": heads, "n_inner": width}
     for word in numbers[6:]:
         field, _, value = word.partition("=")
@@ -125,23 +126,23 @@ AUTHORS = (
     "meta-llama", "huggyllama", "codellama", "tinyllama", "huggingfacetb", "01-ai", "mistralai",
     "qwen", "google", "openai-community", "eleutherai", "microsoft",
 )  # fmt: skip
-"""Who published the models of the table, by their names on the hub."""
+"""Hub organizations that published the models of the table."""
 
 
 def row(name: str) -> str | None:
-    """The row of a model by its hub id or a short name, or None when it is not in the table."""
+    """The row of a model, by hub id or short name; None if it is not in the table."""
     key = _key(name)
     return _KEYS.get(key) or _KEYS.get(re.sub(r"v\d\.\d$", "", key)) or _KEYS.get(f"{key}v0.1")
 
 
 def find(name: str) -> dict[str, Any] | None:
-    """The config of a model by its hub id or a short name, or None when it is not in the table."""
+    """The config of a model, by hub id or short name; None if it is not in the table."""
     found = row(name)
     return None if found is None else CONFIGS[found]
 
 
 def source(name: str) -> str:
-    """Where the config of `find` is from, which a model of somebody else is only called after."""
+    """Source of the config from `find`; for a model of another author only the name matches."""
     author, _, rest = name.rpartition("/")
     if not author or author.lower() in AUTHORS:
         return "the table of published shapes"

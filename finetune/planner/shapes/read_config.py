@@ -1,7 +1,7 @@
-"""Reads the shapes of a decoder from its `config.json`.
+"""Read the shapes of a decoder from its `config.json`.
 
-Only architectures whose every parameter is known here are read; any other is refused, since a
-guessed shape would make each number that follows wrong without a word.
+Only architectures whose parameters are all known here are read. Others are rejected, because a
+guessed shape would silently make all derived numbers wrong.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from finetune.planner.shapes.architecture import Activation, Architecture, Exper
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
-    """A config's fields, read with every problem noted instead of raised."""
+    """Fields of a config; problems are collected instead of raised."""
 
     values: Mapping[str, Any]
     problems: list[str]
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; a missing one without a default is a problem."""
+        """An integer of at least 1; a missing field without a default is a problem."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -29,7 +29,7 @@ class _Fields:
         return 1
 
     def one_of(self, *names: str) -> int:
-        """The size of the first of several names that is given; of the first where none is."""
+        """The size of the first field that is given; of the first name if none is given."""
         given = [name for name in names if self.values.get(name) is not None]
         return self.size((given or [*names])[0])
 
@@ -38,7 +38,7 @@ class _Fields:
         return default if value is None else bool(value)
 
     def capped(self, name: str) -> bool:
-        """Whether a cap is set: transformers has one where the config says nothing, as Gemma-2."""
+        """Whether a cap is set. In transformers, a Gemma-2 config without the field has a cap."""
         return self.values.get(name, 1) is not None
 
     def activation(self, default: str) -> Activation:
@@ -46,7 +46,7 @@ class _Fields:
             "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
             "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
         }  # fmt: skip
-        # Gemma computes with `hidden_activation` whatever its older `hidden_act` says.
+        # Gemma uses `hidden_activation` and ignores its older `hidden_act`.
         name = self.values.get("hidden_activation") or self.values.get("hidden_act") or default
         if str(name) not in names:
             known = ", ".join(names)
@@ -72,11 +72,11 @@ def _gated(h: int, f: int, bias: bool) -> list[Matrix]:
 
 
 def _llama(kind: str, fields: _Fields) -> Architecture:
-    """Llama and the families that differ from it by a bias, a norm or an activation."""
+    """Llama, and families that differ from it in biases, norms or the activation."""
     gemma = kind in ("gemma", "gemma2", "gemma3_text")
     qwen3 = kind in ("qwen3", "qwen3_moe")
     h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    # transformers: Llama takes as many key heads as heads; other classes have a number of their own
+    # transformers: Llama defaults to as many key heads as heads; other classes have other defaults
     kv = fields.size("num_key_value_heads", heads if kind == "llama" else None)
     implied = h // heads if not (gemma or qwen3) or kind == "qwen3_moe" else None
     if implied is not None and fields.values.get("head_dim") is None and h % heads:
@@ -119,7 +119,7 @@ def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
                 "mlp_only_layers, decoder_sparse_step: the formulas know models whose every "
                 "layer has experts"
             )
-        # transformers 5 reads either name, and writes the second.
+        # transformers 5 reads both names and writes the second.
         count = fields.one_of("num_experts", "num_local_experts")
         chosen = fields.size("num_experts_per_tok")
         return Experts(count, chosen, fields.size("moe_intermediate_size"))
@@ -127,7 +127,7 @@ def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
 
 
 def _phi3(kind: str, fields: _Fields) -> Architecture:
-    """Phi-3: Llama with q, k, v in one matrix, and gate and up in one."""
+    """Phi-3: Llama with fused q, k, v and with fused gate and up matrices."""
     h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv, f = fields.size("num_key_value_heads", heads), fields.size("intermediate_size")
     head_dim = fields.size("head_dim", h // heads)
@@ -225,20 +225,20 @@ READERS: dict[str, Callable[[str, _Fields], Architecture]] = {
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
 }
-"""Architectures whose every parameter the formulas know, checked against transformers 5.23."""
+"""Architectures whose parameters are all known, checked against transformers 5.23."""
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:
-    """Whether attention caps its scores, as Gemma 2 does in transformers without a word of it."""
+    """Whether attention scores are soft-capped; Gemma 2 does so by default in transformers."""
     default = 50.0 if config.get("model_type") == "gemma2" else None
     return config.get("attn_logit_softcapping", default) is not None
 
 
 def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """The shapes of a model from the fields of its `config.json`.
+    """The shape of a model from the fields of its `config.json`.
 
     Raises:
-        FinetuneError: the architecture is not known, or a field is missing or impossible; with
+        FinetuneError: the architecture is unknown, or fields are missing or invalid; contains
             every problem.
     """
     kind = config.get("model_type")
