@@ -1,1 +1,1 @@
-"""Write and read checkpoints, and decide which run may continue."""
+"""Write and read checkpoints, and decide which run may be resumed."""

@@ -1,4 +1,4 @@
-"""Identify the base of a run by samples of its weight files, without reading them completely."""
+"""Identify the base model of a run by hashing samples of its weight files."""
 
 import hashlib
 import json
@@ -12,20 +12,20 @@ from finetune.recipe import Model
 from finetune.runs.manifest import read_manifest
 
 WHOLE = 16 * 2**20
-"""A file of at most so many bytes is hashed whole."""
+"""Bytes; files up to this size are hashed completely."""
 SAMPLE = 4096
-"""Bytes of each tensor, or place, that are hashed of a larger one."""
+"""Bytes hashed of each tensor, or of each position in a large pickle."""
 PLACES = 1024
-"""Places of a large pickle, whose tensors are not known."""
+"""Positions sampled in a large pickle, whose tensors are not known."""
 NAMES = ("model.safetensors", "pytorch_model.bin")
-"""What transformers looks for, the first that is there; each also as parts with an index."""
+"""Weight files in the order in which transformers looks for them; each may also be sharded."""
 
 
 def fingerprint(model: Model) -> str | None:
-    """A hash of the base's weights: name, size and header of each file, a sample of each tensor.
+    """Hash of the base's weights: name, size and header of each file, a sample of each tensor.
 
     Returns:
-        None for weights from scratch, and where no file of the model is on this machine.
+        None for weights from scratch, or if no file of the model is on this machine.
 
     Raises:
         FinetuneError: a file cannot be read.
@@ -38,12 +38,12 @@ def fingerprint(model: Model) -> str | None:
 
 
 def refuse_other_base(checkpoint: Path, model: Model) -> None:
-    """Refuse a base that is not the one that a checkpoint's adapter was trained on.
+    """Refuse a base that differs from the one that a checkpoint's adapter was trained on.
 
-    A checkpoint that was written before the base was kept in it says nothing of it.
+    Older checkpoints do not record their base and are not checked.
 
     Raises:
-        FinetuneError: it is another one.
+        FinetuneError: the weights are different ones.
     """
     then, now = read_manifest(checkpoint)["progress"].get("base"), fingerprint(model)
     if None not in (then, now) and then != now:
@@ -64,7 +64,7 @@ def _files(folder: Path) -> list[Path]:
                 parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
                 return [folder / part for part in sorted(parts)]
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
-                return []  # transformers says what is wrong with it
+                return []  # transformers will report the problem
     return []
 
 
@@ -84,7 +84,7 @@ def _of_files(files: list[Path]) -> str:
 
 
 def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Places of a file and their lengths in bytes, in order."""
+    """Offset and length in bytes of each sample of a file, in order."""
     if size <= WHOLE:
         yield 0, size
         return
@@ -98,6 +98,6 @@ def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
     try:
         places = [each["data_offsets"] for each in json.loads(text).values() if "dtype" in each]
     except (ValueError, KeyError, AttributeError, TypeError):
-        return  # the reader of safetensors says what is wrong with it
+        return  # safetensors will report the problem
     for first, last in sorted(places):
         yield 8 + header + max(first, (first + last - SAMPLE) // 2), min(SAMPLE, last - first)

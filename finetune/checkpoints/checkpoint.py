@@ -1,20 +1,19 @@
-"""Checkpoints: one layout for every engine, whole or invisible, and usable by themselves.
+"""Write and read checkpoints: one layout for every engine, written atomically, loadable elsewhere.
 
     step-00000010/
       adapter/     PEFT format                                       (recipes with an adapter)
       model/       transformers format, in the precision of the run  (recipes without)
       tokenizer/   with the chat template of the training
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
-                   as boxes of what each rank held (`finetune.distributed.boxes`), and what the
-                   model saves also: persistent buffers and, without an adapter, frozen
-                   weights
-
-`adapter/` and `model/` have a generation_config.json with the stop tokens of the training.
+                   as boxes of each rank's shards (`finetune.distributed.boxes`), and the model's
+                   other tensors: persistent buffers and, without an adapter, frozen weights
       manifest.json   step, recipe, progress, the size and SHA-256 of every file and of itself;
                       written last
 
-Files are written into a scratch folder that is renamed when it is complete. What is drawn at random
-or shuffled depends on the seed and the step alone, so no generator has a state to save.
+`adapter/` and `model/` contain a generation_config.json with the stop tokens of the training.
+
+Files are written to a scratch folder that is renamed when it is complete. Shuffling and sampling
+depend only on the seed and the step, so there is no state of a random generator to save.
 """
 
 import dataclasses
@@ -51,38 +50,39 @@ Group = torch.distributed.ProcessGroup
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What training is due after a checkpoint; the step is the state of the data."""
+    """Progress of a training at a checkpoint; the step also determines the position in the data."""
 
     step: int = 0
     """Optimizer steps taken."""
     best_loss: float | None = None
-    """Lowest evaluation loss so far, or what `evaluation.best` names, as lower is better."""
+    """Lowest evaluation loss so far, or the metric of `evaluation.best`, negated if higher is
+    better."""
     best_step: int | None = None
     stale: int = 0
-    """Evaluations in a row that were not better."""
+    """Consecutive evaluations without improvement."""
     skipped: int = 0
-    """Steps that were not taken, because their gradient was not finite."""
+    """Steps skipped because their loss or gradient was not finite."""
     data: dict[str, Any] | None = None
-    """The rows that the steps count in: see `finetune.data.audit.identity`."""
+    """Identity of the rows that the steps refer to: see `finetune.data.audit.identity`."""
     base: str | None = None
     """Identity of the adapter's base: see `finetune.checkpoints.base_weights.fingerprint`."""
     scale: dict[str, float] | None = None
-    """Of the loss with fp16: see `finetune.distributed.loss_scale`."""
+    """State of the fp16 loss scale: see `finetune.distributed.loss_scale`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a rank writes of a checkpoint, copied out of the training."""
+    """A rank's part of a checkpoint, copied to host memory."""
 
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, dict[str, float]]
-    """Of its parameters by name."""
+    """Scalar optimizer state by parameter name, such as the step count."""
     shapes: dict[str, tuple[int, ...]]
-    """Of every trained parameter, whole."""
+    """Unsharded shape of every trained parameter."""
 
 
 def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Write the checkpoint of a step, on every rank together; returns its size in bytes.
+    """Write the checkpoint of a step; collective. Returns its size in bytes.
 
     Raises:
         TrainingFailure: see `write`.
@@ -91,7 +91,7 @@ def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedToke
 
 
 def take(engine: Engine) -> State:
-    """A copy of this rank's state in host memory, on every rank together."""
+    """Copy this rank's state to host memory; collective."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
     here = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
@@ -118,19 +118,20 @@ def write(
     state: State,
     group: Group | None = None,
 ) -> int:
-    """Write a checkpoint from what each rank has taken; returns its size in bytes.
+    """Write a checkpoint from the states of all ranks; collective. Returns its size in bytes.
 
-    `group` is the one through which the ranks agree, for a thread beside the training.
+    Args:
+        group: process group for the collectives, if called from a background thread.
 
     Raises:
-        TrainingFailure: on every rank, when any of them could not write (a full disk, say). The
-            checkpoints before it are untouched.
+        TrainingFailure: on every rank, if any of them could not write (for example on a full
+            disk). Earlier checkpoints are not touched.
     """
     folder = run.checkpoint(progress.step)
     scratch = folder.with_name(f".{folder.name}.partial")
     if engine.speaks:
         shutil.rmtree(scratch, ignore_errors=True)
-    gather(engine, None, group)  # nobody writes before that is done
+    gather(engine, None, group)  # a barrier: no rank writes before the folder is removed
     mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
     _agree(engine, mine, folder, group)
     scalars = gather(engine, state.scalars, group)
@@ -144,9 +145,9 @@ def write(
 
 
 def attempt(work: Any) -> Any:
-    """The result of some writing, or the error as a string: a rank must not leave the others.
+    """The result of `work`, or its error as a string, so that all ranks reach the next collective.
 
-    Any error: of a full disk, tokenizers 0.23 raises a bare Exception.
+    Catches every exception: tokenizers 0.23 raises a bare Exception on a full disk.
     """
     try:
         return work()
@@ -157,7 +158,7 @@ def attempt(work: Any) -> Any:
 
 
 def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list[Any]:
-    """Everybody's outcome on every rank; raises on all of them when one failed."""
+    """The outcomes of all ranks, on every rank; raises on all ranks if one failed."""
     outcomes = gather(engine, mine, group)
     causes = causes_of(outcomes)
     if not causes:
@@ -170,13 +171,13 @@ def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list
 
 
 def causes_of(outcomes: list[Any]) -> str:
-    """The errors among what every rank's `attempt` gave; empty where there is none."""
+    """Errors among the results of every rank's `attempt`, joined; empty if there are none."""
     errors = {o for o in outcomes if isinstance(o, str) and o.startswith("error: ")}
     return "; ".join(error.removeprefix("error: ") for error in sorted(errors))
 
 
 def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
-    """What every rank has, on every rank."""
+    """The values of all ranks, on every rank."""
     return engine.gather(mine, group)
 
 
@@ -201,7 +202,7 @@ def _complete(
     scalars: list[dict[str, dict[str, float]]],
     shapes: dict[str, tuple[int, ...]],
 ) -> int:
-    """On one rank: what is usable by itself, the manifest, and the rename. Returns bytes."""
+    """On rank 0: write the adapter or model and the manifest, then rename. Returns bytes."""
     merged: dict[str, dict[str, float]] = {}
     for of_rank in scalars:
         for name, values in of_rank.items():
@@ -245,14 +246,14 @@ def progress_of(folder: Path) -> Progress:
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:
-    """Put a checkpoint's weights into a model before an engine shards it.
+    """Load a checkpoint's weights into a model before an engine shards it.
 
     Raises:
-        FinetuneError: its parameters are not those of the checkpoint.
+        FinetuneError: the trained parameters differ from the checkpoint's.
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
     here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
-    if any(map(is_elsewhere, module.modules())):  # other stages compare their own
+    if any(map(is_elsewhere, module.modules())):  # each pipeline stage compares its own layers
         shapes = {name: shape for name, shape in shapes.items() if name in here}
     differing = sorted(
         name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
@@ -274,7 +275,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
 
 
 def load_state(engine: Engine, folder: Path) -> None:
-    """Give a prepared engine the fp32 weights, optimizer state and loss scale of a checkpoint."""
+    """Load the fp32 weights, optimizer state and loss scale of a checkpoint into an engine."""
     scalars = read_manifest(folder)["scalars"]
     with Reader(folder) as reader, torch.no_grad():
 
@@ -287,7 +288,7 @@ def load_state(engine: Engine, folder: Path) -> None:
 
 
 def compare(engine: Engine, folder: Path) -> list[str]:
-    """Trained parameters whose checkpoint differs from what this rank holds of them."""
+    """Names of trained parameters whose values in a checkpoint differ from this rank's shards."""
     differing: list[str] = []
     with Reader(folder) as reader:
         for fragment in engine.fragments():

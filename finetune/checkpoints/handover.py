@@ -1,14 +1,14 @@
 """Prepare a result for other libraries and servers: stop tokens, configs, templates, file modes.
 
-What each of them reads, by its source:
+What they read, according to their source code:
 
     transformers 5.23, vLLM, SGLang   `eos_token_id` of generation_config.json, a number or a list
     vLLM, TGI, most scripts           the tokenizer's `eos_token` as well
     llama.cpp's converter             `eos_token` of tokenizer_config.json before the `eos_token_id`
-                                      of config.json, of which it reads no list
-    PEFT 0.21                         the files of the base alone, whatever is beside an adapter
+                                      of config.json, where it does not read lists
+    PEFT 0.21                         only the files of the base, not those next to an adapter
 
-A result therefore names every trained end in both JSON files, and the end of a turn as the
+A result therefore has every trained end token in both JSON files, and the end of a turn as the
 tokenizer's `eos_token`.
 """
 
@@ -36,7 +36,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Model
 
 SAMPLED = 4096
-"""Documents whose last trained token is looked at, evenly spaced."""
+"""Documents checked for their last trained token, evenly spaced."""
 
 GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 
@@ -50,27 +50,27 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "user", "content": "c"},
     ],
 )
-"""Conversations that must be rendered alike before and after the tokenizer is changed."""
+"""Conversations that must render the same before and after the tokenizer is changed."""
 
 
 # --- stop tokens -------------------------------------------------------------------------------
 
 
 def turn_end(chat: Chat) -> int | None:
-    """Token that ends an assistant turn of a chat template; None without a usable template."""
+    """Token id that ends an assistant turn of the chat template; None without a usable template."""
     if chat.template is None:
         return None
     eos = chat.tokenizer.eos_token_id
     try:
         ends = chat.stop_ids
-    except FinetuneError:  # a template that the data does not use may be unusable
+    except FinetuneError:  # a template that the data does not use may be invalid
         return None
     others = [token for token in ends if token != eos]
     return others[0] if others else eos
 
 
 def trained_ends(rows: Rows, chat: Chat) -> tuple[int, ...]:
-    """End tokens that close the trained part of documents, most frequent first."""
+    """End tokens that end the trained part of documents, most frequent first."""
     members = np.unique(rows.members)
     step = max(1, len(members) // SAMPLED)
     counts: dict[int, int] = {}
@@ -86,10 +86,10 @@ def trained_ends(rows: Rows, chat: Chat) -> tuple[int, ...]:
 
 
 def all_ends(*ends: int | Iterable[int] | None) -> list[int]:
-    """The ids of several places in ascending order, each once.
+    """Unique token ids from several sources, ascending.
 
     Raises:
-        FinetuneError: one of them, which a file of the model may hold, is not a number.
+        FinetuneError: an id, which may come from a file of the model, is not an integer.
     """
     found: set[int] = set()
     for each in ends:
@@ -103,12 +103,12 @@ def all_ends(*ends: int | Iterable[int] | None) -> list[int]:
 def generation_config(
     own: GenerationConfig | None, ends: Iterable[int], pad: int | None
 ) -> GenerationConfig:
-    """A model's own generation settings with every end of an answer, and valid to save.
+    """A model's own generation config with every end token of an answer, valid for saving.
 
     Args:
-        own: The settings of the base model.
-        ends: Tokens that end an answer, besides those that `own` names.
-        pad: The tokenizer's pad token; without one that of `own` stays.
+        own: The generation config of the base model.
+        ends: Token ids that end an answer, in addition to those of `own`.
+        pad: The tokenizer's pad token id; None keeps the one of `own`.
     """
     config = copy.deepcopy(own) if own is not None else GenerationConfig()
     config.eos_token_id = all_ends(config.eos_token_id, ends) or None
@@ -119,7 +119,7 @@ def generation_config(
     try:
         config.validate(strict=True)
     except ValueError:
-        # Some models ship a temperature without `do_sample`, which transformers refuses to save.
+        # Some models have a temperature without `do_sample`, which transformers refuses to save.
         config.do_sample = True
     return config
 
@@ -131,11 +131,11 @@ def network_of(model: nn.Module) -> PreTrainedModel:
 
 
 def settle(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
-    """Let a model that is to be saved stop where its training data does.
+    """Set the stop tokens of a model to the ends of its training data.
 
     Args:
-        model: Its generation settings become those of the result.
-        chat: What the rows were rendered with.
+        model: Its generation config is replaced by that of the result.
+        chat: The chat template that rendered the rows.
         rows: The training data.
 
     Returns:
@@ -156,7 +156,7 @@ def settle(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
 
 
 def saved_config(network: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedConfig:
-    """The config of a trained model as servers need it: stops, cache, class and dtype."""
+    """The config of a trained model as servers need it: stop tokens, cache, class and dtype."""
     config = copy.deepcopy(network.config)
     generation = network.generation_config
     ends = generation.eos_token_id if generation is not None else None
@@ -173,9 +173,9 @@ def saved_config(network: PreTrainedModel, dtype: torch.dtype | None = None) -> 
 
 
 def base_reference(model: Model) -> tuple[str, str | None]:
-    """Name and revision by which another machine finds the base of an adapter.
+    """Name and revision with which another machine finds the base of an adapter.
 
-    A folder of the hub's cache is named by its repository and commit; any other folder by its path.
+    A folder of the hub's cache becomes its repository and commit; any other folder its path.
     """
     name, revision = str(model.name), model.revision
     if not Path(name).is_dir():
@@ -194,8 +194,8 @@ def base_reference(model: Model) -> tuple[str, str | None]:
 def saved_tokenizer(tokenizer: PreTrainedTokenizerBase, end: int | None) -> PreTrainedTokenizerBase:
     """A copy of a tokenizer for the result: no training tags, and `end` as its `eos_token`.
 
-    The end stays as it is where another one would change what the template writes, or the ids of
-    a text.
+    The `eos_token` is left unchanged if `end` would change what the template renders, or the ids
+    of a text.
     """
     saved = copy.deepcopy(tokenizer)
     if isinstance(saved.chat_template, dict):
@@ -213,9 +213,9 @@ def saved_tokenizer(tokenizer: PreTrainedTokenizerBase, end: int | None) -> PreT
 
 
 def without_generation_tags(template: str) -> str:
-    """A template without `{% generation %}`, which only training reads and some servers refuse.
+    """A template without `{% generation %}`, which only training needs and some servers refuse.
 
-    A tag becomes an empty comment with its whitespace control, so every text stays the same.
+    Each tag becomes an empty comment with the same whitespace control, so every text is unchanged.
     """
     return GENERATION_TAG.sub(r"{#\1 \2#}", template)
 
@@ -230,7 +230,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
                 text = tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=header
                 )
-            except Exception as error:  # whatever the template raises
+            except Exception as error:  # a template can raise anything
                 text = type(error).__name__
             texts.append(text)
     return texts
@@ -240,7 +240,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give the files of a folder the mode that the process gives to new files.
+    """Set the files of a folder to the mode that the umask gives to new files.
 
     safetensors (0.8) writes files that only their owner can read.
     """
@@ -253,7 +253,7 @@ def follow_umask(folder: Path) -> None:
         probe.parent.rmdir()
     for path in _files(folder):
         if path.stat().st_mode & 0o777 != mode:
-            with contextlib.suppress(OSError):  # a file system without modes
+            with contextlib.suppress(OSError):  # file systems without modes
                 path.chmod(mode)
 
 

@@ -1,4 +1,4 @@
-"""A run directory belongs to one process at a time."""
+"""Lock a run directory, so that only one process at a time trains in it."""
 
 import contextlib
 import fcntl
@@ -14,23 +14,23 @@ from finetune.runs.run import Run
 from finetune.runs.units import duration
 
 LOCK_SECONDS = 10.0
-"""How long a lock is waited for: a killed run's processes may take a moment to end."""
+"""Seconds to wait for a lock: the processes of a killed run may take a moment to end."""
 NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
-"""What may lie in a directory before a run's record does, besides files that begin with a dot.
+"""Names allowed in a directory before it has a run's record, in addition to hidden files.
 
-A start that failed while data was prepared or the model loaded leaves the last two.
+A start that failed while preparing data or loading the model leaves the last two.
 """
 
 
 @contextlib.contextmanager
 def locked(run: Run) -> Iterator[None]:
-    """Hold a run directory against other processes; the system lets go when this one ends.
+    """Lock a run directory; the operating system releases the lock when this process ends.
 
-    On a file system without locks the directory is not held, and a line on stderr says so.
+    On a file system without locks the directory is not locked, and a warning goes to stderr.
 
     Raises:
-        FinetuneError: another process holds it, it holds something else than a run, or nothing can
-            be written there.
+        FinetuneError: another process holds the lock, the directory contains something other than
+            a run, or it is not writable.
     """
     if not run.recipe.exists():
         _refuse_foreign(run.root)
@@ -53,12 +53,12 @@ def locked(run: Run) -> Iterator[None]:
         try:
             yield
         finally:
-            if not run.recipe.exists():  # refused before the record began: nothing stays
+            if not run.recipe.exists():  # refused before the record began: leave nothing behind
                 path.unlink(missing_ok=True)
 
 
 def _taken(descriptor: int, path: Path) -> bool:
-    """Whether this process need not wait for a lock any longer."""
+    """Whether the lock was acquired, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,7 +70,7 @@ def _taken(descriptor: int, path: Path) -> bool:
 
 
 def _held(run: Run, holder: str) -> str:
-    """Who holds a directory, and when it last wrote where its host cannot be asked."""
+    """The message that a directory is locked; for another host, with the time of its last write."""
     told = (
         f"{run.root}: {holder or 'another process'} trains in it; wait for its end, or choose "
         "another --output"

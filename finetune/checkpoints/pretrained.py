@@ -1,7 +1,7 @@
-"""Write what is usable by itself: an adapter in PEFT's format, a model as `save_pretrained` would.
+"""Write loadable results: an adapter in PEFT's format, or a model as `save_pretrained` would.
 
-Trained weights come from the fragments of a checkpoint, a part at a time. Everything else that
-belongs to a result is copied from the model: buffers, and frozen weights where there is no adapter.
+Trained weights are read from the fragments of a checkpoint, one part at a time. The other tensors
+of a result are copied from the model: buffers and, without an adapter, frozen weights.
 """
 
 import copy
@@ -30,11 +30,11 @@ from finetune.runs.run import write_json
 SHARD_BYTES = 4 * 1024**3
 
 Shapes = dict[str, tuple[int, ...]]
-"""Complete shape of every trained parameter, by name."""
+"""Unsharded shape of every trained parameter, by name."""
 
 
 def is_of_teacher(name: str) -> bool:
-    """Whether a module or tensor belongs to the teacher inside a student: no result holds it."""
+    """Whether a module or tensor belongs to a student's teacher, which is not part of results."""
     return re.match(r"(base_model\.model\.)?teacher(\.|$)", name) is not None
 
 
@@ -49,10 +49,9 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of what a result needs beside the trained parameters; every rank must call this.
+    """Copies of the tensors that a result needs in addition to trained parameters; collective.
 
-    Of a base with an adapter only the buffers of modules that are trained whole: the others are in
-    the base's own files.
+    With an adapter, only the buffers of `modules_to_save`: the others are in the base's own files.
     """
     whole = engine.plan.recipe.adapter is None
     for name, buffer in persistent_buffers(engine.module):
@@ -86,7 +85,7 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
     config.inference_mode = True
     config.save_pretrained(folder)
-    if engine.plan.recipe.scores is not None:  # its labels and pad token
+    if engine.plan.recipe.scores is not None:  # the config has its labels and pad token
         saved_config(network_of(module)).save_pretrained(folder)
     generation = network_of(module).generation_config
     if generation is not None:
@@ -94,11 +93,11 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
 
 
 def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """Key in PEFT's file -> tensor of an adapter, by letting PEFT rename numbered tags.
+    """Map keys of PEFT's file to names of tensors, by letting PEFT rename numbered tags.
 
-    A parameter of two names, as of tied tables that are trained whole, has two keys.
+    A parameter with two names, such as tied embeddings in `modules_to_save`, has two keys.
     """
-    if any(map(is_elsewhere, module.modules())):  # PEFT would miss the layers of other stages
+    if any(map(is_elsewhere, module.modules())):  # PEFT would not see the layers of other stages
         return {name.replace(".default.", "."): name for name in names}
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
     parameters = dict(module.named_parameters())
@@ -111,7 +110,7 @@ def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
 
 
 def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:
-    """What `save_pretrained` writes of the whole model, a part at a time."""
+    """Write the unsharded model as `save_pretrained` does, one part at a time."""
     folder.mkdir()
     dtype = torch.bfloat16 if engine.plan.backend.precision == "bf16" else torch.float32
     network = network_of(engine.module)
@@ -139,7 +138,7 @@ def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) ->
 
 
 def write_settings(network: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """What `save_pretrained` writes beside the weights: settings, and code that came with them."""
+    """Write what `save_pretrained` writes next to the weights: configs, and the model's code."""
     config = saved_config(network, dtype)
     if network.is_remote_code():
         kinds = (kind for kind in type(network).__mro__ if _is_of_its_own(kind))
@@ -150,12 +149,12 @@ def write_settings(network: PreTrainedModel, folder: Path, dtype: torch.dtype) -
 
 
 def _is_of_its_own(kind: type) -> bool:
-    """Whether a class is code that came with a model; engines put classes of theirs before it."""
+    """Whether a class is code that came with a model, not one that an engine derived from it."""
     return kind.__module__.startswith("transformers_modules.")
 
 
 def _by_layer(names: list[str]) -> list[list[str]]:
-    """Names in groups whose tensors the hub's layout may join or split: those of one layer."""
+    """Names grouped by layer: the hub's layout may fuse or split tensors within a layer."""
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = re.match(r".*?\.\d+(?=\.)", name)
@@ -170,9 +169,9 @@ def _stored(
     shapes: Shapes,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A tensor of the result: buffers as they are, weights in a dtype.
+    """A tensor of the result: buffers unchanged, weights cast to `dtype`.
 
-    Weights that transformers loads in fp32 whatever the dtype are kept so.
+    Weights that transformers always loads in fp32 stay in fp32.
     """
     kept = reader.kept()
     values = kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
@@ -186,17 +185,17 @@ def _is_parameter(network: PreTrainedModel, name: str) -> bool:
     owner, _, last = name.rpartition(".")
     try:
         return last in network.get_submodule(owner)._parameters
-    except AttributeError:  # of another stage, where buffers are those of this one's layers
+    except AttributeError:  # a parameter of another stage; buffers are of this stage's layers
         return True
 
 
 def in_fp32(name: str, patterns: Any) -> bool:
-    """Whether transformers keeps a tensor in fp32 (`_keep_in_fp32_modules_strict`, 5.23)."""
+    """Whether transformers keeps a tensor in fp32 (`_keep_in_fp32_modules_strict` in 5.23)."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def _name_parts(folder: Path, parts: list[list[str]], total: int) -> None:
-    """Give the parts of a model their final names, and several of them an index."""
+    """Rename the parts of a model to their final names; write an index if there are several."""
     index: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         one = len(parts) == 1
@@ -209,7 +208,7 @@ def _name_parts(folder: Path, parts: list[list[str]], total: int) -> None:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round weights as `from_pretrained` does: some stay in fp32 whatever the dtype."""
+    """Cast weights as `from_pretrained` does: some always stay in fp32."""
     strict: Any = model._keep_in_fp32_modules_strict
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         if tensor.is_floating_point() and not in_fp32(name, strict or ()):
@@ -218,20 +217,20 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def forget_stored_form(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make plain weights of what transformers dequantised, also where they are saved again.
+    """Make a dequantised model a plain one in `dtype`, also for saving.
 
-    transformers 5.23 leaves unquantised tensors in the dtype of their file, and would write a
-    dequantised model in the form that it was read in, without its quantisation in config.json.
+    transformers 5.23 leaves unquantised tensors in the dtype of their file, and would save a
+    dequantised model in its quantised layout, without the quantisation in config.json.
     """
     cast(model, dtype)
     save_as_published(model)
 
 
 def save_as_published(model: PreTrainedModel) -> None:
-    """Let a model be written in the names and shapes that the hub has for its kind.
+    """Make `save_pretrained` use the names and shapes that the hub has for this architecture.
 
-    transformers 5.23 derives them from what was read; of a model from scratch nothing was, and
-    of one that FSDP has given another class it would derive none.
+    transformers 5.23 derives them from the loaded file; it has none for a model from scratch, and
+    finds none for a model whose class FSDP has replaced.
     """
     inner: Any = model
     read = getattr(model, "_weight_conversions", None) or ()

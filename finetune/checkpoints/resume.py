@@ -1,4 +1,4 @@
-"""Whether and from where a run directory is continued."""
+"""Decide whether a run directory is resumed, and from which checkpoint."""
 
 import json
 import sys
@@ -13,18 +13,17 @@ from finetune.runs.manifest import newest_intact, read_manifest, set_aside
 from finetune.runs.run import Run
 
 Resume = bool | Literal["auto"]
-"""Whether a run goes on: no, yes (there must be one), or where there is one."""
+"""Resume a run: `False`, `True` (there must be one), or `auto` (if there is one)."""
 
 
 def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
-    """The checkpoint to continue from, verified; None for a new start.
+    """Step of the checkpoint to resume from, verified; None for a new start.
 
-    Damaged checkpoints that are newer are renamed, with a line on stderr.
+    Newer checkpoints that are damaged are renamed, with a warning on stderr.
 
     Raises:
-        FinetuneError: the directory holds another recipe's run, one of another precision, one that
-            was not asked to be continued, none where one was to be continued, or no intact
-            checkpoint of it.
+        FinetuneError: the directory holds a run of another recipe or precision, or a run although
+            `resume` is False, or none although it is True, or no intact checkpoint.
     """
     if not run.recipe.exists():
         if resume is True:
@@ -62,12 +61,12 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
 
 
 def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint with other rows than its steps were counted in.
+    """Refuse to resume from a checkpoint with different rows than it was trained on.
 
-    One that was written before they were kept in it says nothing of them.
+    Older checkpoints do not record their rows and are not checked.
 
     Raises:
-        FinetuneError: with what the rows were and are, for each split that differs.
+        FinetuneError: with the rows then and now, for each split that differs.
     """
     then: dict[str, Any] = read_manifest(run.checkpoint(step))["progress"].get("data") or now
     if then != now:
@@ -78,7 +77,7 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
 
 
 def _further(run: Run) -> str:
-    """The way to train a run's adapter on other data, where that may be what is wanted."""
+    """Advice for a user who wants to train a run's adapter on other data; empty without one."""
     if catalog.load(run.recipe).adapter is None:
         return ""
     return (
@@ -108,7 +107,7 @@ def _refuse_other_precision(run: Run, precision: str) -> None:
 
 
 def _recorded(path: Path, key: str) -> Any:
-    """A value of a record of the run; None where nothing is known of it."""
+    """A value in a JSON file of the run; None if it is not recorded or not readable."""
     try:
         return json.loads(path.read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -135,7 +134,7 @@ def _intact(run: Run, recipe: Recipe) -> int:
 
 
 def _of_another_recipe(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Why a checkpoint is not of a recipe's run; nothing is known of one that keeps no recipe."""
+    """Why a checkpoint is not of a recipe's run; empty for manifests without a recipe."""
     if "recipe" not in manifest:
         return []
     try:
@@ -148,12 +147,12 @@ def _of_another_recipe(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def finished(run: Run, plan: Plan) -> bool:
-    """Whether a run has nothing left to do: its last step is saved and its result is there."""
+    """Whether a run is complete: its last step is saved and its result exists."""
     newest = run.newest()
     if newest is None or not run.final.exists() or not run.recipe.is_file():
         return False
     if catalog.differences(catalog.load(run.recipe), plan.recipe):
-        return False  # `claim` says what differs
+        return False  # `claim` reports the differences
     if _recorded(run.plan, "precision") not in (None, plan.backend.precision):
         return False
     ends = [record.get("reason") for record in run.read_metrics("end")]
@@ -161,7 +160,7 @@ def finished(run: Run, plan: Plan) -> bool:
         return False
     try:
         progress = read_manifest(run.checkpoint(newest))["progress"]
-    except FinetuneError:  # `claim` sets it aside and continues before it, or says what it is
+    except FinetuneError:  # `claim` renames it and resumes from an older one, or reports it
         return False
     patience = plan.recipe.evaluation.patience
     if patience is not None and progress.get("stale", 0) >= patience:
@@ -170,9 +169,9 @@ def finished(run: Run, plan: Plan) -> bool:
         rows = json.loads(run.data.read_text(encoding="utf-8"))["train"]["rows"]
         return newest >= plan.steps(rows)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-        return False  # a damaged record: `claim` continues, which writes it anew
+        return False  # a damaged record: resuming writes it again
 
 
 def card(run: Run) -> Path:
-    """The card of a run's result, the last file that a training writes."""
+    """The model card of a run's result, the last file that a training writes."""
     return run.final / "README.md"

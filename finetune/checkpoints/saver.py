@@ -1,8 +1,8 @@
-"""When a checkpoint is due: write it while training waits, or in a thread while it goes on.
+"""Write checkpoints while training waits, or in a background thread.
 
-In the background, training waits only for a copy of the state in host memory. At most one
-checkpoint is being written: the next one waits for it. The thread meets the other ranks' threads in
-a process group of its own, so that its collectives never mix with those of the training.
+In the background, training waits only for a copy of the state to host memory. At most one
+checkpoint is written at a time; the next one waits for it. The threads of the ranks use their own
+process group, so that their collectives never mix with those of the training.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from finetune.runs.run import Run, write_json
 
 
 class Saver:
-    """Writes the checkpoints of a run, on every rank together."""
+    """Writes the checkpoints of a run; its methods are collective."""
 
     def __init__(
         self, engine: Engine, run: Run, tokenizer: PreTrainedTokenizerBase, saving: Saving
@@ -40,10 +40,10 @@ class Saver:
             self._group = torch.distributed.new_group(backend="gloo")
 
     def save(self, progress: Progress, best: bool) -> None:
-        """Write a checkpoint, and say in `best.json` where it is the best so far.
+        """Write a checkpoint; if it is the best so far, record it in `best.json`.
 
         Raises:
-            TrainingFailure: this or the one before it could not be written.
+            TrainingFailure: this checkpoint or the previous one could not be written.
         """
         self.finish()
         begun = time.perf_counter()
@@ -58,7 +58,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written; raises what stopped it."""
+        """Wait for the checkpoint that is being written; raises its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -66,7 +66,7 @@ class Saver:
             raise self._error
 
     def written(self) -> list[Saved]:
-        """Records of the checkpoints that were completed since this was last asked."""
+        """Records of the checkpoints completed since the last call."""
         done, self._written = self._written, []
         return done
 
@@ -75,7 +75,7 @@ class Saver:
     ) -> None:
         try:
             self._write(taken, progress, best, begun, waited)
-        except Exception as error:  # whatever it is, `finish` raises it: no thread fails unsaid
+        except Exception as error:  # `finish` raises it, so that no failure goes unnoticed
             self._error = error
 
     def _write(
@@ -97,11 +97,12 @@ class Saver:
 def tidy(
     engine: Engine, run: Run, progress: Progress, best: bool, keep: int, group: Group | None = None
 ) -> None:
-    """After a checkpoint, on every rank together: name it in `best.json` where it is the best so
-    far, and remove those beyond the newest `keep`.
+    """Update `best.json` if a checkpoint is the best, and remove old ones; collective.
+
+    Keeps the newest `keep` checkpoints and the best.
 
     Raises:
-        TrainingFailure: on every rank, when that could not be done.
+        TrainingFailure: on every rank, if a file could not be written or removed.
     """
 
     def work() -> None:
@@ -124,7 +125,7 @@ def write_best(run: Run, progress: Progress) -> None:
 
 
 def restore_best(run: Run, progress: Progress) -> None:
-    """Let `best.json` say what a checkpoint knows: a kill may have come between the two."""
+    """Rewrite `best.json` from a checkpoint's progress, which a kill may have left behind it."""
     if progress.best_step is None:
         run.best.unlink(missing_ok=True)
     else:
@@ -136,7 +137,7 @@ def prune(run: Run, keep: int, best: int | None) -> None:
     for step in run.steps()[:-keep]:
         if step != best:
             doomed = run.checkpoint(step)
-            (doomed / "manifest.json").unlink()  # from here on it is incomplete for everybody
+            (doomed / "manifest.json").unlink()  # from here on every reader sees it as incomplete
             shutil.rmtree(doomed, ignore_errors=True)
     for partial in _unfinished(run):
         shutil.rmtree(partial, ignore_errors=True)
