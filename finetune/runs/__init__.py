@@ -1,1 +1,1 @@
-"""The run directory: its files, and the records in them."""
+"""The run directory: its files and their records."""

@@ -1,5 +1,7 @@
-"""Record versions, machine and command of a run. Never an environment variable: those hold
-secrets, and a run directory is meant to be shared."""
+"""Record versions, machine and command of a run.
+
+Environment variables are never recorded: they contain secrets, and run directories are shared.
+"""
 
 import datetime
 import os
@@ -16,7 +18,7 @@ from typing import Any
 from finetune.version import __version__
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Packages that only record."""
+"""Experiment trackers."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -30,7 +32,7 @@ PACKAGES = (
     "numpy",
     *TRACKERS,
 )
-"""Packages whose version can change a result or how it is recorded."""
+"""Packages whose version can affect a result or its record."""
 
 _SECRET_NAME = re.compile(r"(token(?![a-z])|secret|passw|api_?key|credential)", re.IGNORECASE)
 _SECRET_SHAPE = re.compile(
@@ -41,10 +43,10 @@ _SECRET_SHAPE = re.compile(
     r"|dapi[0-9a-f]{32}|dop_v1_\w{16,}|npm_\w{16,}|pypi-[\w-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|lsv2_\w{16,}|tskey-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
-"""Tokens of hubs, clouds, trackers and servers of models, and JSON web tokens."""
+"""Tokens of hubs, clouds, trackers and model APIs, and JSON web tokens."""
 _PASSWORD_OF_URL = re.compile(r"(?<=://)([^/\s@:]*):[^/\s@]*@")
 _TOKEN_OF_URL = re.compile(r"(?<=://)[^/\s@:]{16,}(?=[:@])(?=[^/\s]*@)")
-"""A user of so many characters is a token."""
+"""A user name of at least 16 characters is treated as a token."""
 _OF_QUERY = re.compile(
     r"([?&#][\w.-]*(?:token|sig|signature|key|secret|passw\w*|credential|auth)=)[^&#\s]+", re.I
 )
@@ -53,10 +55,10 @@ _HIDDEN = "***"
 
 
 def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Versions, machine and command of this process, as `environment.json` holds them.
+    """Contents of `environment.json`: versions, machine and command of this process.
 
-    `devices` are the accelerators' names, which only a caller that has imported torch knows; the
-    processor is named where there are none.
+    `devices` are names of accelerators, passed by callers that have imported torch; without any,
+    the processor is recorded.
     """
     return {
         "versions": versions(),
@@ -70,7 +72,7 @@ def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed version of each package that matters, read without importing any of them."""
+    """Installed version of each package in `PACKAGES`, read without importing it."""
     installed = {"finetune": __version__}
     for name in PACKAGES:
         try:
@@ -81,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name and its number of usable cores."""
+    """The processor's name and number of logical cores."""
     name = platform.processor() or platform.machine()
     facts = Path("/proc/cpuinfo")
     if facts.is_file():
@@ -91,7 +93,7 @@ def processor() -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """Commit of the git work tree around a folder, with `-dirty` where files differ from it."""
+    """Commit of the git work tree around a folder, with `-dirty` if tracked files differ."""
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
     command += ["--exclude", "*"]  # the hash alone, never a tag's name
     try:
@@ -102,9 +104,9 @@ def commit(folder: Path) -> str | None:
 
 
 def without_secrets(command: Sequence[str]) -> list[str]:
-    """A command line with the values of what looks like a token or a password hidden.
+    """A command line with values that look like a token or password replaced by `***`.
 
-    Known: `--hf-token X`, `--token=X`, `tracker.api_key=X`, and what `hide` knows.
+    Covers `--hf-token X`, `--token=X`, `tracker.api_key=X`, and everything that `hide` covers.
     """
     hidden, hide_next = [], False
     for word in command:
@@ -121,18 +123,18 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 
 
 def hide(text: str) -> str:
-    """A text with common tokens and what a URL holds of passwords hidden."""
+    """A text with common tokens and the passwords of URLs replaced by `***`."""
     text = _PASSWORD_OF_URL.sub(rf"\1:{_HIDDEN}@", _TOKEN_OF_URL.sub(_HIDDEN, text))
     text = _OF_QUERY.sub(rf"\1{_HIDDEN}", text)
     return _SECRET_SHAPE.sub(_HIDDEN, _BEARER.sub(rf"\1 {_HIDDEN}", text))
 
 
 _OF_A_MACHINE = re.compile(r"(?:/|~|\.{1,2}/|file:|[A-Za-z]:[\\/])")
-"""How a path begins that says where a machine keeps its files."""
+"""Start of a local path."""
 
 
 def public(value: Any) -> Any:
-    """A value of a recipe as a page shows it: no secrets, and a local path by its last name."""
+    """A recipe value for a public page: no secrets, and only the last part of a local path."""
     match value:
         case str() if _OF_A_MACHINE.match(value):
             return hide(re.split(r"[\\/]", value.rstrip("\\/"))[-1])
@@ -147,5 +149,5 @@ def public(value: Any) -> Any:
 
 
 def command_line(recorded: Sequence[str]) -> str:
-    """A recorded command as it is typed in a shell."""
+    """A recorded command, quoted for a shell."""
     return shlex.join(recorded)

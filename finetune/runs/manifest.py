@@ -1,7 +1,7 @@
 """Verify a checkpoint against its manifest: format, and size and hash of each file.
 
-A manifest comes from a disk, so it is read as data from a stranger: its shape is checked, and a
-name that would leave the folder is refused.
+A manifest is untrusted input: its structure is checked, and file names that leave the folder are
+refused.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ FORMAT = 2
 """Version of the layout that `finetune.checkpoints.checkpoint` writes."""
 
 READ = (1, FORMAT)
-"""Formats that can be continued: the first has flat ranges of parameters in place of boxes."""
+"""Formats that can be resumed; format 1 has ranges of flattened parameters instead of boxes."""
 
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 KEYS = {"format", "step", "progress", "backend", "processes", "shapes", "scalars", "files"}
-"""Of every manifest. Newer ones hold `recipe` besides, and `sha256`: the hash of all the others."""
+"""Keys of every manifest. Newer ones also have `recipe`, and `sha256`, a hash of all other keys."""
 
 
 class OtherFormat(FinetuneError):
-    """A checkpoint of another version of this toolkit."""
+    """A checkpoint has a format that this version does not read."""
 
 
 def sha256(path: Path) -> str:
@@ -36,7 +36,7 @@ def sha256(path: Path) -> str:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the hash of itself."""
+    """The manifest with a hash of its contents under `sha256`."""
     text = json.dumps({key: manifest[key] for key in manifest if key != "sha256"}, sort_keys=True)
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -53,8 +53,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        FinetuneError: it cannot be read, is no manifest, is of another format, or is of another
-            step than its folder's name says.
+        FinetuneError: the file cannot be read or is not a manifest, it has another format, or its
+            step is not that of the folder's name.
     """
     path = folder / "manifest.json"
     try:
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _shape_problems(manifest: dict[str, Any]) -> list[str]:
-    """What is not as `finetune.checkpoints.checkpoint` writes it."""
+    """Deviations from the structure that `finetune.checkpoints.checkpoint` writes."""
     problems: list[str] = []
     for key in ("progress", "shapes", "scalars", "files"):
         if not isinstance(manifest.get(key), dict):
@@ -116,10 +116,10 @@ def _shape_problems(manifest: dict[str, Any]) -> list[str]:
 
 
 def damage(folder: Path) -> list[str]:
-    """What of a checkpoint is not as it was written, by comparing every file with its hash.
+    """Problems of a checkpoint, found by comparing every file with its hash; empty if intact.
 
     Raises:
-        FinetuneError: it is of another format.
+        FinetuneError: the checkpoint has another format.
     """
     try:
         manifest = read_manifest(folder)
@@ -131,7 +131,7 @@ def damage(folder: Path) -> list[str]:
 
 
 def differing(folder: Path, files: dict[str, Any]) -> list[str]:
-    """Each of a manifest's files that is not there as it was written, one line a file."""
+    """Files of a manifest that are missing or damaged, one line per file."""
     problems: list[str] = []
     for name, known in files.items():
         path = folder / name
@@ -148,21 +148,21 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # an invalid file name
         return False
 
 
 def newest_intact(
     run: Run, foreign: Callable[[dict[str, Any]], list[str]] = lambda _: []
 ) -> tuple[int | None, dict[int, list[str]]]:
-    """Step of the newest checkpoint that is whole, and the damage of the newer ones by step.
+    """Step of the newest intact checkpoint, and the problems of newer ones by step.
 
     Args:
-        run: whose checkpoints are looked at.
-        foreign: what in a manifest belongs to another run; counts as damage.
+        run: the run whose checkpoints are verified.
+        foreign: problems of a manifest that belongs to another run; they count as damage.
 
     Raises:
-        FinetuneError: the newest is of another format, which is no damage.
+        FinetuneError: a checkpoint has another format, which does not count as damage.
     """
     damaged: dict[int, list[str]] = {}
     for step in reversed(run.steps()):
@@ -175,7 +175,7 @@ def newest_intact(
 
 
 def set_aside(run: Run, step: int) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for a good one; returns its folder."""
+    """Rename a damaged checkpoint so that it is no longer used; returns the new folder."""
     folder = run.checkpoint(step)
     aside = folder.with_name(f"damaged-{folder.name}")
     number = 1

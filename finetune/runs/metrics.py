@@ -1,10 +1,10 @@
 """Write the records of `metrics.jsonl`, and pass them to listeners.
 
     metrics = Metrics(run, speaks=accelerator.is_main_process, listeners=(display.show,))
-    metrics.resume_at(step)                 # only when a run goes on
+    metrics.resume_at(step)                 # only when a run is resumed
     metrics.write(Trained(step=1, loss=...))
 
-A line is strict JSON: a number that is not finite is written as null and read back as nan.
+Lines are strict JSON: numbers that are not finite are written as null and read back as NaN.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from finetune.runs.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """Something that happened at a step."""
+    """An event at a step."""
 
     kind: ClassVar[str] = ""
-    """The word for it in `metrics.jsonl`."""
+    """Value of `kind` in `metrics.jsonl`."""
 
     step: int
-    """Optimizer steps made when it happened."""
+    """Optimizer steps taken so far."""
     time: float = dataclasses.field(default_factory=time.time)
     """Unix time in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start(Record):
-    """Training begins, or goes on: `step` is 0 or that of the checkpoint."""
+    """Training starts or resumes: `step` is 0 or the checkpoint's."""
 
     kind: ClassVar[str] = "start"
 
@@ -49,32 +49,32 @@ class Start(Record):
     rows_per_step: int
     """Rows per optimizer step over all processes."""
     steps: int
-    """Optimizer steps of the whole run."""
+    """Total optimizer steps of the run."""
     trainable_parameters: int
     parameters: int
     train_rows: int
     eval_rows: int
-    """Held-out rows; 0 where nothing is evaluated."""
+    """Held-out rows; 0 without evaluation."""
     trained_tokens: int
     """Tokens with a loss in one pass over the training rows."""
     packing: bool = False
-    """Rows are packs of whole documents."""
+    """Whether each row packs several complete documents."""
     padding: str = ""
-    """How rows are laid out in a micro-batch, and why; empty in records that do not say."""
+    """How rows are laid out in a micro-batch, and why; empty in older records."""
     micro_tokens: int | None = None
-    """Token slots per forward pass on one process, where rows were not counted instead."""
+    """Token slots per forward pass on one process; None if the batch is counted in rows."""
     unit: str = "tokens"
-    """What the terms of the loss are: `tokens`, or `pairs`."""
+    """Unit of the loss terms, such as `tokens` or `pairs`."""
     rows_per_sample: int = 1
-    """Rows of steps that come from one row of the data in a pass over it."""
+    """Training rows made from one row of the data in one epoch."""
     resumed_from: int | None = None
-    """Step of the checkpoint that training goes on from."""
+    """Step of the checkpoint that training was resumed from."""
     groups: int | None = None
-    """Groups of processes that train on the same rows; None where each reads its own."""
+    """Groups of processes that share the same rows; None if each process reads its own."""
 
     @property
     def shares(self) -> str:
-        """How a step's rows are cut, in a few words."""
+        """How a step is split into micro-batches, as a short text."""
         if self.micro_tokens is None:
             return f"{self.micro_rows} micro x {self.accumulation} accumulation"
         return f"micro of {self.micro_tokens:,} tokens x at most {self.accumulation}"
@@ -82,12 +82,12 @@ class Start(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained(Record):
-    """One optimizer step. Tokens, slots and rates are those of all processes together."""
+    """One optimizer step. Tokens, slots and rates are totals over all processes."""
 
     kind: ClassVar[str] = "train"
 
     loss: float
-    """Mean over the terms of the step: its trained tokens, or its pairs."""
+    """Mean over the loss terms of the step, such as its trained tokens or pairs."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     lr: float
@@ -96,62 +96,62 @@ class Trained(Record):
     real_tokens: int
     """Tokens that are not padding."""
     slots: int
-    """Tokens with the padding: what was computed."""
+    """Token slots computed, including padding."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float
     """`real_tokens` per second."""
     memory: int
-    """Peak so far in bytes, of the process that holds most."""
+    """Peak bytes so far, maximum over processes."""
     epoch: float
     """Passes over the training rows so far."""
     data_seconds: float = 0.0
-    """Of `seconds`: waited for rows, on the process that speaks."""
+    """Part of `seconds` that rank 0 waited for rows."""
     mfu: float = math.nan
-    """Share of what matrix products alone reach here; nan where the model's shape is not known."""
+    """Share of the matrix-product rate measured here; NaN if the model's shape is not known."""
     router_aux_loss: float = math.nan
-    """Of `loss`: the load-balancing loss of experts times its factor; nan where there is none."""
+    """The load-balancing loss of experts times its factor, part of `loss`; NaN without one."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """What the method measures besides: means over the step, by their names."""
+    """Other metrics of the method by name: means over the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Record):
-    """The memory of a step was counted, to be held against the plan."""
+    """Measured memory of a step, next to the plan's prediction."""
 
     kind: ClassVar[str] = "memory"
 
     length: int
-    """Tokens of a row of the micro-batch that was counted, padding included; of packs, the mean."""
+    """Token slots per row of the measured micro-batch, including padding; a mean with packing."""
     peak: int
-    """Bytes that training allocated at its largest moment, of the process that held most."""
+    """Peak bytes allocated by training, maximum over processes."""
     predicted: int | None
-    """What the plan's formulas give for rows of this length; None for an unknown model."""
+    """Peak bytes by the plan's formulas for rows of this length; None for an unknown model."""
     peaks: list[int] = dataclasses.field(default_factory=list[int])
     """`peak` of every process, by rank."""
     planned: list[int] = dataclasses.field(default_factory=list[int])
-    """What the formulas give for each of them; empty for an unknown model."""
+    """Predicted peak bytes of every process, by rank; empty for an unknown model."""
     parts: list[dict[str, float]] = dataclasses.field(default_factory=list[dict[str, float]])
-    """Bytes of what makes up the planned peak of each stage, by name."""
+    """Bytes of the components of each stage's planned peak, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Skipped(Record):
-    """A step was not taken, because its loss or gradient was not finite; the run goes on."""
+    """A step was skipped because its loss or gradient was not finite; the run continues."""
 
     kind: ClassVar[str] = "skip"
 
     loss: float
     grad_norm: float
     rows: list[str]
-    """What the step trained on, as far as it can be told."""
+    """Source files and rows that may have caused it."""
     told: str
-    """For a person."""
+    """The warning for the user."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warned(Record):
-    """Something about how the training goes that the user should look at."""
+    """A warning about the progress of the training."""
 
     kind: ClassVar[str] = "warning"
 
@@ -160,19 +160,19 @@ class Warned(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
-    """The held-out rows were measured."""
+    """The held-out rows were evaluated."""
 
     kind: ClassVar[str] = "eval"
 
     loss: float
     """Mean over `tokens`."""
     tokens: int
-    """Terms of the loss: trained tokens, or pairs."""
+    """Loss terms, such as trained tokens or pairs."""
     best: bool
-    """No earlier evaluation of the run had a lower loss."""
+    """Whether this is the best evaluation of the run so far."""
     seconds: float
     metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """What the method measures besides: means over all rows, by their names."""
+    """Other metrics by name: means over all rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,23 +182,23 @@ class Saved(Record):
     kind: ClassVar[str] = "save"
 
     seconds: float
-    """How long training stood still for it."""
+    """Seconds that training was blocked."""
     bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended(Record):
-    """Training stopped in an orderly way. A run that was killed has no such record."""
+    """Training ended in an orderly way. A killed run has no such record."""
 
     kind: ClassVar[str] = "end"
 
     seconds: float
-    """Wall time since the `start` before it."""
+    """Wall time since the last `start`."""
     reason: Literal["finished", "early stop", "interrupted"]
     peak_memory: int
-    """Bytes, of the process that held most."""
+    """Bytes, maximum over processes."""
     tokens_per_second: float
-    """Mean over the steps since the `start` before it."""
+    """Mean over the steps since the last `start`."""
 
 
 KINDS: dict[str, type[Record]] = {
@@ -206,19 +206,19 @@ KINDS: dict[str, type[Record]] = {
 }
 
 COUNTED = ("step", "memory", "peak_memory")
-"""Never below 0, in whichever records have them."""
+"""Fields that are never negative, in any record."""
 
 SHOWN = 2
-"""What a method measures that has a place in a line of progress."""
+"""Number of the method's metrics shown in a progress line."""
 
 Listener = Callable[[Record], None]
-"""Hears of a record after it was written."""
+"""Called with each record after it was written."""
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl` and tells the listeners, on the process that speaks.
+    """Appends records to `metrics.jsonl` and passes them to the listeners, on rank 0.
 
-    Every process makes one and calls the same methods; on those that do not speak they do nothing.
+    Every process creates one and makes the same calls; on other ranks they do nothing.
     """
 
     def __init__(self, run: Run, *, speaks: bool, listeners: Sequence[Listener] = ()) -> None:
@@ -228,9 +228,9 @@ class Metrics:
         self._file: TextIO | None = None
 
     def resume_at(self, step: int) -> None:
-        """Drop the records after `step`, which will be made again, and a torn last line.
+        """Delete the records after `step`, which will be written again, and incomplete lines.
 
-        The file is replaced whole. Raises TrainingFailure where it cannot be written.
+        The file is replaced atomically. Raises TrainingFailure if it cannot be written.
         """
         if not self._speaks or not self._path.exists():
             return
@@ -249,7 +249,7 @@ class Metrics:
     def write(self, record: Record) -> None:
         """Append one line; it has reached the operating system when this returns.
 
-        Raises TrainingFailure where the disk is full or the file cannot be written.
+        Raises TrainingFailure if the disk is full or the file cannot be written.
         """
         if not self._speaks:
             return
@@ -266,20 +266,20 @@ class Metrics:
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what could not be written has been told
+            with contextlib.suppress(OSError):  # `write` has already reported the error
                 self._file.close()
             self._file = None
 
 
 def _line(record: Record) -> str:
     fields = {"kind": record.kind, **dataclasses.asdict(record)}
-    if not fields.get("metrics", True):  # a method without any writes what it wrote before
+    if not fields.get("metrics", True):  # leave out an empty `metrics`
         del fields["metrics"]
     return json.dumps(_finite(fields), allow_nan=False) + "\n"
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """Null in place of numbers that are not finite."""
+    """Replace numbers that are not finite by None, also in nested dicts."""
     return {
         name: _finite(value)
         if isinstance(value, dict)
@@ -291,15 +291,15 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _happened_by(step: int, line: bytes) -> bool:
-    """Whether a line is a whole record of at most this step."""
+    """Whether a line is a complete record with at most this step."""
     try:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, TypeError, KeyError, RecursionError):  # torn by a kill or a full disk
+    except (ValueError, TypeError, KeyError, RecursionError):  # cut off by a kill or a full disk
         return False
 
 
 def unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
-    """What a record that could not be written is told as."""
+    """The error for a record that could not be written."""
     return TrainingFailure(
         f"{path}: cannot be written ({error.strerror}); make room or allow writing, and resume "
         "from the newest checkpoint"
@@ -307,14 +307,14 @@ def unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """The first two of what a method measures, in a few letters: `margins 0.12`."""
+    """The first two metrics of a method, abbreviated: `margins 0.12`."""
     first = list(metrics.items())[:SHOWN]
     return [f"{name.rsplit('/', 1)[-1]} {value:.4g}" for name, value in first]
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The records of a run, each kind oldest first."""
+    """The records of a run by kind, oldest first."""
 
     starts: tuple[Start, ...] = ()
     trained: tuple[Trained, ...] = ()
@@ -323,28 +323,28 @@ class History:
     saved: tuple[Saved, ...] = ()
     ends: tuple[Ended, ...] = ()
     records: tuple[Record, ...] = ()
-    """Of all kinds, in the order in which they were written."""
+    """Records of all kinds, in the order of the file."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps made."""
+        """Optimizer steps taken."""
         return self.trained[-1].step if self.trained else 0
 
     @property
     def best(self) -> Evaluated | None:
-        """The evaluation with the lowest loss, the first of equals."""
+        """The evaluation with the lowest loss, the first one on ties."""
         finite = [record for record in self.evaluated if math.isfinite(record.loss)]
         return min(finite, key=lambda record: record.loss, default=None)
 
     @property
     def peak_memory(self) -> int:
-        """Bytes, of the process that held most; 0 where nothing is recorded."""
+        """Bytes, maximum over processes; 0 if nothing is recorded."""
         steps = [record.memory for record in self.trained]
         return max([*steps, *(end.peak_memory for end in self.ends)], default=0)
 
     @property
     def seconds(self) -> float:
-        """Wall time from each start to the last record before the next one, added up."""
+        """Total wall time, summed from each start to the last record before the next start."""
         total, begun = 0.0, None
         for record in self.records:
             if isinstance(record, Start):
@@ -355,13 +355,13 @@ class History:
 
     @property
     def end(self) -> Ended | None:
-        """How training stopped; None while it runs, and after it was killed."""
+        """The final record; None while training runs, and after it was killed."""
         last = self.records[-1] if self.records else None
         return last if isinstance(last, Ended) else None
 
 
 def read_history(run: Run) -> History:
-    """Every whole record of a run; raises FinetuneError where one is not of a known shape."""
+    """Every complete record of a run; raises FinetuneError if one has an unknown structure."""
     records = [_parse(run, fields) for fields in run.read_metrics()]
     return History(
         starts=tuple(record for record in records if isinstance(record, Start)),
@@ -421,7 +421,7 @@ def _measured(values: dict[str, float | None]) -> dict[str, float]:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Whether a value read from JSON is of a field's type: null stands for nan."""
+    """Whether a value read from JSON fits a field's type; null stands for NaN."""
     if annotation is float:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if annotation is int:

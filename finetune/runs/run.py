@@ -1,26 +1,26 @@
-"""A run is a directory: every file name of the record, in one place.
+"""Name and read the files of a run directory.
 
 RUN/
-  recipe.json        the recipe as it was resolved, with its method
-  plan.json          what was derived before anything was loaded
+  recipe.json        the resolved recipe, with its method
+  plan.json          the plan, derived before anything was loaded
   environment.json   library versions, devices, command
   realised.json      what Accelerate built: engine, precision, elements held per rank
-  starting_adapter.json   folder, SHA-256 and base of the adapter that it went on from, if any
-  data.json          rows, tokens, trained tokens, dropped, truncated
-  reference.npz      log-probabilities of a method's reference, one a sequence
-  bad_rows.jsonl     rows that `on_bad_row=drop` left out, each with its file, row and problem
-  rollouts/          completions of a sampling that several steps learn from
-  completions.jsonl  some sampled completions of each sampling, with their rewards
-  metrics.jsonl      one JSON object a line: kind "start", "train", "eval", "save", "end"
-  proof.json         a proof of its recipe, where `finetune report --proof` put one
-  samples.json       generations before and after, where they were asked for
-  eval/NAME/         what `finetune eval` measured: results.json, samples.jsonl, index.html
+  starting_adapter.json   folder, SHA-256 and base of the adapter that training started from, if any
+  data.json          counts: rows, tokens, trained tokens, dropped, truncated
+  reference.npz      log-probabilities of a method's reference, one per sequence
+  bad_rows.jsonl     rows dropped by `on_bad_row=drop`, each with its file, row and problem
+  rollouts/          completions of a sampling that several steps train on
+  completions.jsonl  some completions of each sampling, with their rewards
+  metrics.jsonl      one JSON object per line: kind "start", "train", "eval", "save", "end"
+  proof.json         a proof of the recipe, if added with `finetune report --proof`
+  samples.json       generations before and after training, if requested
+  eval/NAME/         results of `finetune eval`: results.json, samples.jsonl, index.html
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
-  flight_records/    rank-00000.json, ...: torch's last collectives, kept when one failed
-  run.lock           held by the process that trains
+  flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed
+  run.lock           locked by the process that trains
   best.json          {"step": ..., "loss": ...} of the best evaluation
-  final/             the result: PEFT adapter or whole model, tokenizer, model card (README.md)
-  profile/           torch profiler's trace of one step of each rank, and where its time went
+  final/             the result: PEFT adapter or complete model, tokenizer, model card (README.md)
+  profile/           trace of one step per rank by torch's profiler, and a breakdown of its time
   loss.png
   report.html
 """
@@ -39,7 +39,7 @@ from finetune.errors import FinetuneError
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Names and reads what a run directory holds; `root` need not exist yet."""
+    """The files of a run directory; `root` does not have to exist yet."""
 
     root: Path
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def plan(self) -> Path:
-        """`plan.json`: what was derived before anything was loaded."""
+        """`plan.json`: the plan, derived before anything was loaded."""
         return self.root / "plan.json"
 
     @property
@@ -70,27 +70,27 @@ class Run:
 
     @property
     def bad_rows(self) -> Path:
-        """`bad_rows.jsonl`: rows that `on_bad_row=drop` left out."""
+        """`bad_rows.jsonl`: rows dropped by `on_bad_row=drop`."""
         return self.root / "bad_rows.jsonl"
 
     @property
     def reference(self) -> Path:
-        """Log-probabilities of the reference, which a resumed run reads (`DPO`)."""
+        """`reference.npz`: log-probabilities of the reference, read by a resumed run (`DPO`)."""
         return self.root / "reference.npz"
 
     @property
     def rollouts(self) -> Path:
-        """`rollouts/`: completions that several steps learn from, which a resumed run reads."""
+        """`rollouts/`: completions that several steps train on, read by a resumed run."""
         return self.root / "rollouts"
 
     @property
     def completions(self) -> Path:
-        """`completions.jsonl`: some sampled completions of each sampling, with their rewards."""
+        """`completions.jsonl`: some completions of each sampling, with their rewards."""
         return self.root / "completions.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """`metrics.jsonl`: one JSON object a line."""
+        """`metrics.jsonl`: one JSON object per line."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -100,32 +100,32 @@ class Run:
 
     @property
     def evaluations(self) -> Path:
-        """`eval/`: a folder for each evaluation by `finetune eval`."""
+        """`eval/`: one folder per evaluation by `finetune eval`."""
         return self.root / "eval"
 
     @property
     def proof(self) -> Path:
-        """`proof.json`: a proof of the recipe, where one was added."""
+        """`proof.json`: a proof of the recipe, if one was added."""
         return self.root / "proof.json"
 
     @property
     def initial_adapter(self) -> Path:
-        """`initial_adapter/`: the adapter at step 0, where it was not the usual zero."""
+        """`initial_adapter/`: the adapter at step 0, if it was not initialized to zero."""
         return self.root / "initial_adapter"
 
     @property
     def starting_adapter(self) -> Path:
-        """`starting_adapter.json`: the adapter that training went on from."""
+        """`starting_adapter.json`: the adapter that training started from."""
         return self.root / "starting_adapter.json"
 
     @property
     def checkpoints(self) -> Path:
-        """`checkpoints/`: one folder a step."""
+        """`checkpoints/`: one folder per saved step."""
         return self.root / "checkpoints"
 
     @property
     def flight_records(self) -> Path:
-        """`flight_records/`: torch's last collectives, where one failed."""
+        """`flight_records/`: the last collectives, dumped by torch if one failed."""
         return self.root / "flight_records"
 
     @property
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def final(self) -> Path:
-        """`final/`: the result, as PEFT or transformers loads it."""
+        """`final/`: the result, in the format of PEFT or transformers."""
         return self.root / "final"
 
     @property
@@ -150,17 +150,17 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """`report.html`: the page that `finetune report` writes."""
+        """`report.html`: the page written by `finetune report`."""
         return self.root / "report.html"
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint of an optimizer step, which need not exist."""
+        """Folder of the checkpoint of an optimizer step, which may not exist."""
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first.
 
-        Raises OSError for a folder that may not be read: its checkpoints are there all the same.
+        Raises OSError if the folder is not readable, because it may still contain checkpoints.
         """
         try:
             names = os.listdir(self.checkpoints)
@@ -179,14 +179,14 @@ class Run:
         return steps[-1] if steps else None
 
     def standing(self) -> str:
-        """What a run that ended with an error can be continued from."""
+        """A sentence on where a run that ended with an error can be resumed from."""
         newest = self.newest()
         if newest is None:
             return "there is no complete checkpoint yet"
         return f"the last complete checkpoint is that of step {newest}: continue with --resume"
 
     def best_step(self) -> int | None:
-        """Step of the best evaluation, where one was made and its checkpoint is there."""
+        """Step of the best evaluation; None without an evaluation or without its checkpoint."""
         if not self.best.exists():
             return None
         try:
@@ -199,7 +199,7 @@ class Run:
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, all or of one kind; a line that is none is left out."""
+        """Records of `metrics.jsonl`, all or of one kind; other lines are skipped."""
         if not self.metrics.exists():
             return
         for line in self.metrics.read_bytes().splitlines():
@@ -214,7 +214,7 @@ class Run:
 
 
 def open_run(root: str | Path) -> Run:
-    """The run in a directory; raises FinetuneError where there is none."""
+    """The run in a directory; raises FinetuneError if it is not a run directory."""
     run = Run(Path(root))
     if not run.recipe.is_file():
         raise FinetuneError(f"{root}: not a run directory (it has no {run.recipe.name})")
@@ -223,10 +223,10 @@ def open_run(root: str | Path) -> Run:
 
 @contextlib.contextmanager
 def of_record(path: Path) -> Generator[None]:
-    """Within it, whatever cannot be made of a record is said of the record.
+    """Turn errors inside this context into an error about the file at `path`.
 
     Raises:
-        FinetuneError: it is no JSON, or not of the shape that training writes.
+        FinetuneError: the file is not JSON, or not in the structure that training writes.
     """
     try:
         yield
@@ -240,10 +240,10 @@ def of_record(path: Path) -> Generator[None]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a record; an empty one where it was not written.
+    """The JSON object in a file of the record; empty if the file does not exist.
 
     Raises:
-        FinetuneError: it is no JSON, or another kind of value.
+        FinetuneError: the file is not JSON or not an object.
     """
     if not path.is_file():
         return {}
@@ -255,15 +255,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a record whole or not at all."""
+    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; half a character becomes a question mark.
+    """Write a text file atomically; unpaired surrogates become question marks.
 
-    Raises OSError that names the file, on a full disk too, and leaves nothing behind.
+    Raises OSError with the file's name, for example on a full disk, and leaves nothing behind.
     """
     scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:

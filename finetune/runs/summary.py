@@ -1,4 +1,4 @@
-"""Summarise a run's record for the terminal, the report and the card."""
+"""Summarize a run's record for the terminal, the report and the model card."""
 
 import dataclasses
 import json
@@ -18,9 +18,9 @@ _FILES = {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst"}
 
 
 def read_samples(run: Run) -> list[dict[str, Any]]:
-    """Generations before and after training, where they were asked for.
+    """Generations before and after training; empty if they were not requested.
 
-    Raises FinetuneError where the file holds something else.
+    Raises FinetuneError if the file contains something else.
     """
     if not run.samples.is_file():
         return []
@@ -34,9 +34,9 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
 
 
 def read_completions(run: Run) -> list[dict[str, Any]]:
-    """Sampled completions that were kept for the report, in their order.
+    """Sampled completions logged for the report, in their order.
 
-    Raises FinetuneError where the file holds something else.
+    Raises FinetuneError if the file contains something else.
     """
     if not run.completions.is_file():
         return []
@@ -46,7 +46,7 @@ def read_completions(run: Run) -> list[dict[str, Any]]:
 
 
 def hub_name(name: str | None) -> str | None:
-    """A name that can be one of the hub's, and is no file or folder here."""
+    """The name if it can be a hub id and is not a local file or folder, otherwise None."""
     known = name is not None and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILES
     if name is None or not known or Path(name).exists():
         return None
@@ -54,7 +54,7 @@ def hub_name(name: str | None) -> str | None:
 
 
 def base_model(recipe: Mapping[str, Any]) -> str:
-    """The model that training began with: a hub id, a folder's name, or an architecture."""
+    """The model that training started from: a hub id, a folder's name, or an architecture."""
     model = recipe.get("model") or {}
     name = model.get("name")
     if name:
@@ -64,7 +64,7 @@ def base_model(recipe: Mapping[str, Any]) -> str:
 
 
 def technique(recipe: Mapping[str, Any]) -> str:
-    """`LoRA, r=16`, `QLoRA (NF4), r=8`, `DoRA, r=4`, `full weights`."""
+    """Training technique, such as `LoRA, r=16`, `QLoRA (NF4), r=8`, `DoRA, r=4`, `full weights`."""
     adapter = recipe.get("adapter")
     if not adapter:
         return "full weights"
@@ -76,7 +76,7 @@ def technique(recipe: Mapping[str, Any]) -> str:
 
 
 def title(recipe: Mapping[str, Any]) -> str:
-    """`SFT of SmolLM2-135M: LoRA, r=16`."""
+    """Title of a run, such as `SFT of SmolLM2-135M: LoRA, r=16`."""
     method = str(recipe.get("method", "training")).rpartition(":")[2]
     verbs = {"simpo": "SimPO"} | {
         each: each.upper() for each in ("sft", "dpo", "kto", "orpo", "cpo")
@@ -86,9 +86,9 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 
 def verdict(history: History, now: float) -> str:
-    """One or two sentences: how far it came, and what it brought.
+    """One or two sentences on a run: its progress, and its losses or rewards.
 
-    `now` is unix seconds; it tells the age of a record without an end.
+    `now` is Unix time in seconds, for the age of the last record if no end is recorded.
     """
     progress = _progress(history, now)
     return f"{progress} {_outcome(history)}" if history.trained else progress
@@ -113,7 +113,7 @@ def _progress(history: History, now: float) -> str:
 
 
 def _rewards(history: History) -> str:
-    """What the samples of an online method were worth, and what the last evaluation says."""
+    """Rewards of an online method: first and last step, and the last evaluation."""
     first, last = (record.metrics.get("reward", math.nan) for record in (
         history.trained[0], history.trained[-1],
     ))  # fmt: skip
@@ -153,13 +153,13 @@ def _outcome(history: History) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """Sums and rates over the recorded steps of a run."""
+    """Totals and rates over the recorded steps of a run."""
 
     real_tokens: int
     trained_tokens: int
     slots: int
     step_seconds: float
-    """Wall time of all steps together."""
+    """Total wall time of all steps."""
     median_seconds: float
     slowest_seconds: float
     slowest_step: int
@@ -170,7 +170,7 @@ class Throughput:
 
 
 def throughput(trained: Sequence[Trained]) -> Throughput | None:
-    """None where no step is recorded."""
+    """Totals and rates of the steps; None if no step is recorded."""
     if not trained:
         return None
     slowest = max(trained, key=lambda record: record.seconds)
@@ -186,13 +186,13 @@ def throughput(trained: Sequence[Trained]) -> Throughput | None:
 
 
 def is_exact(sample: Mapping[str, Any], side: str) -> bool:
-    """Whether the answer `before` or `after` training is what was expected, outer space aside."""
+    """Whether the answer `before` or `after` training equals the expected one, after stripping."""
     expected, answer = sample.get("expected"), sample.get(side)
     return None not in (expected, answer) and str(answer).strip() == str(expected).strip()
 
 
 def exact_answers(samples: Sequence[Mapping[str, Any]]) -> str:
-    """How many recorded answers are exactly as expected; empty where nothing was expected."""
+    """Counts of answers that are exactly as expected, as text; empty without expected answers."""
     asked = [sample for sample in samples if sample.get("expected") is not None]
     if not asked:
         return ""

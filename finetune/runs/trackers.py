@@ -1,6 +1,6 @@
-"""Experiment trackers hear of steps and evaluations: TensorBoard, W&B, MLflow, Trackio.
+"""Log steps and evaluations to experiment trackers: TensorBoard, W&B, MLflow, Trackio.
 
-All go through Accelerate's trackers, which act on the main process only.
+All of them are Accelerate's trackers, which log on the main process only.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
-    """Start the trackers that a recipe asks for, each with the run's name.
+    """Start the trackers of a recipe, each with the run's name.
 
-    TensorBoard and W&B write into the run's directory; MLflow and Trackio where they are told to
-    (MLFLOW_TRACKING_URI, TRACKIO_DIR), else where they always do.
+    TensorBoard and W&B write to the run's directory; MLflow and Trackio to MLFLOW_TRACKING_URI and
+    TRACKIO_DIR, or to their defaults.
 
-    `recipe` is the resolved recipe as plain values; trackers get it flat (`optim.lr`: 0.0002).
-    Raises FinetuneError where one does not start, or is not installed: Accelerate 1.15 leaves that
-    one out silently.
+    `recipe` is the resolved recipe as plain values; trackers get it flattened (`optim.lr`: 0.0002).
+    Raises FinetuneError if a tracker does not start or is not installed: Accelerate 1.15 would
+    silently ignore the latter.
     """
-    from accelerate.tracking import filter_trackers  # heavy: only where one was asked for
+    from accelerate.tracking import filter_trackers  # a slow import, only needed with trackers
 
     accelerator.project_configuration.set_directories(str(run.root))
     accelerator.log_with = filter_trackers(list(recipe["trackers"]), run.root)
@@ -47,14 +47,14 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
                 "trackio": {"name": run.root.name},
             },
         )
-    except Exception as error:  # each tracker has its own: no account, no server, a full quota
+    except Exception as error:  # types differ by tracker: no account, no server, a full quota
         reason = str(error).strip().split("\n")[0]
         names = ", ".join(recipe["trackers"])
         raise FinetuneError(f"trackers: one of {names} does not start: {reason}") from error
 
 
 def track(accelerator: "Accelerator") -> Listener:
-    """A listener that sends the numbers of steps and evaluations to Accelerate's trackers."""
+    """A listener that logs steps and evaluations to Accelerate's trackers."""
 
     def log(record: Record) -> None:
         values = tracked(record)
@@ -65,7 +65,7 @@ def track(accelerator: "Accelerator") -> Listener:
 
 
 def tracked(record: Record) -> dict[str, float]:
-    """What trackers see of a record, such as `train/loss`; nothing but steps and evaluations."""
+    """Values to log for a record, such as `train/loss`; empty except for steps and evaluations."""
     if not isinstance(record, Trained | Evaluated):
         return {}
     fields = dataclasses.asdict(record)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: tokens, bytes, seconds, learning rates."""
+"""Format numbers for readers: counts, bytes, seconds, shares, losses, learning rates."""
 
 import math
 
@@ -6,7 +6,7 @@ _NONE = "-"
 
 
 def count(number: float) -> str:
-    """`9,999`, `12.3K`, `135M`, `8.03B`: exact below ten thousand, else three digits."""
+    """`9,999`, `12.3K`, `135M`, `8.03B`: exact below ten thousand, otherwise three digits."""
     if abs(number) < 10_000:
         return f"{number:,.0f}"
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """`0.9 %` of a whole; a dash where there is no whole."""
+    """A percentage such as `0.9 %`; a dash if `whole` is 0."""
     if not whole:
         return _NONE
     percent = 100 * part / whole
@@ -51,12 +51,12 @@ def share(part: float, whole: float) -> str:
 
 
 def loss(value: float) -> str:
-    """Four decimals: what two runs are compared by."""
+    """A loss with four decimals, enough to compare two runs."""
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
 def learning_rate(value: float) -> str:
-    """`2e-4`, `1.53e-5`: an exponent without padding."""
+    """`2e-4`, `1.53e-5`: without zeros in front of the exponent."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     mantissa, exponent = f"{value:.2e}".split("e")
