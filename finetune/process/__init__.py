@@ -1,1 +1,1 @@
-"""How a process of the toolkit starts, prints and ends."""
+"""Start, output, signals and exit of the toolkit's processes."""

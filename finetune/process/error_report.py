@@ -13,21 +13,21 @@ from finetune.process import rendezvous
 from finetune.runs.run import write_json
 
 STATUS_FILE = "FINETUNE_STATUS_FILE"
-"""Variable that names the file in which a worker leaves its error for the launcher."""
+"""Environment variable with the file in which a worker leaves its error for the launcher."""
 
 AGENTS_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable in which torch's agent names the file for the error of one worker."""
+"""Environment variable in which torch's agent names the file for a worker's error."""
 
 SECONDS_FOR_THE_FIRST = 15
-"""How long another rank waits with a mistake that the first one should find as well."""
+"""Seconds that other ranks wait before reporting a mistake that rank 0 should find as well."""
 
 
 def tell(error: FinetuneError) -> int:
-    """Say what is wrong once: to the launcher where there is one, else from one rank.
+    """Report an error once: to the launcher if there is one, otherwise from one rank.
 
-    Without a launcher of ours torch's agent ends all processes when it sees the first one end. A
-    mistake that every rank finds is told by rank 0: the others wait for their end meanwhile, and
-    speak only where none comes, because rank 0 does not find it (another machine, another disk).
+    Without our launcher, torch's agent ends all processes when the first one ends. A mistake that
+    every rank finds is reported by rank 0. The other ranks wait to be ended, and report it only if
+    that does not happen because rank 0 did not find it (another machine, another disk).
 
     Returns:
         The exit status.
@@ -45,20 +45,20 @@ def tell(error: FinetuneError) -> int:
 
 
 def _to_agent(error: FinetuneError) -> None:
-    """Have torch's agent, whose report is the last that a person sees, end it with the error."""
+    """Write the error for torch's agent, whose report is the last thing that the user sees."""
     path = os.environ.get(AGENTS_FILE)
     if path is not None:
         words = "\n".join(f"error: {problem}" for problem in error.problems)
         told = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # a full disk, say: it is told on the terminal
+        with contextlib.suppress(OSError):  # for example a full disk; the terminal has the error
             write_json(Path(path), {"message": told})
 
 
 def leave(error: FinetuneError) -> bool:
-    """Leave the error for the launcher to tell; False where that cannot be done.
+    """Write the error to the file for the launcher; False if that is not possible.
 
-    The first error of an attempt stays: what other ranks hear after it are its consequences. Only
-    an interruption, by which torch's agent ends the others, gives way.
+    The first error of an attempt is kept, because later errors of other ranks are consequences of
+    it. Only an interruption is replaced, since torch's agent ends the other ranks by a signal.
     """
     path = os.environ.get(STATUS_FILE)
     if path is None:
@@ -70,13 +70,13 @@ def leave(error: FinetuneError) -> bool:
     left = {"attempt": rendezvous.restarts(), "status": error.exit_status}
     try:
         write_json(Path(path), left | {"problems": list(error.problems)})
-    except OSError:  # a full disk, say: it is told on the terminal
+    except OSError:  # for example a full disk; `tell` prints the error instead
         return False
     return True
 
 
 def _left(path: Path) -> dict[str, Any] | None:
-    """What a rank has left for the launcher."""
+    """The error that a rank has written for the launcher; None if there is none."""
     try:
         return json.loads(path.read_text())
     except OSError:
@@ -84,7 +84,7 @@ def _left(path: Path) -> dict[str, Any] | None:
 
 
 def forget_earlier_attempts() -> None:
-    """In a worker that was started again: an earlier attempt's error is not this one's."""
+    """Delete the error of an earlier attempt, in a worker that was restarted."""
     path = Path(os.environ.get(STATUS_FILE, ""))
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
         if path.is_file() and json.loads(path.read_text())["attempt"] < rendezvous.restarts():

@@ -1,7 +1,7 @@
-"""Start Python for a process of the toolkit so that no file of the working folder is picked up.
+"""Start Python for the toolkit's processes without the working folder on `sys.path`.
 
-`python -m NAME` puts the working folder first on the path: a `finetune.py` or a `tokenize.py` that
-a user keeps there would run in the place of the toolkit, or of the standard library.
+`python -m NAME` puts the working folder first on the path: a user's `finetune.py` or `tokenize.py`
+there would be imported instead of the toolkit or the standard library.
 """
 
 import os
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[2]
-"""The folder that holds the package: site-packages, or a checkout."""
+"""The folder that contains the package: site-packages or a checkout."""
 
 
 def python(*words: str) -> list[str]:
-    """The command of this interpreter with `words`, without the working folder on its path."""
+    """Command that runs this interpreter with `words`, without the working folder on its path."""
     return [sys.executable, "-P", *words]
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which every interpreter below a process finds this very toolkit.
+    """Environment variables with which all child interpreters import this copy of the toolkit.
 
-    `accelerate launch` and torch's agent start interpreters of their own, which read them. An empty
-    entry of PYTHONPATH, which means the working folder, is left out.
+    `accelerate launch` and torch's agent start their own interpreters, which inherit them. An empty
+    entry in PYTHONPATH, which means the working folder, is removed.
     """
     kept = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
     usual = {Path(folder).resolve() for folder in (*site.getsitepackages(), _own_site())}
@@ -35,5 +35,5 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _own_site() -> str:
-    """The user's site-packages, where this interpreter reads them."""
+    """The user's site-packages if this interpreter uses them, otherwise the global ones."""
     return site.getusersitepackages() if site.ENABLE_USER_SITE else site.getsitepackages()[0]

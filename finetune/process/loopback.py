@@ -1,10 +1,10 @@
-"""Keep the ports of a job on one machine closed to others.
+"""Bind the rendezvous store of a single-machine job to the loopback interface.
 
 `python -m finetune.process.loopback` is `accelerate launch` with one difference. torch (2.13) binds
-the store through which processes find each other to every interface of the machine, whatever
-address it is given; anyone in the same network could read and write it. Here a store whose address
-is the loopback is bound to that alone. A job of several machines names another address, and is left
-as it is.
+the store through which processes find each other to every network interface, whatever address it is
+given, so that anyone in the same network could read and write it. Here, a store whose address is
+the loopback is bound to the loopback only. Jobs of several machines use another address and are not
+changed.
 """
 
 import functools
@@ -20,13 +20,13 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def listen_on_loopback() -> None:
-    """Let stores that this process makes from now on listen where their address says.
+    """Bind stores that this process creates from now on to their address.
 
-    torch's own way, `master_listen_fd`, is reached by replacing the class in the two modules that
-    make a store: that of torch's agent, and that of `init_process_group`.
+    Uses torch's `master_listen_fd`, by replacing the class in the two modules that create stores:
+    the one of torch's agent and the one of `init_process_group`.
     """
     for name in MAKERS:
-        module = importlib.import_module(name)  # a function of torch has the name of the first
+        module = importlib.import_module(name)  # torch has a function with the first name
         made: Any = vars(module)["TCPStore"]
         if isinstance(made, type):
             setattr(module, "TCPStore", functools.partial(_store, made))  # noqa: B010, of torch
@@ -41,9 +41,9 @@ def _store(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """A store as torch makes it, given a socket that listens on the loopback where that is meant.
+    """A store of torch; for a loopback address, with a socket that listens on the loopback only.
 
-    A port that is taken is refused by torch in its own words; one of this process is shared.
+    If the port is taken, torch raises its own error, or shares a store of this process.
     """
     if is_master and host_name in LOOPBACK and "master_listen_fd" not in named:
         listening = socket.socket()
@@ -60,7 +60,7 @@ def _store(
 
 
 def main() -> None:
-    """`accelerate launch` with the words of this process."""
+    """Run `accelerate launch` with the arguments of this process."""
     from accelerate.commands import launch
 
     listen_on_loopback()

@@ -1,23 +1,23 @@
-"""Sets what libraries read from the environment: logs, threads of tokenizers, GPU memory."""
+"""Set environment variables and log levels for libraries before they are imported."""
 
 import logging
 import os
 import warnings
 
 CPP_LEVELS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
-"""PyTorch's own variables, read when it is loaded: what its C++ says about profilers' stages."""
+"""Variables that PyTorch reads on import; they silence its C++ logs and the profiler's stages."""
 OF_A_LAUNCH = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-"""Variables by which the processes of a job find each other."""
+"""Variables with which the processes of a job find each other."""
 LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")
 
 
 def quiet() -> None:
-    """Show only errors of the libraries above; to be called before they are imported.
+    """Show only errors of the libraries in `LOUD`; call this before they are imported.
 
-    Their inner loggers inherit the level; the filter stays where a library, when it is imported,
-    sets the level of its own logger anew.
+    Child loggers inherit the level; the filter remains when a library resets the level of its own
+    logger on import.
     """
     for variable, level in CPP_LEVELS.items():
         os.environ.setdefault(variable, level)
@@ -29,17 +29,17 @@ def quiet() -> None:
 
 
 def growing_segments() -> None:
-    """Let PyTorch's allocator on GPUs grow its blocks, where the environment says nothing of it.
+    """Enable expandable segments in PyTorch's GPU allocator, unless the environment configures it.
 
-    Micro-batches differ in length from step to step: blocks of fixed sizes leave gaps that no later
-    tensor fits into. Before PyTorch is imported.
+    Micro-batches differ in length from step to step, and fixed segments would leave gaps that no
+    later tensor fits into. Call this before PyTorch is imported.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def tokenise_on_one_core() -> None:
-    """Let the tokenizers of this process start no threads: others encode beside it."""
+    """Disable the threads of tokenizers in this process, because other processes encode as well."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -48,14 +48,14 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def forget_launch() -> None:
-    """Remove variables of a launch that this process, which trains alone, has no use for.
+    """Remove the variables of a launch in a process that trains alone.
 
-    Accelerate 1.15 would look for other processes, at an address that a scheduler left.
+    Otherwise Accelerate 1.15 would wait for other processes at an address left by a scheduler.
     """
     for name in OF_A_LAUNCH:
         os.environ.pop(name, None)
 
 
 def keep_mesh_from_accelerate() -> None:
-    """Let Accelerate 1.15 build no mesh of its own, whose axes lack a pipeline's and experts'."""
+    """Keep Accelerate 1.15 from building its own mesh, which has no pipeline or expert axis."""
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)

@@ -1,4 +1,4 @@
-"""How this process finds the others of its job: the variables that a launcher sets."""
+"""Read the launcher's environment variables: rank, world size, address of the rendezvous."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that each process of a job has, besides WORLD_SIZE."""
+"""Variables that each process of a job has in addition to WORLD_SIZE."""
 
 
 def started(named: bool) -> int | None:
-    """How many processes torchrun, `notebook_launcher` or srun started; None where this is alone.
+    """Number of processes started by torchrun, `notebook_launcher` or srun; None if not launched.
 
     Args:
-        named: whether the command names a backend of several processes, as one has to where
-            nothing but the variables says that there are more processes.
+        named: whether the command names a backend of several processes. This is required if only
+            the variables indicate that there are more processes.
 
     Raises:
         FinetuneError: variables of a launch are set, but no launcher started this process.
@@ -43,7 +43,7 @@ def started(named: bool) -> int | None:
 
 
 def announce_wait() -> None:
-    """Say on stderr whom this process waits for, where no launcher watches over the others."""
+    """Print on stderr that this process waits for the others, if no launcher monitors them."""
     if world() > 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
         host, port = meeting_point()
         print(
@@ -53,58 +53,58 @@ def announce_wait() -> None:
 
 
 def rank() -> int:
-    """This process's number in the job, 0 where there is only one."""
+    """Rank of this process in the job; 0 if it is the only one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """This process's number among those of the job on this machine."""
+    """Rank of this process among the processes of the job on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world() -> int:
-    """How many processes the job has."""
+    """Number of processes of the job."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def neighbours() -> int:
-    """How many of them run on this machine."""
+    """Number of processes of the job on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def among_neighbours() -> tuple[int, int]:
-    """This process's number on its machine and how many run there; of all where that is not told.
+    """Rank and number of processes on this machine; of the whole job if LOCAL_WORLD_SIZE is unset.
 
-    srun, for one, tells it to none of them.
+    srun, for example, does not set it.
     """
     told = "LOCAL_WORLD_SIZE" in os.environ
     return (local_rank(), neighbours()) if told else (rank(), world())
 
 
 def visible_gpus() -> str | None:
-    """The GPUs that this process may use, as the variable of CUDA names them; None for all."""
+    """Value of CUDA_VISIBLE_DEVICES, the GPUs that this process may use; None for all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def meeting_point() -> tuple[str, int]:
-    """Host and port of the store through which the processes of a job find each other."""
+    """Host and port of the rendezvous store of the job."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def restarts() -> int:
-    """How often torch's elastic agent has started the processes of this job again."""
+    """Number of times torch's elastic agent has restarted the processes of this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def launcher() -> int | None:
-    """Process number of the `finetune launch` that waits for this process, where there is one."""
+    """Process id of the `finetune launch` that waits for this process; None if there is none."""
     number = os.environ.get("FINETUNE_LAUNCHER")
     return int(number) if number else None
 
 
 def launcher_arguments() -> list[str]:
-    """The words of the `accelerate launch` that started this process, flags with underscores."""
-    import psutil  # its start takes a while, and most commands do without
+    """Arguments of the `accelerate launch` that started this process, flags with underscores."""
+    import psutil  # a slow import that most commands do not need
 
     for parent in psutil.Process().parents():
         try:
@@ -117,11 +117,10 @@ def launcher_arguments() -> list[str]:
 
 
 def launch_words(command: list[str]) -> list[str] | None:
-    """What a command gives to `accelerate launch`, one word a part; None for another command.
+    """Arguments that a command passes to `accelerate launch`, split at `=`; None for others.
 
-    That has three spellings: `accelerate launch`, `accelerate-launch` and
-    `python -m accelerate.commands.launch`, beside this package's own; each takes its flags with
-    dashes or underscores.
+    Recognizes `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
+    this package's own module; each accepts flags with dashes or underscores.
     """
     for place, word in enumerate(command[:4]):
         name, before = Path(word).name, Path(command[place - 1]).name if place else ""

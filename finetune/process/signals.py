@@ -1,8 +1,8 @@
-"""Signals of a scheduler, a keyboard or a closed terminal: end in order, at once if asked again.
+"""Handle signals of a scheduler, a keyboard or a closed terminal: end in order, or at once.
 
-The first signal lets the step that runs come to its end; the loop then saves and raises
-`Interrupted`. A second one ends the process, even where Python waits inside a library: a thread
-hears of signals through `signal.set_wakeup_fd`, which needs no turn of the main thread.
+After the first signal the current step is completed; then the loop saves and raises `Interrupted`.
+A second signal ends the process, even while Python waits inside a library: a thread receives
+signals through `signal.set_wakeup_fd`, which does not depend on the main thread.
 """
 
 import os
@@ -19,26 +19,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def heeded() -> list[signal.Signals]:
-    """Those that this process heeds: under `nohup` a closed terminal is to be ignored."""
+    """Signals that this process handles: `nohup` makes it ignore a closed terminal."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
 
 
 SECONDS_OF_ONE_REQUEST = 3.0
-"""A scheduler signals every process of a job, and the launcher and torch's agent pass on what they
-get: the same signal within so long is the same request."""
+"""Seconds within which a repeated signal counts as the same request: a scheduler signals every
+process of a job, and the launcher and torch's agent forward their signals as well."""
 
 SECONDS_OUTSIDE_A_STEP = 10.0
-"""How long a signal may take to be heard by the main thread where there is nothing to save."""
+"""Seconds for the main thread to react to a signal while there is nothing to save."""
 
 
 class Interruption:
-    """Within it, the signals are heard by this process. Outside the main thread it does nothing.
+    """Handle signals inside this context. Outside the main thread it does nothing.
 
     with Interruption() as interruption:
         ...                       # a signal raises Interrupted here: there is nothing to save
         interruption.defer()
-        ...                       # a signal is remembered in `asked` here
+        ...                       # a signal only sets `asked` here
     """
 
     def __init__(self) -> None:
@@ -49,15 +49,15 @@ class Interruption:
 
     @property
     def name(self) -> str:
-        """The signal that was heard, for a message."""
+        """Name of the received signal, for a message."""
         return self._name
 
     def defer(self) -> None:
-        """From here on a signal is only remembered."""
+        """From now on, a signal only sets `asked`."""
         self.deferring = True
 
     def request(self, reason: str) -> None:
-        """Ask for an orderly end without a signal, such as from another thread."""
+        """Request an orderly end without a signal, for example from another thread."""
         self._name, self.asked = reason, True
 
     def __enter__(self) -> Self:
@@ -93,14 +93,14 @@ class Interruption:
                 try:
                     numbers = self._hear.recv(16)
                 except TimeoutError:
-                    if not self.deferring:  # it waits in a library: for a lost rank, say
+                    if not self.deferring:  # waiting in a library, for example for a lost rank
                         os._exit(Interrupted.exit_status)
                     self._hear.settimeout(None)
                     continue
                 if not numbers:
                     return
                 asking = [number for number in numbers if number in SIGNALS]
-                if not asking:  # a timer's, say
+                if not asking:  # another signal, for example of a timer
                     continue
                 for number in asking:
                     now = time.monotonic()

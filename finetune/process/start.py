@@ -1,4 +1,4 @@
-"""A quicker start: imports that leave garbage and compilers for later."""
+"""Speed up imports: defer garbage collection and compilers."""
 
 import contextlib
 import functools
@@ -10,10 +10,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Import without looking for garbage: what is imported stays, and is not looked at again.
+    """Disable garbage collection while importing, and freeze the imported objects afterwards.
 
-    Python (3.11) walks through everything that is there whenever enough was added, which is most of
-    the time while a thousand modules are read: a sixth of the processor time of importing them.
+    Python (3.11) traverses all objects whenever enough were added, which happens often while a
+    thousand modules are imported: a sixth of the processor time of these imports.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -26,11 +26,11 @@ def collecting_later() -> Iterator[None]:
 
 
 def read_models_once() -> None:
-    """Let transformers list the models that it has once, and not again as PEFT is imported.
+    """Let transformers list its models once, and not a second time when PEFT is imported.
 
-    For its list transformers (5.23) reads each of its three thousand files, and it keeps what it
-    found in the last 128 of its 450 folders: asked for the whole list under another name, it reads
-    them all again. A tenth of the processor time of importing.
+    For this list transformers (5.23) reads each of its three thousand files, and it caches only the
+    last 128 of its 450 folders: a request for the same list under another path reads all files
+    again. This takes a tenth of the processor time of the imports.
     """
     from transformers.utils import import_utils
 
@@ -47,11 +47,11 @@ def read_models_once() -> None:
 
 @contextlib.contextmanager
 def compiling_later() -> Iterator[None]:
-    """Let `torch.compile`, where libraries call it while they are imported, wait for the first use.
+    """Defer each `torch.compile` that a library calls on import to the first call of the function.
 
     bitsandbytes (0.50) decorates functions with it that few runs call, and `torch.compile` loads
-    TorchInductor at once: two of the thirteen seconds of processor time of a run of a few steps
-    (Intel Xeon; `finetune train` of a tiny model, in turns with and without this).
+    TorchInductor immediately: two of the thirteen seconds of processor time of a run of a few steps
+    (Intel Xeon; `finetune train` of a tiny model, alternating with and without this).
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Standard output and error that outlast their reader: a closed pipe, a full disk, a terminal gone.
+"""Keep a process running when its standard output or error fails: closed pipe, full disk, hangup.
 
-What trains has its record in the run directory; that nobody reads its display any more is no reason
-to end, and still less to end half-way with the status of success.
+A training has its record in the run directory. A missing reader of its output is not a reason to
+end, and even less to end half-way with an exit status of success.
 """
 
 import io
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Lasting(io.RawIOBase):
-    """A file descriptor that turns to the null device with the first write that fails."""
+    """A file descriptor that is redirected to the null device after the first failed write."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -32,14 +32,14 @@ class _Lasting(io.RawIOBase):
             raise
         except OSError as error:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._descriptor)  # what libraries and other processes write as well
+            os.dup2(nowhere, self._descriptor)  # also for writes of libraries and child processes
             os.close(nowhere)
             _tell(self._descriptor, error)
             return len(memoryview(content).cast("B"))
 
 
 def _tell(descriptor: int, error: OSError) -> None:
-    """Say once, on the other stream, that one is gone."""
+    """Report a failed stream on the other stream."""
     name = "standard output" if descriptor == 1 else "standard error"
     words = f"{name}: {error.strerror}; the work goes on, and its record is written\n"
     stream = sys.stderr if descriptor == 1 else sys.stdout
@@ -49,9 +49,9 @@ def _tell(descriptor: int, error: OSError) -> None:
 
 
 def outlast_readers() -> None:
-    """Let this process write to its output and error streams without an end when those are gone.
+    """Keep this process from failing when its output or error stream is gone.
 
-    Streams that were put in their place by a notebook or a test stay as they are.
+    Streams that a notebook or a test has replaced are not changed.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

@@ -1,11 +1,11 @@
-"""An interpreter whose processes are forks of one that has imported everything.
+"""Provide an interpreter whose processes are forks of a process with everything imported.
 
-A process that trains imports PyTorch and the libraries around it for longer than a tiny model takes
-for a few steps. Started by this interpreter it is a process of its own all the same, in a session
-of its own, with its own variables, folder and files, and ends as it would: only its imports are
-there already. What it starts by `sys.executable`, launchers and their workers, is such a process
-too. A proof with its many launches and the tests start theirs so, on machines without a GPU, whose
-libraries cannot be forked.
+A training process spends more time importing PyTorch and related libraries than a tiny model needs
+for a few steps. A process started by this interpreter is still separate, with its own session,
+environment variables, working folder and files, and it ends as usual; only its imports are already
+done. Processes that it starts through `sys.executable`, such as launchers and their workers, are
+forks too. Proofs, with their many launches, and the tests use it on machines without a GPU, because
+GPU libraries cannot be forked.
 """
 
 import atexit
@@ -36,11 +36,11 @@ TRAINING = (
     "finetune.launchers.accelerate", "accelerate.commands.launch", "torch.distributed.run",
     "transformers.models.llama.modeling_llama", "deepspeed",
 )  # fmt: skip
-"""What commands that train, and their launchers, import."""
+"""Modules imported by commands that train and by their launchers."""
 READY = "ready"
 PREFIX = "finetune-warm-"
 REQUEST = 1 << 20
-"""Most bytes of a request: words, folder and variables."""
+"""Maximum bytes of a request: arguments, folder and environment variables."""
 
 INTERPRETER = """#!{python} -SE
 import json, os, signal, socket, sys
@@ -61,10 +61,10 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-"""Takes the words of `python`, hands signals on, and ends as the process that it asked for ends.
+"""Takes the arguments of `python`, forwards signals, and exits like the process that it requested.
 
-A file that no agent starts (with `-u`) may count on nothing being imported, and code of this
-package (`-P -c`) on whose child it is: they get an interpreter of their own.
+A plain script, unlike one that torch's agent starts with `-u`, may rely on nothing being imported,
+and code of this package (`-P -c`) on its parent process: both get a new interpreter.
 """
 
 
@@ -72,8 +72,8 @@ class Warm:
     """The interpreter `python`, until `close` or the end of this process.
 
     Args:
-        modules: what is imported; what cannot be, the process that needs it will tell.
-        environment: variables as the modules are imported; by default those of this process.
+        modules: modules to import; failures are ignored until a process needs the module.
+        environment: environment variables for the imports; by default those of this process.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Warm:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # a signal of the terminal is not for it
+            start_new_session=True,  # it must not receive signals of the terminal
         )
         atexit.register(self.close)
         assert self._server.stdout is not None
@@ -96,21 +96,21 @@ class Warm:
             raise OSError(f"{self.python}: ended with status {self._server.wait()}")
 
     def close(self) -> None:
-        """Let nothing more start; what was started goes on."""
+        """Stop starting processes; those already started continue."""
         self._server.kill()
         self._server.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def available() -> bool:
-    """Whether processes can be forked off so here: on Linux, without a GPU."""
+    """Whether this machine supports warm interpreters: Linux, without a GPU."""
     import torch
 
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def asked_by(command: Sequence[str], process: int) -> int | None:
-    """The process that a warm interpreter, with this command and number, has asked for."""
+    """Id of the process forked for a warm interpreter with this command and process id."""
     for word in command[:3]:
         folder = Path(word).parent
         if folder.name.startswith(PREFIX):
@@ -123,7 +123,7 @@ def asked_by(command: Sequence[str], process: int) -> int | None:
 
 
 def main(folder: Path, modules: Sequence[str]) -> None:
-    """Import the modules, then answer each request with a process, until nobody is left to ask."""
+    """Import the modules, then fork a process for each request, until the parent process ends."""
     from finetune.process.start import collecting_later, compiling_later, read_models_once
 
     with collecting_later(), compiling_later():
@@ -138,7 +138,7 @@ def main(folder: Path, modules: Sequence[str]) -> None:
     listening.settimeout(5)
     python.write_text(INTERPRETER.format(python=sys.executable, address=str(address)))
     python.chmod(0o755)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     print(READY, flush=True)
     started_by = os.getppid()
     while os.getppid() == started_by:
@@ -153,7 +153,7 @@ def main(folder: Path, modules: Sequence[str]) -> None:
 
 
 def _keep(connection: socket.socket, folder: Path) -> NoReturn:
-    """Be the parent of a process that was asked for; who asked and is killed takes it along."""
+    """Run as the parent of a requested process; kill it if the requesting process is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(connection, REQUEST, 3)
     process = os.fork()
@@ -182,7 +182,7 @@ def _keep(connection: socket.socket, folder: Path) -> NoReturn:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """The process that `python WORDS` would be in that folder, with those variables and files."""
+    """Become the process of `python WORDS` with the request's folder, variables and files."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, file in enumerate(files):
@@ -205,7 +205,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
             print(asked.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # as an interpreter ends, less taking it down
+    threading._shutdown()  # the steps of an interpreter's exit, without its finalization
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -213,7 +213,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _use_threads() -> None:
-    """As many as OMP_NUM_THREADS says, which OpenMP reads as it is loaded."""
+    """Set PyTorch's threads to OMP_NUM_THREADS, which OpenMP reads only when it is loaded."""
     torch: Any = sys.modules.get("torch")
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
@@ -221,7 +221,7 @@ def _use_threads() -> None:
 
 
 def _run(words: list[str], safe: bool) -> None:
-    """`-m MODULE`, `-c CODE` or a file, as the main module."""
+    """Run `-m MODULE`, `-c CODE` or a file as the main module."""
     added = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:0] = [each for each in added if each not in sys.path]
     kind = words[0] if words[0] in ("-m", "-c") else "file"

@@ -1,24 +1,24 @@
-"""Read YAML of any content in bounded time and memory, with a mistake told in one line.
+"""Read untrusted YAML in bounded time and memory, with one-line errors.
 
-An alias may stand for what it names once or a few times. What holds itself has no end, and a few
-lines of aliases to aliases stand for more values than any machine has: both are refused.
+Aliases are allowed, but a value that contains itself is infinite, and a few lines of aliases to
+aliases can expand to more values than fit into memory: both are refused.
 """
 
 import yaml
 
 MOST_CHARACTERS = 1 << 20
-"""Of a text; a recipe has about a thousand."""
+"""Maximum characters of a text; a recipe has about a thousand."""
 MOST_VALUES = 10_000
-"""With every alias counted as what it stands for."""
+"""Maximum number of values, with aliases expanded."""
 MOST_DEPTH = 50
-"""Levels of lists and maps within one another."""
+"""Maximum nesting depth of lists and maps."""
 
 
 PARSER = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader
 
 
 class NotYAML(ValueError):
-    """A text that is not YAML, or more of it than is read; the message is one line."""
+    """A text is not valid YAML or exceeds a limit; the message is one line."""
 
 
 def read_yaml(
@@ -27,7 +27,7 @@ def read_yaml(
     """The value of a YAML text.
 
     Raises:
-        NotYAML: it is none, has a key twice, holds itself, or is larger than a limit above.
+        NotYAML: the text is not valid, repeats a key, contains itself, or exceeds a limit above.
     """
     if len(text) > MOST_CHARACTERS:
         raise NotYAML(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
@@ -41,14 +41,14 @@ def read_yaml(
     except yaml.YAMLError as error:
         raise NotYAML(" ".join(str(error).split())) from None
     except (AttributeError, LookupError, TypeError, OverflowError) as error:
-        # PyYAML 6 leaves these to whoever writes `!!timestamp x` or `!!bool x`.
+        # PyYAML 6 raises these for `!!timestamp x` or `!!bool x`.
         raise NotYAML(f"a value is not of the kind of its tag ({error})") from None
     except RecursionError:
         raise NotYAML("lists and maps are nested too deeply") from None
 
 
 class _Open:
-    """A list or map whose end has not come."""
+    """A list or map that is still open."""
 
     def __init__(self, anchor: str | None, is_map: bool) -> None:
         self.anchor = anchor
@@ -58,9 +58,9 @@ class _Open:
 
 
 def _measure(text: str) -> None:
-    """Count what a text stands for, without making it; by libyaml, where PyYAML was built with it.
+    """Check the limits without constructing values, with libyaml if PyYAML was built with it.
 
-    PyYAML's own parser takes time that grows with the square of the depth.
+    The time of PyYAML's own parser grows with the square of the depth.
     """
     sizes: dict[str, int] = {}
     within: list[_Open] = []
@@ -89,7 +89,7 @@ def _measure(text: str) -> None:
 
 
 def _add(within: list[_Open], size: int, line: int) -> None:
-    """Count a value that is complete in the list or map that it stands in."""
+    """Add the size of a complete value to the list or map that contains it."""
     if size > MOST_VALUES:
         raise NotYAML(f"line {line}: its aliases stand for more than {MOST_VALUES:,} values")
     if within:
@@ -101,7 +101,7 @@ def _add(within: list[_Open], size: int, line: int) -> None:
 
 
 def _refuse_second_key(within: list[_Open], event: yaml.ScalarEvent, line: int) -> None:
-    """YAML allows a key once; PyYAML takes the last one and says nothing."""
+    """Refuse a repeated key, which YAML forbids; PyYAML would silently use the last one."""
     holder = within[-1] if within else None
     if holder is None or holder.keys is None or not holder.at_key:
         return
