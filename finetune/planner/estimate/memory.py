@@ -1,7 +1,7 @@
-"""Memory of one process as a timeline: each moment of a step with what is alive in it.
+"""Predict the memory of one process as a timeline of a step.
 
-The peak is the largest moment, not a sum of parts: log-probabilities and the gradients of the first
-layers are never alive together.
+The peak is the largest moment, not the sum of all components: for example, log-probabilities and
+the gradients of the first layers are never in memory at the same time.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from finetune.planner.shapes.architecture import Architecture
 
 
 def timeline(workload: Workload) -> Timeline:
-    """Every moment of a step in the steady state, when the optimizer's moments exist.
+    """Every moment of a step after the first, when the moments of the optimizer exist.
 
-    Of a pipeline it is that of one stage (`workload.layout.stage`).
+    With a pipeline, the timeline is that of one stage (`workload.layout.stage`).
     """
     axes = workload.layout.axes
     if axes.pipeline > 1:
@@ -28,21 +28,21 @@ def timeline(workload: Workload) -> Timeline:
 
 
 def by_stage(workload: Workload) -> list[Timeline]:
-    """The timeline of a process of each stage; of one where there is no pipeline."""
+    """The timelines of all stages; a single one without a pipeline."""
     places = range(workload.layout.axes.pipeline)
     return [timeline(at_stage(workload, stage)) for stage in places]
 
 
 def at_stage(workload: Workload, stage: int) -> Workload:
-    """The workload of a process at a place on the pipeline."""
+    """The workload of a process on a pipeline stage."""
     layout = dataclasses.replace(workload.layout, stage=stage)
     return dataclasses.replace(workload, layout=layout)
 
 
 def largest(workload: Workload) -> Timeline:
-    """The timeline of the stage that holds most.
+    """The timeline of the stage with the highest peak.
 
-    It is the first, with most micro-batches in flight, or the last, with the head.
+    This is the first stage, with the most micro-batches in flight, or the last, with the head.
     """
     places = {0, workload.layout.axes.pipeline - 1}
     ends = [timeline(at_stage(workload, stage)) for stage in sorted(places)]
@@ -50,7 +50,7 @@ def largest(workload: Workload) -> Timeline:
 
 
 class _Step:
-    """The quantities of one step, and the moments made of them."""
+    """The sizes of one step, and its moments."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.run = workload, traces(workload)
@@ -61,10 +61,10 @@ class _Step:
         whole = 0 if workload.adapter is None else workload.adapter.whole
         self.trained_outer = float(workload.shape.outer_parameters if trained else whole)
         width = workload.gradient_width / workload.layout.share("grads")
-        # Offloaded gradients leave for the host as soon as they are reduced.
+        # Offloaded gradients move to the host as soon as they are reduced.
         leaves = deepspeed.leave(workload)
         immediate = workload.immediate or leaves
-        # DeepSpeed with fp32 accumulation: gradients lie in its buckets.
+        # DeepSpeed with fp32 accumulation stores gradients in its buckets.
         self.deepspeed = deepspeed.accumulates(workload) and not leaves
         if self.deepspeed and workload.layout.shard != "optimizer":
             immediate = True
@@ -73,7 +73,7 @@ class _Step:
         self.layer_gradient = 0.0 if immediate else held * width
         self.outer_gradient = 0.0 if immediate else self.trained_outer * width
         if trained and workload.layout.group == 1:
-            # Of a table that tensor parallel cuts the gradient comes whole, and stays so.
+            # The gradient of a table that tensor parallelism splits is not divided.
             self.outer_gradient += (workload.shape.ways - 1) * workload.shape.embedding * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
         self.standing = 0.0
@@ -83,7 +83,7 @@ class _Step:
         self.gathered = Gathered(workload)
         self.fsdp = self.gathered.fsdp
         self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
-        # Kept by checkpoints: the source of each layer stays besides what its own tape holds.
+        # Checkpoints keep the input of each layer, in addition to what its tape holds.
         self.checkpointed = workload.checkpointing in ("full", "attention")
 
     def _adapter_layer(self) -> float:
@@ -96,7 +96,7 @@ class _Step:
             return 0.0
         if (
             self.fsdp and not self.workload.synchronise_each
-        ):  # no_sync: whole gradients in the type that they are reduced in
+        ):  # no_sync: unsharded gradients in the data type of the reduction
             return float(self.workload.reduce_width) * self.workload.trained
         return self.whole
 
@@ -116,7 +116,7 @@ class _Step:
         moments += [
             self.moment(
                 "forward: last layer",
-                # The model's own frame holds the embedding's output while layers run.
+                # The frame of the model's forward keeps the embedding's output alive.
                 activations=self._kept(self.layers - 1) + inside + self.incoming,
                 casts=casts,
                 units=self.gathered.forward(),
@@ -143,13 +143,13 @@ class _Step:
         if self.deepspeed:
             moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
-        # By now what earlier micro-batches left has been reduced.
+        # By now the gradients of earlier micro-batches have been reduced.
         whole = {**step.parts, "gradients": self.standing + self.whole}
         moments.append(dataclasses.replace(step, parts=whole))
         return Timeline(tuple(moments))
 
     def _head(self, kept: float, casts: float) -> Moment:
-        """The head's forward pass until there are logits, or the gathering of its weights."""
+        """The head's forward pass up to the logits, or the gathering of its weights if larger."""
         name, run = "forward: head", self.run
         held = {"activations": kept, "casts": casts}
         arrives = self.moment(name, **held, loss=run.head.entering, units=self.gathered.arriving())
@@ -157,7 +157,7 @@ class _Step:
         return max(arrives, runs, key=lambda moment: moment.total)
 
     def _loss_and_head(self, kept: float) -> Moment:
-        """Their backward pass; FSDP2 frees a head that is a unit of its own before the norm's."""
+        """Backward of loss and head; FSDP2 frees a head unit before the backward of the norm."""
         head, gathered = self.run.head, self.gathered
         parts = {"activations": kept, **self._buckets(bool(self.trained_outer))}
 
@@ -173,21 +173,21 @@ class _Step:
         return max(apart, norm, key=lambda each: each.total)
 
     def _kept(self, layers: int) -> float:
-        """What the first so many layers keep for the backward pass."""
+        """Bytes that the first `layers` layers keep for the backward pass."""
         return (layers - 1) * self.run.kept + self.run.first if layers else 0.0
 
     def _layer(self, name: str, index: int) -> Moment:
-        """Backward pass of a layer, counted from the last."""
+        """Backward pass of the layer at `index`, counted from the last layer."""
         run, workload = self.run, self.workload
         below = self._kept(self.layers - index - (0 if self.checkpointed else 1))
         transient = run.layer.backward
-        if self.checkpointed:  # the layer's forward pass again, with the gradient that came in
+        if self.checkpointed:  # the layer's forward pass again, with the incoming gradient
             transient = max(transient, run.layer.forward + self.incoming)
         if workload.immediate:
             transient -= run.layer.gradients
         reduced = 0.0
-        # The previous unit's gradients, until their reduce-scatter has ended; what earlier
-        # micro-batches left lies in that type already.
+        # Gradients of the previous unit, until their reduce-scatter has ended; those of earlier
+        # micro-batches already have that data type.
         if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
             reduced = float(workload.reduce_width)
             reduced *= self.trained_layer if index else self._trained_head()
@@ -204,7 +204,7 @@ class _Step:
         )
 
     def _buckets(self, filling: bool = True) -> dict[str, float]:
-        """DeepSpeed's buckets while gradients come, and its copies where one is full already."""
+        """DeepSpeed's buckets during the backward pass, and its copies if one has filled up."""
         if not (self.deepspeed and filling):
             return {}
         full = deepspeed.overflows(self.workload)
@@ -212,13 +212,13 @@ class _Step:
         return {"buckets": deepspeed.filling(self.workload) + copies}
 
     def _reduction(self) -> Moment:
-        """DeepSpeed's end of a backward pass."""
+        """The end of a backward pass in DeepSpeed."""
         copies = deepspeed.reducing(self.workload)
         buckets = deepspeed.filling(self.workload) + copies
         return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
 
     def _teacher(self) -> Moment | None:
-        """The teacher's forward pass, which keeps nothing, before its student's."""
+        """The teacher's forward pass before the student's; it saves nothing."""
         teacher = self.workload.teacher
         if teacher is None:
             return None
@@ -227,7 +227,7 @@ class _Step:
         return self.moment("forward: teacher", activations=inside, units=gathered)
 
     def _reference_pass(self) -> Moment:
-        """The forward pass of another model over all rows, before the one to train is loaded."""
+        """The reference model's pass over all rows, before the trained model is loaded."""
         workload, shape = self.workload, self.workload.reference_shape
         assert shape is not None
         parts = {
@@ -237,19 +237,19 @@ class _Step:
         return Moment("reference pass", parts)
 
     def _trained_head(self) -> float:
-        """Trained parameters of the head where it is a unit of its own."""
+        """Trained parameters of the head if it is a separate unit."""
         workload = self.workload
         apart = workload.trains("head") and not (workload.root_unit or workload.tied)
         return float(workload.shape.head_weights) if apart else 0.0
 
     def _early(self) -> float:
-        """Gradients while layers run backwards, besides those of layers that were reached."""
+        """Gradients outside layers during the backward pass of the layers."""
         if self.deepspeed and deepspeed.overflows(self.workload):
             return self.whole
         return self._head_gradient()
 
     def _head_gradient(self) -> float:
-        """Gradient of the head while layers run backwards."""
+        """Gradient of the head during the backward pass of the layers."""
         if not self.workload.trains("head") or self.immediate or self._unreduced_head():
             return 0.0
         head = float(self.workload.shape.head_weights)
@@ -257,18 +257,18 @@ class _Step:
         return head * width
 
     def _unreduced_head(self) -> float:
-        """The same where FSDP reduces it last, with its outermost unit, beside earlier ones."""
+        """Gradient of a head in FSDP's root unit, which is reduced last."""
         workload = self.workload
         whole = self.fsdp and workload.root_unit and workload.trains("head")
         return float(workload.shape.head_weights * workload.compute) if whole else 0.0
 
     def _waiting(self) -> float:
-        """The head's gradient until the embedding's comes, where they are added to earlier ones."""
+        """Gradient of a tied head until it is added, with the embedding's, to earlier gradients."""
         tied = self.workload.tied and not self.fsdp and self.earlier()
         return self._head_gradient() if tied else 0.0
 
     def _embedding(self) -> Moment:
-        """Gradient of the embedding: one whole table, added to the head's where they are tied."""
+        """Gradient of the embedding: one unsharded table, added to that of a tied head."""
         workload, shape = self.workload, self.workload.shape
         table = shape.embedding * workload.trained_width if workload.trains("embedding") else 0.0
         extra = 2.0 * table if workload.tied else 0.0
@@ -279,7 +279,7 @@ class _Step:
             if self.fsdp and workload.root_unit
             else 0.0
         )
-        if shape.ways > 1:  # of a table that tensor parallel cuts the gradient comes whole
+        if shape.ways > 1:  # the gradient of a table that tensor parallelism splits is not divided
             extra += (shape.ways - 1) * table
         return self.moment(
             "backward: embedding",
@@ -301,14 +301,14 @@ class _Step:
             return 4.0 * partition if workload.gradient_width == 2 else 0.0
         if workload.stepping == "foreach":
             return self.whole
-        if workload.stepping == "loop":  # sqrt of the second moment, and that divided: two copies
+        if workload.stepping == "loop":  # two copies: sqrt of the second moment, and the quotient
             table = workload.shape.embedding if self.trained_outer else 0
             largest = max([table, *(m.weights for m in workload.shape.matrices)])
             return 2.0 * largest * workload.trained_width if workload.adapter is None else 0.0
         return 0.0
 
     def _weight_casts(self) -> float:
-        """Casts that autocast caches until its context ends: checkpoints do not free them."""
+        """Weight casts that autocast caches until its context ends, despite checkpointing."""
         workload = self.workload
         cast = workload.numerics.autocast and workload.adapter is None
         if not (cast and self.checkpointed):
@@ -317,10 +317,10 @@ class _Step:
 
 
 def inference(workload: Workload, shape: Architecture) -> float:
-    """Most bytes of a forward pass that keeps nothing, besides weights.
+    """Peak bytes of a forward pass without gradients, excluding weights.
 
-    The embedded tokens, the stream before the layer and inside it, its norm, and the widest part of
-    a layer: gate, up and their product.
+    Embedded tokens, the hidden state before and inside a layer, its norm, and the widest part of a
+    layer: gate, up and their product.
     """
     token = 4.0 * shape.hidden * workload.numerics.residual + 3.0 * shape.width * workload.compute
     return workload.tokens * token

@@ -1,1 +1,1 @@
-"""What autograd keeps of a layer and of the head."""
+"""Simulate the memory that autograd needs for a layer and for the head."""

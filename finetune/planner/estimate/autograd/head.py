@@ -1,4 +1,4 @@
-"""Last norm, head and loss: whole as transformers runs them, or as `kernels/head.py` does."""
+"""Final norm, head and loss: with all logits as in transformers, or as in `kernels/head.py`."""
 
 import dataclasses
 
@@ -15,25 +15,25 @@ from finetune.planner.kernels import (
 )
 
 TAUGHT = 9
-"""Copies in fp32 of a chunk of logits while a divergence and its gradient are computed: those of
+"""Number of fp32 copies of a chunk of logits during a divergence and its gradient: logits of
 student and teacher, their log-probabilities, probabilities, and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Last norm, head and loss, run once on a tape."""
+    """Trace of the final norm, head and loss."""
 
     trace: Trace
     entering: float
-    """Bytes of what goes into the head."""
+    """Bytes of the input of the head."""
     projected: float
-    """Most that norm and head hold before the loss, inside autocast."""
+    """Peak of norm and head before the loss, inside autocast."""
     apart: float
-    """Most that loss and head hold while they run backwards, before the norm does."""
+    """Peak of the backward of loss and head, before that of the norm."""
 
 
 def head(workload: Workload) -> Head:
-    """Last norm, head and loss of a workload."""
+    """Final norm, head and loss of a workload."""
     if workload.shape.scores:
         return _scores(workload)
     if workload.loss.selected:
@@ -42,7 +42,7 @@ def head(workload: Workload) -> Head:
 
 
 def _width(workload: Workload) -> int:
-    """Bytes of an element of the head's weight as it is held."""
+    """Bytes per element of the head's stored weight."""
     copied = workload.adapter is not None and "head" in workload.adapter.saved
     if workload.kbit_prepared or (copied and workload.scheme == "autocast"):
         return 4
@@ -76,10 +76,10 @@ def _whole(workload: Workload) -> Head:
 
 
 def _labelled(workload: Workload) -> Head:
-    """The same where the hidden states of labelled tokens alone enter the head.
+    """`_whole` with only the hidden states of labelled tokens as input of the head.
 
-    Of a head that tensor parallel cuts the logits are gathered: side by side first, then in the
-    order of the vocabulary.
+    The logits of a head that tensor parallelism splits are gathered: first concatenated, then put
+    in the order of the vocabulary.
     """
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -134,11 +134,11 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
 
 
 def _chunked(workload: Workload) -> Head:
-    """The same as `kernels.head=chunked` runs it.
+    """Norm, head and loss with `kernels.head=chunked`.
 
-    The gradient is made in the forward pass, so what is kept are gradients: of the labelled hidden
-    states and, where it is trained, of the head. The trace's own `forward` is what lives when the
-    loss is there.
+    Gradients are computed in the forward pass, so the saved values are gradients: of the labelled
+    hidden states and, if it is trained, of the head. `forward` of the returned trace is the memory
+    in use once the loss is computed.
     """
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
@@ -155,7 +155,7 @@ def _chunked(workload: Workload) -> Head:
         (picked, weight),
         (Value(kept, grad=False),),
         forward=_most(workload, picked.size, weight.size) - kept,
-        backward=-kept,  # the gradients are handed on
+        backward=-kept,  # the gradients are returned
         holds=(normed,),  # by the caller
     )
     found = trace(tape, source, tape.nodes[-1].outputs[0])
@@ -165,7 +165,7 @@ def _chunked(workload: Workload) -> Head:
 
 
 def _scores(workload: Workload) -> Head:
-    """Last norm and a score head, which reads one token of each row and computes in fp32."""
+    """Final norm and a score head, which reads one token per row and computes in fp32."""
     shape, numerics = workload.shape, workload.numerics
     builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
     tape = builder.tape
@@ -179,7 +179,7 @@ def _scores(workload: Workload) -> Head:
 
 
 def _taught(workload: Workload, hidden: float, weight: float) -> float:
-    """The same where the head is compared with a teacher's (`kernels/divergence.py`)."""
+    """`_most` for a head that is compared with that of a teacher (`kernels/divergence.py`)."""
     shape, compute = workload.shape, float(workload.compute)
     labelled = workload.labelled_tokens
     stream, table = labelled * shape.hidden * compute, shape.embedding * compute
@@ -196,7 +196,7 @@ def _taught(workload: Workload, hidden: float, weight: float) -> float:
 
 
 def _most(workload: Workload, hidden: float, weight: float) -> float:
-    """Most bytes inside the function: its copies, its gradients, and a chunk.
+    """Peak bytes inside the function: its copies, its gradients, and a chunk.
 
     Args:
         hidden: bytes of the labelled hidden states.
@@ -208,8 +208,8 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     labelled = workload.labelled_tokens
     stream, table = labelled * shape.hidden * compute, shape.embedding * compute
     trained = workload.trains("head")
-    # In the type of products: hidden states and weights where they are in another, and the
-    # gradient of the hidden states; the gradient of the weight is in fp32.
+    # In the compute data type: hidden states and weights if they are stored in another, and the
+    # gradient of the hidden states. The gradient of the weight is in fp32.
     held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
     held += 4.0 * shape.embedding * trained
     of_cpu, of_gpu = (CHUNK_ENTRIES, TILE_ENTRIES), (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
@@ -217,16 +217,16 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     rows = min(labelled, max(1, entries[0] // shape.vocab))
     chunk = rows * shape.vocab * compute
     tile = 4.0 * min(rows, max(1, entries[1] // shape.vocab)) * shape.vocab
-    # A tile in fp32, where it is not in that, and its shares; with a cap also the slope.
+    # A tile in fp32, if it is not already, and its softmax; with soft-capping also the slope.
     copies = 2 - (compute == 4) + shape.capped_logits
     if workload.chained:
         copies = 0
     product = table * trained
-    if workload.cpu and compute != 4:  # torch 2.13 adds bf16 to fp32 through a copy there
+    if workload.cpu and compute != 4:  # torch 2.13 adds bf16 to fp32 through a copy on CPUs
         product += 4.0 * shape.embedding * trained
-    working = max(copies * tile, product)  # a tile is gone before the products are made
+    working = max(copies * tile, product)  # a tile is freed before the products are computed
     following = chunk if labelled > rows else 0.0
-    # In the end each gradient is put into the type of what it is the gradient of.
+    # Finally each gradient is cast to the data type of its tensor.
     returned = hidden if hidden != stream else 0.0
     returned += weight if trained and weight != 4.0 * shape.embedding else 0.0
     return held + chunk + max(working, following, returned)

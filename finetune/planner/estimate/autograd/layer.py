@@ -1,7 +1,7 @@
-"""The operations of one transformer layer as transformers 5 runs them, and what autograd keeps.
+"""The operations of one layer as in transformers 5, with the tensors that autograd saves.
 
-Sizes are bytes for T tokens. Each statement was compared with a trace of the real layers under
-FakeTensor (torch 2.13, transformers 5.23, peft 0.21): `tests/test_planner_memory.py` holds totals.
+Sizes are bytes for T tokens. Each operation was compared with a FakeTensor trace of the real layers
+(torch 2.13, transformers 5.23, peft 0.21); `tests/test_planner_memory.py` checks the totals.
 """
 
 import dataclasses
@@ -34,9 +34,10 @@ class Layer:
         self.products = Products(self.tape, shape, numerics, self.tokens, ranks)
 
     def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
-        """The tape, the hidden state that enters and the one that leaves.
+        """The tape, the input hidden state and the output hidden state.
 
-        `enters`: whether a gradient flows to what enters.
+        Args:
+            enters: whether the input needs a gradient.
         """
         h, n = self.shape.hidden, self.numerics
         source = Value(self.tokens * h * n.residual, grad=enters)
@@ -45,7 +46,7 @@ class Layer:
         normed = self.norm(source)
         middle = self._residual(source, self._attention(normed), (normed,))
         normed = self.norm(middle)
-        # The caller's frame holds what entered until the layer returns.
+        # The caller's frame keeps the input alive until the layer returns.
         result = self._residual(middle, self._feed_forward(normed), (normed, source))
         return self.tape, source, result
 
@@ -62,7 +63,7 @@ class Layer:
         return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
 
     def norm(self, value: Value, elements: int = 0) -> Value:
-        """A normalisation of `elements` per token (the hidden size), through fp32."""
+        """A normalization over `elements` per token (by default the hidden size), in fp32."""
         elements = elements or self.shape.hidden
         size = self.tokens * elements
         width = value.size / size
@@ -93,11 +94,12 @@ class Layer:
         return self.tape.run(width * size, (cast, weight), keeps, backward=scratch)
 
     def _fused_norm(self, value: Value, size: float, elements: int) -> Value:
-        """One operation that keeps its input and a number a row: `kernels/norm.py`.
+        """One operation that saves its input and one number per row (`kernels/norm.py`).
 
-        Forwards the wide copy lies beside the result, and beside its rounding. Backwards there are
-        wide copies of input and gradient, and for the gradient of the weight first their product,
-        which is summed and gone; where the stream is wide, the result is one of the copies.
+        The forward pass holds an fp32 copy in addition to the result, and to its rounded copy. The
+        backward pass holds fp32 copies of input and gradient and, for the gradient of the weight,
+        first their product, which is summed and freed; if the hidden state is fp32, the result is
+        one of these copies.
         """
         trained, chained = self.numerics.trained, self.numerics.chained
         narrow = value.size != 4 * size
@@ -107,7 +109,7 @@ class Layer:
         if narrow and self.shape.norm == "rms":
             forward += value.size
         backward = (10 + 2 * trained if narrow else 8) * size
-        if chained:  # but for the gradient of the weight there is no C
+        if chained:  # the gradient of the weight has no C kernel
             forward, backward = 0.0, backward if trained else 0.0
         given = (value, parameter(0, trained))
         return self.tape.run(value.size, given, (value, inverse), forward, backward)
@@ -121,12 +123,12 @@ class Layer:
             query, key, values = self._split(self.products.linear(names[fused], value))
         mixed = self._mix(query, key, values)
         out = next(n for n in ("o_proj", "dense", "c_proj") if n in names)
-        # GPT-2 names both output matrices c_proj; they differ by their place.
+        # Both output matrices of GPT-2 are named c_proj; the first one is attention's.
         matrix = next(m for m in self.shape.matrices if m.leaf == out)
         return self.products.linear(matrix, mixed)
 
     def _separate(self, value: Value) -> tuple[Value, Value, Value]:
-        """Query and key, rotated, and value, of a product each."""
+        """Rotated query and key, and value, from separate products."""
         names, shape = self.products.matrices, self.shape
 
         def project(name: str, elements: int) -> Value:
@@ -143,9 +145,9 @@ class Layer:
         return query, key, self.products.linear(names["v_proj"], value)
 
     def _split(self, joint: Value) -> tuple[Value, Value, Value]:
-        """Query, key and value as views of one product, which stays whole while one of them does.
+        """Query, key and value as views of one product, which stays alive as long as any view.
 
-        Rotation copies the first two.
+        Rotation copies query and key.
         """
         if self.shape.positions:
             return joint, joint, joint
@@ -156,22 +158,22 @@ class Layer:
         return query, key, joint
 
     def _rotated(self, value: Value) -> Value:
-        """Rotary positions: x cos + rotate(x) sin; nothing is kept but the tables."""
+        """Rotary embedding: x cos + rotate(x) sin; saves only the tables."""
         size = value.size
-        # backward: g cos, g sin, its two halves, each padded to the whole, summed
+        # backward: g cos, g sin, its two halves, each padded to full size, and their sum
         return self.tape.run(size, (value,), forward=3 * size, backward=3 * size)
 
     def _rotated_together(self, query: Value, key: Value) -> tuple[Value, ...]:
-        """The same as one operation: `kernels/rotary.py`.
+        """Rotary embedding of query and key as one operation (`kernels/rotary.py`).
 
-        Where the tables are wider than what is rotated, that has a copy in their type, and so
-        has its result. Rows share the tables, which are repeated.
+        If the tables have a wider data type than query and key, input and result are copied in that
+        type. Rows share the tables, which are repeated.
         """
         n, sizes = self.numerics, (query.size, key.size)
         wider = n.residual / (query.size / (self.tokens * self.shape.query))
         copies = [2 * wider * size if wider > 1 else 0.0 for size in sizes]
         tables = float(self.tokens * self.shape.head_dim * n.residual) * (3 if self.rows > 1 else 1)
-        if n.chained:  # tables in fp32, and what they are repeated to
+        if n.chained:  # tables in fp32, and their repeated copies
             wide = 0 if n.residual == 4 else 8
             repeated = 2 * n.residual if self.rows > 1 else 0
             copies, tables = (
@@ -205,20 +207,21 @@ class Layer:
         return self._written_out(query, key, values)
 
     def _gathered(self, key: Value, values: Value) -> Value:
-        """Keys and values of all tokens of a row, as `distributed.context` gathers them.
+        """Keys and values of all tokens of a row, as gathered by `distributed.context`.
 
-        They are put side by side, and in the order of the tokens. Backwards their gradient is put
-        in that order too, before it is summed.
+        They are concatenated and then put in the order of the tokens. In the backward pass, their
+        gradient is reordered before it is summed.
         """
         own = key.size + self.tokens * self.shape.key * self.numerics.compute
         beside, whole = self.tape.run(own, (key, values)), own * self.numerics.gathered
         return self.tape.run(whole, (beside,), forward=own, backward=whole)
 
     def _written_out(self, query: Value, key: Value, values: Value) -> Value:
-        """Scores, scaled, masked, through softmax in fp32, and the mean of values that they weigh.
+        """Eager attention: scores, scaled and masked, softmax in fp32, and the weighted values.
 
-        Softmax widens what it is given and keeps its result, which lies beside the cast that
-        weighs; backwards it holds that with both gradients, all wide. GPT-2's widens nothing.
+        Softmax casts its input to fp32 and saves its result, in addition to the 16-bit copy that
+        multiplies the values; its backward pass holds the result and both gradients, all in fp32.
+        GPT-2 does not cast.
         """
         tape, c = self.tape, self.numerics.compute
         width = c if self.shape.kind == "gpt2" and not self.numerics.autocast else 4
@@ -231,22 +234,22 @@ class Layer:
         weights = tape.run(width * scores, (wide,))
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(weights,))
-        if c != width:  # the name of the scores is held until their weights have it
+        if c != width:  # the variable refers to the scores until it is reassigned
             weights = tape.run(c * scores, (weights,), holds=(masked,))
         mixed = float(self.tokens * self.shape.query * c)
         return tape.run(mixed, (weights, values), (weights, values))
 
     def capped(self, value: Value) -> Value:
-        """cap x tanh(value / cap): the tanh is kept."""
+        """Soft-capping, cap x tanh(value / cap); saves the tanh."""
         size, tape = value.size, self.tape
         tanh = tape.run(size, (tape.run(size, (value,)),))
         tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
         return tape.run(size, (tanh,))
 
     def _scores(self) -> float:
-        """What attention by products holds for one document in its backward pass.
+        """Bytes that attention by matrix products holds for one document in its backward pass.
 
-        Two rooms of scores; keys and values of the document, as they are and turned, with their
+        Two buffers of scores; keys and values of the document, also transposed, with their
         gradients in fp32.
         """
         if not self.scored:
@@ -259,17 +262,20 @@ class Layer:
     def _attend(
         self, size: float, inputs: tuple[Value, ...], keeps: list[Value], backward: float = 0.0
     ) -> Value:
-        """Flash attention keeps its inputs, its output and one statistic per row and head."""
+        """Attention that saves its output in addition to `keeps`.
+
+        Flash attention also keeps its inputs and one statistic per row and head.
+        """
         node = self.tape.run(size, inputs, keeps, backward=backward)
         last = self.tape.nodes[-1]
         self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
         return node
 
     def kept_selectively(self) -> float:
-        """Bytes per layer that operator-wise selective checkpointing keeps.
+        """Bytes per layer that selective activation checkpointing (per operator) keeps.
 
-        torchtitan's policy: the input, attention's output and statistics, and every second matrix
-        product in the order in which they run.
+        torchtitan's policy: the input, the output and statistics of attention, and every second
+        matrix product in execution order.
         """
         saved = sum(matrix.outputs for matrix in self.shape.matrices[::2])
         c = self.numerics.compute
@@ -294,7 +300,7 @@ class Layer:
         elif self.numerics.compiled or self.numerics.fused_activations:
             gate = self.products.linear(names["gate_proj"], value)
             up = self.products.linear(names["up_proj"], value)
-            # `kernels/activation.py`: the gradient of act(gate) beside those of gate and up
+            # `kernels/activation.py`: the gradient of act(gate), next to those of gate and up
             scratch = 0.0 if self.numerics.compiled or self.numerics.chained else size
             product = self.tape.run(size, (gate, up), (gate, up), backward=scratch)
         else:
@@ -319,22 +325,22 @@ class Layer:
         return tape.run(size, (half, shifted), (half, shifted))
 
     def _experts(self, value: Value) -> Value:
-        """Each token's copies through its experts, then summed with their routing weights."""
+        """Copies of each token through its experts, then their sum weighted by the router."""
         shape, tape = self.shape, self.tape
         assert shape.experts is not None
         if self.numerics.dispatched:
             return self._dispatched(value)
         chosen, h = self.tokens * shape.experts.active, shape.hidden
         down, _ = self._through_experts(value, chosen)
-        # Routing weights are fp32, and so is what they multiply.
+        # Routing weights are in fp32, and so are their products.
         weighted = tape.run(4 * chosen * h, (down,), (down,))
         return tape.run(value.size, (weighted,), holds=(value,))
 
     def _through_experts(self, value: Value, chosen: float) -> tuple[Value, Value]:
-        """What the experts give for `chosen` copies of tokens, and those copies."""
+        """Outputs of the experts for `chosen` copies of tokens, and those copies."""
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
-        # Autocast does not know products of groups: they run in the type of their weights.
+        # Autocast does not cover grouped matrix products, which use the data type of the weights.
         h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
         count = shape.experts.count
         outer = self._expert_weight(count, 2 * f, h, 2)
@@ -348,11 +354,10 @@ class Layer:
         return tape.run(chosen * h * c, (product, inner), (*trained, inner)), copies
 
     def _dispatched(self, value: Value) -> Value:
-        """The same where experts are divided: tokens travel to them and back, as transformers 5.23
-        sends them.
+        """Experts on other processes, to which tokens are sent and from which they return.
 
-        Experts meet tokens of other processes, as many as are sent to those if all are met alike.
-        Tensor parallel processes send a share each.
+        As in transformers 5.23. With balanced routing, a process receives as many tokens as it
+        sends. Each tensor parallel process sends its share.
         """
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
@@ -365,12 +370,12 @@ class Layer:
         in_order = tape.run(size, (weighted,), holds=held)
         returned = tape.run(size, (in_order,), holds=(value,))
         own = tape.run(size, (returned,), holds=(value,))
-        # Here by routing weights, in fp32; their gradient is a product of as many elements.
+        # Multiplied by fp32 routing weights, whose gradient is a product with as many elements.
         weighted = tape.run(4 * chosen * shape.hidden, (own,), (own,), backward=size)
         return tape.run(value.size, (weighted,), holds=(value,))
 
     def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
-        """All experts' weights, with their adapters' product added where they have them."""
+        """Weights of all experts, with the product of their adapters added if they have any."""
         n = self.numerics
         size = count * outputs * inputs * n.weights
         if not n.expert_rank:

@@ -1,4 +1,4 @@
-"""Count the operations of a step other than matmuls, and the bytes that they move."""
+"""Count the operations of a step other than matrix products, and the bytes they move."""
 
 import dataclasses
 
@@ -7,25 +7,25 @@ from finetune.planner.estimate.autograd.tape import Tape
 from finetune.planner.estimate.autograd.traces import layer_of
 from finetune.planner.estimate.workload import Workload
 
-# Operations of transformers' layers by what they compute, as PyTorch starts them one by one.
+# Number of operations in transformers' layers, by purpose; PyTorch launches them one by one.
 NORM, ROTATION, ATTENTION, UNIT, ADDITION = 6, 8, 3, 2, 1
 EXPERTS = 24
 ADAPTER, CAST, DROPPED, DORA = 4, 1, 2, 16
 HEAD = 24
-"""Last norm, head and loss."""
+"""Final norm, head and loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """A step of one process, without its matrix products."""
+    """Operations of a step of one process, without matrix products."""
 
     started: float
     moved: float
-    """Bytes that operations read and write."""
+    """Bytes read and written by the operations."""
 
 
 def operations(workload: Workload, tokens: float) -> Operations:
-    """Operations of a step, and what they move for so many tokens of one process."""
+    """Operations of a step of one process, and the bytes they move for `tokens` tokens."""
     passes = 3 + (workload.checkpointing in ("full", "attention"))
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _of_layer(workload) + 3 * HEAD)
@@ -52,7 +52,7 @@ def _of_layer(workload: Workload) -> float:
 
 
 def _bytes(layer: Layer) -> float:
-    """Bytes that a layer's operations read and write in its forward pass."""
+    """Bytes that the operations of a layer read and write in its forward pass."""
     tape: Tape = layer.build()[0]
     return sum(
         value.size

@@ -1,4 +1,4 @@
-"""Matrix products of a layer with their adapters: each alone as PEFT runs it, or in groups."""
+"""Matrix products of a layer with adapters: one by one as in PEFT, or in groups."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Products:
-    """Runs a layer's products on its tape."""
+    """Records the matrix products of a layer on its tape."""
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class Products:
         self.tape, self.numerics, self.tokens, self.ranks = tape, numerics, tokens, ranks
         self.matrices = {matrix.leaf: matrix for matrix in shape.matrices}
         self.waiting: dict[str, Value] = {}
-        """Products of a group that are made and not yet asked for."""
+        """Products of a group that are computed but not yet used."""
 
     def linear(self, matrix: Matrix, value: Value) -> Value:
-        """A matrix product with its adapter, where it has one."""
+        """A matrix product, with an adapter if the matrix has one."""
         n, tape = self.numerics, self.tape
         if n.grouped_adapters and matrix.leaf in self.ranks:
             return self._of_group(matrix, value)
@@ -47,13 +47,13 @@ class Products:
         return self._adapter(matrix, rank, value, output) if rank else output
 
     def _adapter(self, matrix: Matrix, rank: int, value: Value, output: Value) -> Value:
-        """LoRA: A and B on the same input, scaled, added to the product."""
+        """LoRA: the product with A and B, scaled and added to the output."""
         n, tape = self.numerics, self.tape
         given, held = value, [value]
         inner = self.tokens * matrix.inputs
         a = parameter(rank * matrix.inputs * n.adapters, True)
         b = parameter(rank * matrix.outputs * n.adapters, True)
-        # PEFT casts to the adapter's fp32, and autocast casts back; each adapter keeps its own.
+        # PEFT casts to the adapter's fp32 and autocast casts back; each adapter keeps its own copy.
         if n.autocast and n.widened and value.size / inner != 4:
             given = tape.run(4 * inner, (value,))
             held.append(given)
@@ -74,10 +74,10 @@ class Products:
         return tape.run(output.size, (output, scaled), passes=True, holds=held)
 
     def _norm_of_weight(self, matrix: Matrix) -> Value:
-        """What PEFT 0.21's DoRA holds of a whole weight until its layer has run.
+        """Memory for the norm of a complete weight in DoRA of PEFT 0.21, held until the layer ends.
 
-        The product of B and A, by way of the unit matrix, and the weight, both in the type of the
-        input; their sum is made in two steps and gone when it has a norm.
+        The product of B and A, computed with an identity matrix, and the weight, both in the data
+        type of the input. Their sum is computed in two steps and freed after its norm.
         """
         n, weights = self.numerics, float(matrix.weights)
         width = 4 if n.autocast and n.widened else n.compute
@@ -95,10 +95,10 @@ class Products:
         norm: Value,
         held: list[Value],
     ) -> Value:
-        """The base's product and the adapter's, each times magnitude over norm, added to the first.
+        """DoRA: the base and adapter products, scaled by magnitude / norm, added to the output.
 
-        The magnitudes are in fp32, and so is what they multiply. Where inputs are thinned, the
-        base's product is made once more, from a copy of its weight that the backward pass needs.
+        The magnitudes are in fp32, and so are their products. With dropout, the base product is
+        computed again, from a copy of its weight that the backward pass needs.
         """
         n, tape = self.numerics, self.tape
         wide = output.size * (4 / n.compute if n.autocast else 1)
@@ -117,7 +117,7 @@ class Products:
         return tape.run(output.size, (total,)) if narrow else total
 
     def _of_group(self, matrix: Matrix, value: Value) -> Value:
-        """The product of an adapted matrix; the first of a group makes those of all."""
+        """The product of an adapted matrix; the first of a group computes all of the group."""
         if matrix.leaf not in self.waiting:
             names = next(
                 (g for g in GROUPS if g[0] == matrix.leaf and all(n in self.ranks for n in g)),
@@ -128,10 +128,11 @@ class Products:
         return self.waiting.pop(matrix.leaf)
 
     def _grouped(self, matrices: list[Matrix], value: Value) -> tuple[Value, ...]:
-        """Adapted products of one input as one operation: `kernels/lora.py`.
+        """Adapted products of one input as a single operation (`kernels/lora.py`).
 
-        It keeps its input as it is multiplied and the product with all A. Weights in 4 bits are
-        expanded one by one, the next before the last is forgotten; backwards one at a time.
+        It saves its input in the compute data type and the product with all A. In the forward pass,
+        4-bit weights are dequantized one by one, each before the previous one is freed; in the
+        backward pass, one at a time.
         """
         n, tape, tokens = self.numerics, self.tape, self.tokens
         inputs, c = matrices[0].inputs, n.compute

@@ -1,8 +1,8 @@
-"""A tape of operations with the bytes that each makes, keeps for the backward pass, and frees.
+"""A tape of operations with the bytes that each allocates, saves for the backward pass, and frees.
 
-It repeats what autograd does to memory, without numbers in the tensors: a value lives while a later
-operation needs it or a node has saved it; the backward pass makes gradients in reverse order, frees
-what a node had saved once it has run, and adds gradients of a value that was used twice.
+It simulates the memory use of autograd without data: a value lives as long as a later operation
+needs it or a node has saved it; the backward pass creates gradients in reverse order, frees the
+saved values of a node once it has run, and adds the gradients of a value that was used twice.
 """
 
 import dataclasses
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A tensor of so many bytes."""
+    """A tensor of `size` bytes."""
 
     size: float
     grad: bool = True
-    """Whether a gradient flows to it."""
+    """Whether it needs a gradient."""
     leaf: bool = False
-    """A parameter: its bytes are not counted here, and its gradient stays."""
+    """Whether it is a parameter: its bytes are not counted here, and its gradient stays."""
     gradient: float = 0.0
-    """Bytes of its gradient; those of the value where this is 0."""
+    """Bytes of its gradient; 0 for the same as `size`."""
 
     @property
     def gradient_size(self) -> float:
@@ -27,7 +27,7 @@ class Value:
 
 
 def parameter(size: float, trained: bool) -> Value:
-    """Weights of so many bytes."""
+    """A parameter of `size` bytes."""
     return Value(size, grad=trained, leaf=True)
 
 
@@ -40,22 +40,22 @@ class Node:
     keeps: tuple[Value, ...] = ()
     """Values that are saved for the backward pass."""
     forward: float = 0.0
-    """Bytes that the operation needs besides its output while it runs."""
+    """Bytes that the operation needs while it runs, in addition to its output."""
     backward: float = 0.0
-    """The same for its backward."""
+    """Bytes that its backward operation needs while it runs."""
     passes: bool = False
-    """Hands its gradient on without a copy, as an addition does."""
+    """Passes its gradient on without a copy, like an addition."""
     holds: tuple[Value, ...] = ()
-    """Values that a caller holds until this operation has run."""
+    """Values that a caller keeps alive until this operation has run."""
 
     @property
     def grad(self) -> bool:
-        """Whether a gradient flows through it."""
+        """Whether any output needs a gradient."""
         return any(value.grad for value in self.outputs)
 
 
 class Tape:
-    """Operations in the order in which the forward pass runs them."""
+    """Operations in the order of the forward pass."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -70,7 +70,7 @@ class Tape:
         passes: bool = False,
         holds: Iterable[Value] = (),
     ) -> Value:
-        """Record an operation; returns its output, which has a gradient if an input has one."""
+        """Record an operation; returns its output, which needs a gradient if an input does."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
         node = Node(taken, (output,), tuple(keeps), forward, backward, passes, tuple(holds))
@@ -95,24 +95,24 @@ class Tape:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What running a tape does to memory, in bytes over what was there before."""
+    """Memory of running a tape, in bytes on top of what was in use before."""
 
     saved: float
-    """Held after the forward pass for the backward pass, the result not counted."""
+    """Bytes saved for the backward pass, without the result."""
     forward: float
-    """Most that the forward pass holds at once."""
+    """Peak of the forward pass."""
     passing: float
-    """The same where nothing is saved: a checkpoint's first run."""
+    """Peak of the forward pass if nothing is saved, as in the first run of a checkpoint."""
     backward: float
-    """Most that the backward pass holds at once, saved values and new gradients counted."""
+    """Peak of the backward pass, including saved values and new gradients."""
     gradients: float
-    """Gradients of parameters that stay."""
+    """Bytes of gradients of parameters, which stay."""
     backwards: tuple[float, ...]
-    """The most while each operation runs backwards, in the order of the forward pass."""
+    """Peak during the backward of each operation, in the order of the forward pass."""
 
 
 class _Memory:
-    """Bytes that are alive, and the most that ever were."""
+    """Bytes in use, and their peak."""
 
     def __init__(self) -> None:
         self.live = 0.0
@@ -141,11 +141,11 @@ class _Memory:
 def trace(
     tape: Tape, source: Value, result: Value, source_held: bool = False, accumulated: bool = False
 ) -> Trace:
-    """Run a tape forwards and backwards, from the gradient of its result to that of its source.
+    """Run a tape forward and backward, from the gradient of its result to that of its source.
 
     Args:
-        source_held: somebody else keeps the source (a checkpoint does): it is not counted here.
-        accumulated: gradients of parameters are added to earlier ones, and gone.
+        source_held: the source is kept elsewhere (by a checkpoint) and is not counted here.
+        accumulated: gradients of parameters are added to earlier ones and freed.
     """
     needed = {node for node in tape.nodes if node.grad}
     passing = _forward(tape, source, result, source_held, set()).peak
@@ -161,7 +161,7 @@ def trace(
 def _forward(
     tape: Tape, source: Value, result: Value, source_held: bool, saving: set[Node]
 ) -> _Memory:
-    """Memory once a tape has run forwards; the nodes of `saving` keep what they keep."""
+    """Memory after a tape has run forward; only the nodes in `saving` save their values."""
     memory = _Memory()
     last = {value: node for node in tape.nodes for value in node.inputs + node.holds}
     memory.hold(source)
@@ -189,9 +189,9 @@ def _backward(
     peaks: dict[Node, float],
     accumulated: bool,
 ) -> float:
-    """Run the tape in reverse on `memory`; returns the bytes of parameters' gradients.
+    """Run the tape in reverse on `memory`; returns the bytes of the gradients of parameters.
 
-    `peaks` is given the most that each operation holds.
+    The peak during each operation is written to `peaks`.
     """
     grads: dict[Value, Value] = {result: Value(result.gradient_size)}
     memory.hold(grads[result])

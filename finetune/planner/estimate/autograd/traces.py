@@ -1,4 +1,4 @@
-"""A layer and the head of a workload, each run once on a tape."""
+"""Trace a layer and the head of a workload, each once on a tape."""
 
 import dataclasses
 
@@ -10,26 +10,26 @@ from finetune.planner.estimate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Traces:
-    """The layer and the head of a workload, each run once on its tape."""
+    """The traces of a layer and of the head of a workload."""
 
     layer: Trace
     kept: float
     """Bytes that each layer keeps from the forward to the backward pass."""
     first: float
-    """The same for the first layer: without gradients of its input it keeps less."""
+    """Bytes that the first layer keeps, which is less if its input needs no gradient."""
     head: Head
 
 
 def traces(workload: Workload) -> Traces:
     held = workload.checkpointing in ("full", "attention")
     layer = _layer_trace(workload, held, enters=True)
-    # Frozen embeddings have no gradient; checkpoints need one all the same, and so ask for it.
+    # Frozen embeddings have no gradient, but checkpointing requires one for its input.
     enters = workload.adapter is None or held
     first = layer if enters else _layer_trace(workload, held, enters=False)
     stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
     kept, least = (stream, stream) if held else (layer.saved, first.saved)
     if workload.checkpointing == "attention":
-        # Its output in the type of the products, and one fp32 statistic per head.
+        # Attention's output in the compute data type, and one fp32 statistic per head.
         shape = workload.shape
         of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
         kept, least = (each + workload.tokens * of_token for each in (kept, least))
@@ -46,7 +46,7 @@ def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
 
 
 def layer_of(workload: Workload) -> Layer:
-    """The builder of a workload's layer, whose tape is not run yet."""
+    """The builder of a workload's layer, with an empty tape."""
     return Layer(
         workload.shape,
         workload.numerics,

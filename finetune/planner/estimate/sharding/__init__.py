@@ -1,1 +1,1 @@
-"""What each sharding engine keeps in memory."""
+"""Memory of each sharding engine."""

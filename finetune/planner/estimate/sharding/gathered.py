@@ -1,14 +1,14 @@
-"""Weights that are gathered whole for a moment of a step, under FSDP and ZeRO-3."""
+"""Weights that are gathered during a step under FSDP and ZeRO-3."""
 
 from finetune.planner.estimate.workload import Workload
 
-# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered. It releases none that are used
-# again before so many others were: those of which half as many lie between them and the loss.
+# DeepSpeed 0.19's default: parameters that ZeRO-3 may hold gathered. It does not release parameters
+# that are used again before this many others: those at most half as many away from the loss.
 LIVE_PARAMETERS = 1_000_000_000
 
 
 class Gathered:
-    """Bytes of gathered weights, by the moment."""
+    """Bytes of gathered weights, for each moment of a step."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -24,16 +24,16 @@ class Gathered:
 
     @property
     def _table(self) -> float:
-        """Embedding or head, gathered whole."""
+        """Bytes of the gathered embedding or head."""
         return float(self.workload.shape.embedding * self.workload.outer_width)
 
     @property
     def _everything(self) -> float:
-        """All weights, gathered whole."""
+        """Bytes of all weights, gathered."""
         return self._layers * self.workload.unit_bytes + self.workload.outer_bytes
 
     def at_head(self) -> float:
-        """Weights gathered while the loss runs backwards."""
+        """Weights gathered during the backward pass of the loss."""
         workload = self.workload
         if not self._gathers:
             return 0.0
@@ -46,20 +46,20 @@ class Gathered:
 
     @property
     def ahead(self) -> float:
-        """The last layer's weights, gathered in advance of its backward pass."""
+        """Weights of the last layer, prefetched for its backward pass."""
         return float(self.workload.unit_bytes)
 
     @property
     def frees_head(self) -> bool:
-        """Whether the head is a unit that is freed once it has run backwards."""
+        """Whether the head is a separate unit that is freed after its backward pass."""
         apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
         return self._gathers and apart and not self._stays_gathered
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.
 
-        In the forward pass FSDP2 frees the buffer of a gathering with the next one: of the last
-        there are two copies. Tied, the head came first, and the last is a layer.
+        In the forward pass, FSDP2 frees the buffer of an all-gather at the next all-gather, so the
+        last unit exists twice. That is the head, or the last layer if the head is tied.
         """
         workload = self.workload
         if not self.fsdp:
@@ -69,40 +69,41 @@ class Gathered:
         else:
             units = workload.outer_bytes if workload.root_unit else self._table
         if workload.root_unit:
-            # Nothing is gathered after the last layer: the buffer of its gathering stays.
+            # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
             return units + workload.unit_bytes
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
     def arriving(self) -> float:
         """Weights gathered while those of the head are copied out of their buffer.
 
-        The buffer of the last layer is freed after that only.
+        The buffer of the last layer is freed only afterwards.
         """
         apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
         return self.at_loss() + (self.workload.unit_bytes if apart else 0.0)
 
     @property
     def _gathers(self) -> bool:
-        """Whether weights come from elsewhere, processes or the host, when they are needed."""
+        """Whether weights are fetched from other processes or the host when they are needed."""
         layout = self.workload.layout
         streams = layout.group > 1 or layout.offload == "all"
         return streams and (layout.traits.shards_all or layout.shard == "params")
 
     @property
     def _stays_gathered(self) -> bool:
-        """Whether FSDP keeps units from the forward to the backward pass."""
+        """Whether FSDP keeps units gathered from the forward to the backward pass."""
         return self.workload.layout.traits.shards_all and self.workload.layout.shard == "grads"
 
     def forward(self) -> float:
-        """Weights gathered while the last layer runs forwards: its own in two copies."""
+        """Weights gathered during the forward pass of the last layer, which exists twice."""
         if not (self._gathers and self._stays_gathered):
             return self.backward(0)
         return (self._layers + 1) * self.workload.unit_bytes + self._table
 
     def backward(self, index: int) -> float:
-        """Weights gathered while a layer runs backwards: its own, and the next one's in advance.
+        """Weights gathered during the backward pass of a layer: its own, and the prefetched next.
 
-        Before the first layer the embedding comes next. What stayed gathered goes layer by layer.
+        At the first layer, the next unit is the embedding. Units that stayed gathered are freed
+        layer by layer.
         """
         workload = self.workload
         layout = workload.layout
@@ -123,13 +124,13 @@ class Gathered:
         return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
 
     def _reused(self) -> float:
-        """Weights that ZeRO-3 keeps from the forward to the backward pass: the last ones."""
+        """Weights that ZeRO-3 keeps gathered from the forward to the backward pass (the last)."""
         if not self.workload.layout.traits.keeps_reused:
             return 0.0
         return min(self._everything, 2.0 * LIVE_PARAMETERS / 2)
 
     def at_embedding(self) -> float:
-        """Weights gathered while the embedding runs backwards."""
+        """Weights gathered during the backward pass of the embedding."""
         workload = self.workload
         if self.fsdp and not workload.root_unit:
             return self._table if workload.shape.tied else 2 * self._table

@@ -1,38 +1,39 @@
 """Disk space and host buffers of DeepSpeed 0.19's offload to NVMe.
 
-Read in `zero/stage3.py` and `swap_tensor/`. P trained parameters on N processes; each process has
+Derived from `zero/stage3.py` and `swap_tensor/`. With P trained parameters on N processes, each
+process has
 
-    on the disk        its share of every tensor of `SWAPPABLE` bytes and more, as it is computed
-                       with; 16 P / N: master weights, two moments and the gradient in fp32
-    in host memory     `WEIGHT_BUFFERS` times the largest share of a tensor
-                       of up to `HELD` trained weights a copy as they are computed with
-                       4 P / N: gradients as they are added up
-                       `STATE_BUFFERS` times 4 S: of one sub-group, S elements, what is on the disk
+    on disk            its shard of every tensor with at least `SWAPPABLE` bytes, in the compute
+                       data type; 16 P / N: master weights, two moments and the gradient in fp32
+    in host memory     `WEIGHT_BUFFERS` times the largest shard of a tensor
+                       a copy of up to `HELD` trained weights in the compute data type
+                       4 P / N: accumulated gradients
+                       `STATE_BUFFERS` times 4 S: the states on disk of one sub-group, S elements
 """
 
 from finetune.planner.estimate.workload import Workload
 
 WEIGHT_BUFFERS = 5
-"""Shares of tensors on their way between disk and device. DeepSpeed's default."""
+"""Number of buffers for shards in transfer between disk and device. DeepSpeed's default."""
 STATE_BUFFERS = 4
-"""Weights, two moments and a gradient: what is there of a sub-group while it is updated."""
+"""Number of states in memory while a sub-group is updated: weights, two moments, a gradient."""
 SUB_GROUP = 100_000_000
-"""Elements of a share that are updated at a time: a tenth of DeepSpeed's default, which would take
-16 GB of host memory for each process."""
+"""Elements of a shard that are updated at a time: a tenth of DeepSpeed's default, which would need
+16 GB of host memory per process."""
 HELD = 1_000_000_000
-"""Trained elements of a share that stay in host memory: DeepSpeed's default of `max_in_cpu`."""
+"""Trained elements of a shard that stay in host memory. DeepSpeed's default of `max_in_cpu`."""
 SWAPPABLE = 1 << 20
-"""Bytes of a share from which it goes to the disk: the block size that the engine here sets."""
+"""Minimum bytes of a shard that is moved to disk: the block size that the engine here sets."""
 STATE_WIDTH = 4
 
 
 def largest(workload: Workload) -> int:
-    """Elements of one process's share of the largest tensor."""
+    """Elements of one process's shard of the largest tensor."""
     return -(-max(_tensors(workload)) // workload.layout.group)
 
 
 def _tensors(workload: Workload) -> dict[int, int]:
-    """Tensors of a base by their number of elements; vectors left out, which never leave."""
+    """Number of tensors of the base by their number of elements, without vectors (never moved)."""
     shape = workload.shape
     sizes = [matrix.weights for matrix in shape.matrices] * shape.layers
     sizes += [shape.embedding] * (1 if shape.tied else 2)
@@ -43,7 +44,7 @@ def _tensors(workload: Workload) -> dict[int, int]:
 
 
 def _swapped(workload: Workload) -> float:
-    """Bytes of one process's shares of the base that go to the disk."""
+    """Bytes of one process's shards of the base that are moved to disk."""
     shares = {-(-size // workload.layout.group): n for size, n in _tensors(workload).items()}
     width = workload.compute
     return sum(float(n * size * width) for size, n in shares.items() if size * width >= SWAPPABLE)
@@ -54,7 +55,7 @@ def _share(workload: Workload) -> float:
 
 
 def disk(workload: Workload) -> float:
-    """Bytes of one process on the disk."""
+    """Bytes of one process on disk."""
     if workload.layout.device != "nvme":
         return 0.0
     states = STATE_BUFFERS * STATE_WIDTH * _share(workload)
@@ -62,7 +63,7 @@ def disk(workload: Workload) -> float:
 
 
 def weights(workload: Workload) -> float:
-    """Bytes of weights in one process's host memory between their uses."""
+    """Bytes of weights that stay in one process's host memory."""
     held = min(HELD, _share(workload)) * workload.compute
     if workload.adapter is None:
         return held
@@ -70,24 +71,24 @@ def weights(workload: Workload) -> float:
 
 
 def waiting_weights(workload: Workload) -> float:
-    """Bytes of weights that a process reads from the disk in each pass."""
+    """Bytes of weights that a process reads from disk in each pass."""
     if workload.adapter is not None:
         return _swapped(workload)
     return max(0.0, _share(workload) - HELD) * workload.compute
 
 
 def buffers(workload: Workload) -> float:
-    """Bytes of one process's host memory for weights on their way."""
+    """Bytes of one process's host memory for weights in transfer."""
     return float(WEIGHT_BUFFERS * largest(workload) * workload.compute)
 
 
 def states(workload: Workload) -> float:
-    """Bytes of one process's host memory for the optimizer's states while they are updated."""
+    """Bytes of one process's host memory for optimizer states during their update."""
     updated = min(_share(workload), SUB_GROUP + largest(workload))
     return STATE_BUFFERS * STATE_WIDTH * updated
 
 
 def host(workload: Workload) -> float:
-    """Bytes of host memory that one process needs in all."""
+    """Total bytes of host memory of one process."""
     gradients = STATE_WIDTH * _share(workload)
     return weights(workload) + buffers(workload) + states(workload) + gradients

@@ -1,4 +1,4 @@
-"""Memory that is resident between steps, on the device and on the host."""
+"""Memory that stays allocated between steps, on the device and on the host."""
 
 from finetune.planner.estimate.sharding import deepspeed, nvme
 from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
@@ -12,7 +12,7 @@ def state(workload: Workload) -> dict[str, float]:
     shards = layout.share("params")
     held = 4 if workload.scheme == "fsdp" else workload.trained_width
     parts: dict[str, float] = {}
-    # Without an accelerator what is offloaded stays in the memory that is counted.
+    # Without an accelerator, offloaded state stays in the memory that is counted.
     on_host = layout.offload == "all" and not workload.cpu
     scales = workload.scale_bytes
     weights = (workload.frozen_bytes - scales) / shards
@@ -26,7 +26,7 @@ def state(workload: Workload) -> dict[str, float]:
     elsewhere = layout.offload != "none" or workload.paged
     parts["optimizer"] = 0.0 if elsewhere and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
-    if layout.device == "nvme" and workload.cpu:  # the host's memory is what is counted
+    if layout.device == "nvme" and workload.cpu:  # host memory is counted
         parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
         parts["optimizer"] = nvme.states(workload)
         parts["buckets"] += nvme.buffers(workload)
@@ -42,7 +42,7 @@ def _buckets(workload: Workload) -> float:
     """Copies of gradients that are being reduced."""
     layout, trained = workload.layout, workload.trained
     if layout.traits.copies_gradients and layout.processes > 1:
-        return trained * float(workload.trained_width)  # DDP's buckets: gradients are copied in
+        return trained * float(workload.trained_width)  # DDP copies gradients into buckets
     if deepspeed.accumulates(workload):
         return deepspeed.standing_bucket(workload)
     if layout.traits.masters and layout.shard != "optimizer":
@@ -51,12 +51,13 @@ def _buckets(workload: Workload) -> float:
 
 
 def _inputs(workload: Workload) -> float:
-    """Ids, positions and rotary tables, and the causal mask where one is made.
+    """Bytes of ids, positions and rotary tables, and of the causal mask if there is one.
 
-    Attention by products makes that of a block of queries once, for the heads that share a key.
+    Attention by matrix products builds the mask of a block of queries once for all heads that share
+    a key.
     """
     tables = 2.0 * workload.length * workload.shape.head_dim * workload.compute
-    # A mask is expanded to all rows; only checkpoints keep it, layers keep copies of their own.
+    # A mask is expanded to all rows; only checkpoints keep it, since layers keep their own copies.
     masked = workload.attention != "flash" and workload.checkpointing == "full"
     mask = workload.rows * workload.length**2 if masked else 0
     if workload.scores:
@@ -66,11 +67,11 @@ def _inputs(workload: Workload) -> float:
 
 
 def loading(workload: Workload) -> dict[str, float]:
-    """Bytes on one process's GPU while it loads, where that is more than it keeps of the weights.
+    """Bytes on one process's GPU while loading, if that is more than the weights it keeps.
 
-    Of a quantised model ZeRO-3 partitions nothing before all of it is there (transformers 5.23
-    calls `zero.Init` only without a quantiser), and the largest matrix besides in 16 bits. FSDP
-    cuts it in host memory.
+    ZeRO-3 partitions a quantized model only after all of it is loaded (transformers 5.23 calls
+    `zero.Init` only without a quantizer), and the largest matrix also exists in 16 bits. FSDP
+    shards it in host memory.
     """
     if workload.quantization == "none" or not workload.layout.for_own_module or workload.cpu:
         return {}
@@ -79,11 +80,11 @@ def loading(workload: Workload) -> dict[str, float]:
 
 
 def loading_on_host(workload: Workload) -> float:
-    """Bytes of host memory per process while it loads, besides pages of files that are mapped.
+    """Bytes of host memory per process while loading, without pages of mapped files.
 
-    Weights in the type of their file are mapped, and ZeRO-3 partitions them one by one; FSDP makes
-    fp32 of its shards. A copy is made of weights that are trained whole in fp32, and of quantised
-    ones that FSDP will cut.
+    Weights in the data type of their file are mapped; ZeRO-3 partitions them one by one, and FSDP
+    casts only its shards to fp32. Weights trained in fp32 without sharding are copied, and so are
+    quantized weights that FSDP will shard.
     """
     traits = workload.layout.traits
     if workload.quantization != "none":
@@ -93,20 +94,20 @@ def loading_on_host(workload: Workload) -> float:
 
 
 def host(workload: Workload) -> float:
-    """Bytes of host memory per process, while the model is loaded or in training."""
-    if workload.cpu:  # where weights lie in training
+    """Bytes of host memory per process, the maximum of loading and training."""
+    if workload.cpu:  # weights are counted in training
         return offloaded(workload)
     return max(loading_on_host(workload), offloaded(workload))
 
 
 def offloaded(workload: Workload) -> float:
-    """Bytes of host memory per process that offload needs.
+    """Bytes of host memory per process for offloading.
 
-    What blocks keep for the backward pass, where it waits there, and paged moments, which move
-    there when the GPU is full (bitsandbytes has them from cudaMallocManaged, which PyTorch's count
-    of the device leaves out); besides that, of offloaded states:
-    FSDP holds fp32 weights, gradients and moments there: 16 a parameter. DeepSpeed holds 18 with
-    the optimizer alone or the parameters too, times 1.5 for buffers (its own estimator's factor).
+    These are activations that blocks keep on the host for the backward pass; paged moments, which
+    move to the host when the GPU is full (bitsandbytes allocates them with cudaMallocManaged, which
+    PyTorch's memory statistics do not include); and offloaded states. Per parameter, FSDP holds 16
+    bytes (fp32 weights, gradients and moments), DeepSpeed 16 with only the optimizer offloaded and
+    18 with the parameters too, times 1.5 for buffers (the factor of its own estimator).
     """
     layout = workload.layout
     waiting = workload.waiting_activations
