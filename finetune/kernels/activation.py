@@ -1,8 +1,8 @@
-"""The gated unit of a feed-forward layer (SwiGLU, GeGLU: arXiv:2002.05202) as one operation.
+"""Gated activation of a feed-forward layer (SwiGLU, GeGLU: arXiv:2002.05202) as one operation.
 
     y = act(gate) * up        act: SiLU, or GELU with tanh
 
-transformers keeps gate, act(gate) and up for the backward pass; here act(gate) is computed again.
+transformers saves gate, act(gate) and up for the backward pass; here act(gate) is recomputed.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ FEED_FORWARDS = (
     "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",
     "Gemma2MLP", "Gemma3MLP", "GraniteMLP", "Olmo2MLP", "SmolLM3MLP",
 )  # fmt: skip
-"""Classes of transformers 5.23 that are down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+"""Classes of transformers 5.23 that compute down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
 TANH = (GELUTanh,)
 SILU = (nn.SiLU, SiLUActivation)
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Let the feed-forward layers of a model that are known here compute their unit as one."""
+    """Fuse the gated activation in the supported feed-forward layers of a model."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in FEED_FORWARDS and isinstance(module.act_fn, TANH + SILU):
@@ -32,7 +32,7 @@ def fuse_activations(model: nn.Module) -> None:
 
 
 class FusedGate:
-    """Mixed into a feed-forward layer of transformers."""
+    """Mixin for a feed-forward layer of transformers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         unit = GatedUnit.apply(self.gate_proj(x), self.up_proj(x), isinstance(self.act_fn, TANH))
@@ -40,7 +40,7 @@ class FusedGate:
 
 
 class GatedUnit(torch.autograd.Function):
-    """act(gate) * up of tensors (..., width), keeping both and nothing else."""
+    """act(gate) * up of tensors (..., width); saves only these two."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
@@ -65,7 +65,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
 def gated_gradients(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of both, with g the gradient of the unit:  act'(gate) up g,  act(gate) g."""
+    """Gradients of gate and up, given g of the result:  act'(gate) up g,  act(gate) g."""
     wide = grad * up
     if tanh:
         by_gate = torch.ops.aten.gelu_backward(wide, gate, approximate="tanh")

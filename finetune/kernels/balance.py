@@ -1,9 +1,9 @@
-"""Computes the load-balancing loss of a mixture of experts for each document by itself.
+"""Compute the load-balancing loss of a mixture of experts for each document separately.
 
-transformers computes it over all tokens of a forward pass, so that it depends on how rows are cut
-into micro-batches. Here each document has a loss of its own, and a step the mean over its tokens:
-the same for any accumulation, any number of processes, padded or packed. For one row without
-padding it is that of transformers.
+transformers computes it over all tokens of a forward pass, so it depends on how rows are divided
+into micro-batches. Here each document has its own loss, and the loss of a step is the mean over its
+tokens: the same for any accumulation and number of processes, padded or packed. For one row without
+padding it equals that of transformers.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Balance:
 
     experts: int
     chosen: int
-    """Experts that each token visits."""
+    """Number of experts per token."""
     coefficient: float
 
     def sum(
@@ -43,16 +43,16 @@ class Balance:
         by document as the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437), equations 17 to 20.
 
         Args:
-            router_logits: of each layer (tokens, experts).
+            router_logits: (tokens, experts) for each layer.
             documents: (tokens,) int64, the document of each token; `number` for padding.
-            number: of documents.
+            number: Number of documents.
         """
         device = router_logits[0].device
-        shape = (number + 1, self.experts)  # the last row gathers what is padding
+        shape = (number + 1, self.experts)  # the last row is for padding
         visits = torch.zeros(shape, dtype=torch.float32, device=device)
         shares = torch.zeros(shape, dtype=torch.float32, device=device)
         for logits in router_logits:
-            weights = torch.softmax(logits, dim=-1)  # (tokens, experts), as transformers has it
+            weights = torch.softmax(logits, dim=-1)  # (tokens, experts), as in transformers
             chosen = torch.topk(weights.detach(), self.chosen, dim=-1).indices
             hit = torch.zeros_like(weights, dtype=torch.float32).scatter_(1, chosen, 1.0)
             visits = visits.index_add(0, documents, hit)
@@ -64,10 +64,10 @@ class Balance:
 
 
 def balance_of(model: PreTrainedModel, asked: Model) -> Balance | None:
-    """The load-balancing loss that a recipe asks for; None where it asks for none.
+    """The load-balancing loss that a recipe requests; None if it requests none.
 
     Raises:
-        FinetuneError: it is asked for, and this type of model has none that is known here.
+        FinetuneError: it is requested, but not supported for this type of model.
     """
     config: PreTrainedConfig = model.config
     factor, problem = coefficient(asked, config.to_dict())
@@ -75,20 +75,20 @@ def balance_of(model: PreTrainedModel, asked: Model) -> Balance | None:
         raise FinetuneError(problem)
     if factor is None:
         return None
-    # The names under which every class of these types keeps the arguments of transformers' loss.
+    # All classes of these types store the arguments of transformers' loss under these names.
     return Balance(model.num_experts, model.num_experts_per_tok, factor)
 
 
 def documents_of(
     ids: torch.Tensor, mask: torch.Tensor | None, ends: torch.Tensor | None, real_tokens: int
 ) -> tuple[torch.Tensor, int]:
-    """The document of each token (tokens,), and the number of documents; padding has that number.
+    """Document of each token, (tokens,), and the number of documents, which stands for padding.
 
     Args:
         ids: (rows, length).
-        mask: (rows, length), 0 where rows are padded; None where they are not.
-        ends: (documents + 1,) of documents side by side; None where each row is one.
-        real_tokens: tokens that are not padding.
+        mask: (rows, length), 0 at padding; None without padding.
+        ends: (documents + 1,) ends of concatenated documents; None if each row is a document.
+        real_tokens: Number of tokens that are not padding.
     """
     rows, length = ids.shape
     places = torch.arange(rows * length, device=ids.device)
@@ -106,15 +106,15 @@ def documents_of(
 def parts(
     loss: torch.Tensor, balance: torch.Tensor | None, tokens_per_term: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum to descend, and the share of the balance in it.
+    """The summed loss with the balance loss added, and the balance loss in it.
 
-    Both are divided by the terms of the step later. The balance is a mean over tokens, so its sum
-    is multiplied by terms per token first.
+    Both are later divided by the number of terms of the step. The balance loss is a mean over
+    tokens, so its sum is first multiplied by terms per token.
 
     Args:
-        loss: a scalar, the sum over terms.
-        balance: a scalar, the sum of `Balance.sum`; None where there is none.
-        tokens_per_term: real tokens of the step over its terms.
+        loss: Scalar, the sum over terms.
+        balance: Scalar, from `Balance.sum`; None without a balance loss.
+        tokens_per_term: Real tokens of the step divided by its terms.
     """
     if balance is None:
         return loss, torch.zeros_like(loss)

@@ -1,9 +1,8 @@
-"""Chains of cheap operations: run one after another, or compiled into one kernel each.
+"""Chains of cheap operations, run one by one or compiled into one kernel each.
 
-What a chain costs is its passes over memory: one for each operation, and one in all when it is
-compiled: on a CPU from C, on a GPU by TorchInductor. Every chain is part of an autograd function
-with a backward pass of its own, so that compiling changes neither what is kept nor which formula is
-computed.
+The cost of a chain is its passes over memory: one per operation, or a single pass if it is
+compiled, on CPUs from C and on GPUs by TorchInductor. Every chain is part of an autograd function
+with a custom backward pass, so compiling changes neither the saved tensors nor the formula.
 """
 
 import functools
@@ -18,14 +17,14 @@ from finetune.planner.kernels import COMPILE_FROM
 
 
 class Chain:
-    """A function of tensors with as many rows each as the first, and of what does not change.
+    """A function of tensors that share their number of rows, and of other values.
 
-    It is eager, or after `compile_chains(True)` compiled at its first call for any number of rows:
-    on a CPU its twin of the same name in C, which answers None for tensors that it is not for.
+    It runs eagerly or, after `compile_chains(True)`, compiled for any number of rows: on CPUs as
+    the C function of the same name, which returns None for unsupported tensors.
     """
 
     compiling = False
-    """Of all chains of this process."""
+    """Whether all chains of this process are compiled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -53,8 +52,8 @@ class Chain:
         return self.by_inductor(*given)
 
     def by_inductor(self, *given: Any) -> Any:
-        """Compiled by TorchInductor; where that fails, eager like all that follows."""
-        # One state of autocast for forward and backward passes, which would be compiled for each.
+        """Run compiled by TorchInductor; if that fails, switch all chains to eager."""
+        # One autocast state for forward and backward, to avoid compiling for each.
         with torch.autocast(given[0].device.type, enabled=False):
             try:
                 return self.compiled(*given)
@@ -66,24 +65,25 @@ class Chain:
 
 
 def chain(function: Callable[..., Any]) -> Chain:
-    """Make a chain of a function that has a twin in C."""
+    """Decorate a function that has a C implementation as a chain."""
     return Chain(function)
 
 
 def compile_chains(on: bool) -> None:
-    """Let every chain of this process be compiled, or run operation by operation."""
+    """Compile all chains of this process, or run them operation by operation."""
     Chain.compiling = on
 
 
 def settle(
     asked: str, device: torch.device, tokens: float, dtype: torch.dtype
 ) -> tuple[bool, str | None]:
-    """Whether chains are compiled, and what is to be said of it.
+    """Whether to compile chains, and a note for the log.
 
     Args:
-        asked: `kernels.pointwise`.
-        tokens: of the whole run; not of a process, so that any number of them decides alike.
-        dtype: that it computes in.
+        asked: The recipe's `kernels.pointwise`.
+        device: Device that trains.
+        tokens: Tokens of the run over all processes, so their number does not change the decision.
+        dtype: Compute data type.
     """
     least = COMPILE_FROM.get(device.type)
     if asked == "eager":
@@ -98,14 +98,14 @@ def settle(
 
 
 def usual_folder() -> str:
-    """Where TorchInductor keeps its code by itself."""
+    """TorchInductor's default cache folder."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
     return default_cache_dir()
 
 
 def reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why nothing can be compiled for a device on this machine; None where it can."""
+    """Why chains cannot be compiled for a device on this machine; None if they can."""
     if device.type == "cpu":
         return cpu.reason_against_chains(dtype)
     from torch.utils._triton import has_triton  # slow to import
@@ -115,15 +115,15 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Why a chain cannot be compiled and run on a device; None where one was.
+    """Why a test kernel cannot be compiled and run on a device; None if it ran.
 
-    Triton compiles a module in C when it is first used, for which it needs a compiler and Python's
-    headers, and may know no code for a GPU: only a kernel that ran shows that there will be others.
+    Triton compiles a C module on first use, which needs a compiler and Python's headers, and it may
+    not support the GPU. Only running a kernel shows whether it works.
     """
     given = torch.ones(8, 4, device=device)
     try:
         found = torch.compile(_tried)(given)
-    except Exception as error:  # of Triton, of a compiler or of a driver: whatever it is
+    except Exception as error:  # any error of Triton, a compiler or a driver
         return f"TorchInductor cannot compile for this {device.type} device: {_reason(error)}"
     return None if bool(torch.isfinite(found).all()) else "a compiled kernel gave wrong numbers"
 
@@ -133,6 +133,6 @@ def _tried(given: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """The lines of an error that say what is wrong: the compiler's name, and what it said."""
+    """The first two lines of an error: the compiler's name, and its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""How far a model's next-token distributions are from a teacher's, in chunks, without whole logits.
+"""Compute the divergence of a model's next-token distributions from a teacher's, in chunks.
 
-The teacher is a frozen part of the model that it teaches, so that every engine shards, gathers and
-moves it like the rest. It runs first and leaves the hidden states of the labelled places; then the
-student runs, and both heads meet a few rows at a time, where the gradient is made at once.
+The teacher is a frozen submodule of its student, so every engine shards, gathers and moves it with
+the rest. The teacher runs first and keeps the hidden states at labelled tokens; then the student
+runs. The logits of both are computed for a few rows at a time, together with the gradient.
 """
 
 import dataclasses
@@ -20,31 +20,31 @@ from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 LEAST = -100.0
-"""Logarithm of the smallest share that all tokens which are not stored have together."""
+"""Lower bound of a student's log-probabilities compared with a stored teacher's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a student is taught in one micro-batch, and how it is measured."""
+    """Divergence to compute in one micro-batch, with the data of a stored teacher."""
 
     kind: Kind
     beta: float
-    """Weight of the teacher in the mixture of `jsd`."""
+    """Weight of the teacher's distribution in the mixture of `jsd`."""
     temperature: float
     ce_weight: float
     """Weight of the cross-entropy, which is added to the divergence."""
     ids: torch.Tensor | None = None  # (labelled, k) int32
-    """Tokens of a stored teacher; None for one that runs."""
+    """Most likely tokens of a stored teacher; None if the teacher runs."""
     logps: torch.Tensor | None = None  # (labelled, k + 1) fp16
-    """Their log-probabilities at the temperature, and that of all other tokens together."""
+    """Log-probabilities of `ids` at the temperature, then that of all other tokens together."""
 
 
 def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
-    """Let a model, which has its loss, compute divergences where it is given a `Target`.
+    """Enable a model to compute divergences if it is called with a `Target`.
 
     Args:
-        model: that `finetune.kernels.head.give_loss` was applied to, in chunks.
-        teacher: frozen; None where its log-probabilities are stored.
+        model: Model with a chunked loss, from `finetune.kernels.head.give_loss`.
+        teacher: Model to freeze and attach; None if its log-probabilities are stored.
     """
     plain_head(model).__class__ = TaughtHead
     if teacher is not None:
@@ -61,14 +61,14 @@ def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> Non
 
 
 class Frozen:
-    """Mixed into a teacher: it stays in inference mode while its student trains."""
+    """Mixin for a teacher, which stays in eval mode while its student trains."""
 
     def train(self, mode: bool = True) -> Any:
         return super().train(False)  # type: ignore[misc]
 
 
 class TeacherHead(nn.Linear):
-    """The head of a teacher, whose weight is used by others inside its own forward pass."""
+    """The head of a teacher; inside its forward pass, a callback can use its weight."""
 
     scale: float
     cap: float | None
@@ -78,7 +78,7 @@ class TeacherHead(nn.Linear):
 
 
 class WithTeacher:
-    """Mixed into a causal language model: a forward pass that ends in a sum of divergences."""
+    """Mixin for a causal language model whose forward pass can return a sum of divergences."""
 
     def forward(
         self,
@@ -88,11 +88,14 @@ class WithTeacher:
         taught: Target | None = None,
         **inputs: Any,
     ) -> Any:
-        """As before, or with `taught` (2,) in fp32: the summed loss, and the cross-entropy in it.
+        """The previous forward pass or, with `taught`, the summed loss and its cross-entropy.
+
+        With `taught` the result is (2,) in fp32.
 
         Args:
-            places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
-            targets: (labelled,) int64, the token that follows each.
+            places: (labelled,) int64, flat indices into (rows, length) of positions to predict
+                from.
+            targets: (labelled,) int64, the next token of each.
         """
         if taught is None:
             return super().forward(*args, places=places, targets=targets, **inputs)
@@ -114,7 +117,7 @@ class WithTeacher:
 
 
 class TaughtHead(LabelledHead):
-    """A head that gives the summed divergence from a teacher where it is told of one."""
+    """A head that returns the summed divergence from a teacher if it is given one."""
 
     def forward(
         self,
@@ -133,7 +136,7 @@ class TaughtHead(LabelledHead):
 class ChunkedDivergence(torch.autograd.Function):
     """Summed divergence of a head's distributions from a teacher's, and the cross-entropy.
 
-    The gradient is made in the forward pass, chunk by chunk, as `ChunkedLoss` makes it.
+    The gradient is computed in the forward pass, chunk by chunk, as in `ChunkedLoss`.
     """
 
     @staticmethod
@@ -175,7 +178,7 @@ class ChunkedDivergence(torch.autograd.Function):
 def _logits(
     logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """Logits in fp32 as the model scales and caps them."""
+    """Logits in fp32, with the model's bias, scale and soft cap."""
     wide = logits.float()
     if bias is not None:
         wide = wide + bias.float()
@@ -203,9 +206,9 @@ def divergence(
     kind: Kind,
     beta: float = 0.5,
 ) -> torch.Tensor:
-    """How far each row's distributions are apart, (rows,).
+    """Divergence of the distributions of each row, (rows,).
 
-    With p the teacher's, q the student's, m = beta p + (1 - beta) q (arXiv:2306.13649, eq. 1):
+    With teacher p, student q, m = beta p + (1 - beta) q (arXiv:2306.13649, eq. 1):
 
         forward_kl   KL(p, q)
         reverse_kl   KL(q, p)
@@ -223,14 +226,14 @@ def divergence(
 
 
 class _Shares:
-    """The distributions of a teacher that runs, a chunk at a time."""
+    """Distributions of a running teacher, computed for one chunk at a time."""
 
     def __init__(self, head: TeacherHead, hidden: torch.Tensor) -> None:
         self.head, self.hidden = head, hidden
 
     @torch.no_grad()
     def logps(self, part: slice, vocabulary: int, temperature: float) -> torch.Tensor:
-        """Log-probabilities over the first tokens, (chunk, vocabulary) fp32."""
+        """Log-probabilities over the first `vocabulary` tokens, (chunk, vocabulary) fp32."""
         head = self.head
         matrix = head.weight[:vocabulary]
         bias = None if head.bias is None else head.bias[:vocabulary]
@@ -240,14 +243,14 @@ class _Shares:
     def both(
         self, student: torch.Tensor, part: slice, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of teacher and student, over the tokens that both have a row for."""
+        """Log-probabilities of teacher and student over the tokens that both vocabularies have."""
         vocabulary = min(student.shape[1], self.head.weight.shape[0])
         teacher = self.logps(part, vocabulary, temperature)
         return teacher, F.log_softmax(student[:, :vocabulary], -1)
 
 
 class _Stored:
-    """The likeliest tokens of a teacher that is not here, and all others as one."""
+    """Distributions of a stored teacher: its most likely tokens, and all others as one class."""
 
     def __init__(self, taught: Target) -> None:
         self.taught = taught

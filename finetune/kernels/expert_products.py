@@ -1,4 +1,4 @@
-"""Products of experts in the data type of autocast, which does not know the operation for them."""
+"""Compute grouped expert products in autocast's data type, since autocast does not cover them."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from transformers.integrations import moe
 from finetune.kernels.precision import compute_dtype
 
 GROUPED = "grouped_mm"
-"""The name of these products in transformers and, with an underscore or without, in torch."""
+"""Name of the operation in transformers and, with or without a leading underscore, in torch."""
 
 
 class _AsAutocast(TorchFunctionMode):
-    """Inside, grouped products are in a type."""
+    """Casts the inputs of grouped products to a data type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class _AsAutocast(TorchFunctionMode):
 
 
 def experts_forward(self: torch.nn.Module, hidden: torch.Tensor, *routing: Any) -> torch.Tensor:
-    """As transformers' own of that name; on a GPU under autocast its products are in 16 bits.
+    """transformers' grouped forward pass of experts, in 16 bits on GPUs under autocast.
 
-    torch 2.13 lacks `grouped_mm` in autocast's list: experts whose weights are fp32 would multiply
-    in fp32, by a slow loop over them. Engines that shard hold them in 16 bits already.
+    torch 2.13 does not autocast `grouped_mm`: experts with fp32 weights would be multiplied in
+    fp32, by a slow loop over the experts. Sharding engines already provide them in 16 bits.
     """
     if hidden.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return moe.grouped_mm_experts_forward(self, hidden, *routing)
@@ -38,5 +38,5 @@ def experts_forward(self: torch.nn.Module, hidden: torch.Tensor, *routing: Any) 
 
 
 def compute_as_autocast() -> None:
-    """Let the grouped products of experts be in the type that autocast computes in."""
+    """Make the grouped products of experts use autocast's data type."""
     moe.ExpertsInterface.register(GROUPED, experts_forward)

@@ -1,10 +1,9 @@
-"""The loss of a causal language model: on labelled rows only, in chunks, without stored logits.
+"""Compute the loss of a causal language model for labelled tokens only, without storing all logits.
 
-A model that was given its loss is called with the places of the labelled rows and what each should
-predict, and returns a sum, or the log-probability of each. Called without them it is the model that
-transformers made. The loss is made inside the model's own forward pass, and its weights are used
-inside the head's: there every engine has gathered them (FSDP2, ZeRO-3) and sees what takes part
-(DDP).
+After `give_loss`, a model can be called with the positions of labelled tokens and their targets,
+and returns the summed loss or each log-probability. Without them it behaves as in transformers. The
+loss is computed inside the model's forward pass, and the head's weight is used inside the head's
+forward pass: there, every engine has gathered it (FSDP2, ZeRO-3) and tracks its use (DDP).
 """
 
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ from finetune.planner.kernels import (
 )
 
 RAISED = 1024.0
-"""What gradients of logits are multiplied by for a product in fp16: of at most 1, they stay below
-its largest number, and shares of 1e-10 above its smallest."""
+"""Scale of logit gradients for products in fp16. Gradients are at most 1, so they do not overflow,
+and probabilities of 1e-10 do not underflow."""
 
 
 def give_loss(
@@ -40,20 +39,20 @@ def give_loss(
     temperature: float = 1.0,
     labelled: bool = False,
 ) -> None:
-    """Let a model compute its loss where its forward pass is told the labelled rows.
+    """Enable a model to compute its loss if its forward pass is given the labelled tokens.
 
-    The classes of the model and of its head are replaced by subclasses of the same name, as
-    `torch.distributed.fsdp.fully_shard` does: names of parameters and saved files stay.
+    The classes of the model and its head are replaced by subclasses of the same name, as
+    `torch.distributed.fsdp.fully_shard` does: parameter names and saved files do not change.
 
     Args:
-        model: the plain model, which may hold PEFT's modules already.
-        chunked: false computes the loss from all logits.
-        balance: the load-balancing loss that training adds; None for none.
-        temperature: divides the logits of the loss, behind scale and cap.
-        labelled: computes the loss from the logits of labelled tokens alone.
+        model: The plain model, possibly with PEFT's modules.
+        chunked: Compute the loss in chunks; False computes it from all logits.
+        balance: Load-balancing loss that is added in training, or None.
+        temperature: Divisor of the logits in the loss, after scale and cap.
+        labelled: Compute the loss from the logits of labelled tokens only.
 
     Raises:
-        FinetuneError: `chunked`, and the head is no plain linear layer.
+        FinetuneError: `chunked`, but the head is not a plain linear layer.
     """
     if chunked:
         head = plain_head(model)
@@ -62,7 +61,7 @@ def give_loss(
         # c tanh(s x / c) / t is the same function with c / t and s / t.
         head.scale, head.cap = scale / temperature, None if cap is None else cap / temperature
     kind = type(model)
-    # With the module of the class too: transformers looks there for code of the model's own.
+    # Keep the module of the class: transformers looks there for the model's custom code.
     own: dict[str, Any] = {"loss_in_chunks": chunked, "balance": balance}
     own |= {"temperature": temperature, "__module__": kind.__module__}
     own["logits_of_labelled"] = logit_function(model.config) if labelled else None
@@ -70,13 +69,13 @@ def give_loss(
 
 
 def plain_head(model: PreTrainedModel) -> nn.Module:
-    """The head that is computed with: a copy that is trained whole beside an adapter, or itself.
+    """The active output head: its trained copy (PEFT's `modules_to_save`), or the head itself.
 
     Raises:
-        FinetuneError: it is no plain linear layer.
+        FinetuneError: the head is not a plain linear layer.
     """
     head = model.get_output_embeddings()
-    if isinstance(head, ModulesToSaveWrapper):  # trained whole beside an adapter
+    if isinstance(head, ModulesToSaveWrapper):  # fully trained next to an adapter
         head = head.modules_to_save[head.active_adapters[0]]
     if type(head) not in (nn.Linear, LabelledHead):
         raise FinetuneError(
@@ -87,7 +86,7 @@ def plain_head(model: PreTrainedModel) -> nn.Module:
 
 
 def logit_function(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Scale and soft cap c of logits: x becomes c * tanh(scale * x / c), or scale * x."""
+    """Scale and soft cap c of logits: c * tanh(scale * x / c), or scale * x if c is None."""
     match LOGITS[config.model_type]:
         case "softcapped":
             return 1.0, config.final_logit_softcapping
@@ -100,11 +99,11 @@ def logit_function(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 class WithLoss:
-    """Mixed into a causal language model: a forward pass that ends in the sum of the loss."""
+    """Mixin for a causal language model whose forward pass can return the summed loss."""
 
     loss_in_chunks: bool
     logits_of_labelled: tuple[float, float | None] | None
-    """Scale and soft cap where the head's own call makes logits, of labelled tokens alone."""
+    """Scale and soft cap, if the head computes logits for labelled tokens only; else None."""
     balance: Balance | None
     temperature: float
 
@@ -117,15 +116,17 @@ class WithLoss:
         logps: bool = False,
         **inputs: Any,
     ) -> Any:
-        """As the model's own, or with `places` the summed cross-entropy, a scalar in fp32.
+        """The model's own forward pass or, with `places`, the summed cross-entropy.
 
-        With `logps` the log-probability of each target, (labelled,) in fp32. Where training
-        balances experts `Balance.sum` follows: then it is (2,), or (labelled + 1,).
+        The sum is a scalar in fp32. With `logps`, the result is the log-probability of each target,
+        (labelled,) in fp32. In training with a balance loss, `Balance.sum` is appended: the result
+        is (2,), or (labelled + 1,).
 
         Args:
-            places: (labelled,) int64, flat indices into (rows, length) of what is predicted from.
-            targets: (labelled,) int64, the token that follows each.
-            real_tokens: tokens of the micro-batch that are not padding.
+            places: (labelled,) int64, flat indices into (rows, length) of positions to predict
+                from.
+            targets: (labelled,) int64, the next token of each.
+            real_tokens: Number of tokens of the micro-batch that are not padding.
         """
         if places is None:
             return super().forward(*args, **inputs)
@@ -154,7 +155,7 @@ class WithLoss:
         targets: torch.Tensor,  # (labelled,)
         logps: bool,
     ) -> torch.Tensor:
-        """The summed cross-entropy of hidden states, or with `logps` that of each target."""
+        """The summed cross-entropy of hidden states or, with `logps`, each log-probability."""
         head = self.get_output_embeddings()
         if self.loss_in_chunks:
             return head(hidden, targets, logps)
@@ -165,7 +166,7 @@ class WithLoss:
         return _from_logits(self._tempered(logits), targets, logps)
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the temperature, without a copy where that is 1."""
+        """Logits divided by the temperature, without a copy if that is 1."""
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
@@ -176,16 +177,12 @@ def _from_logits(logits: torch.Tensor, targets: torch.Tensor, logps: bool) -> to
 
 
 class LabelledHead(nn.Linear):
-    """A head that gives the summed loss of hidden states where it is told their targets.
-
-    Or the log-probability of each target.
-    """
+    """A head that returns the summed loss, or each log-probability, if it is given targets."""
 
     scale: float
     cap: float | None
     entries: tuple[int, int] | None = None
-    """Logits that are there at once, and that become a gradient at once; None for those of the
-    device."""
+    """Number of logits of a chunk and of a tile; None for the device's defaults."""
 
     def forward(
         self, input: torch.Tensor, targets: torch.Tensor | None = None, logps: bool = False
@@ -201,10 +198,10 @@ class LabelledHead(nn.Linear):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Summed cross-entropy of a head, with its gradient made in the forward pass.
+    """Summed cross-entropy of a head, with the gradient computed in the forward pass.
 
-    The gradient of the logits is softmax(logits) - onehot(target) (times what scaling and capping
-    add): each chunk of logits becomes gradients of hidden states and head, and is forgotten.
+    The gradient of the logits is softmax(logits) - onehot(target), times the derivatives of scale
+    and cap. Each chunk of logits is converted to gradients of hidden states and head, and freed.
     """
 
     @staticmethod
@@ -216,8 +213,8 @@ class ChunkedLoss(torch.autograd.Function):
         targets: torch.Tensor,  # (labelled,)
         scale: float,
         cap: float | None,
-        chunk: int,  # rows of logits that are there at once
-        tile: int,  # rows of them that become a gradient at once
+        chunk: int,  # rows of logits that are in memory
+        tile: int,  # rows of logits that are converted to gradients at a time
     ) -> torch.Tensor:
         loss, dtype = torch.zeros((), device=hidden.device), compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
@@ -233,21 +230,21 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def used_up(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that a forward pass made times a factor, in place: they are used once.
+    """Multiply the gradients from the forward pass by a factor, in place; they are used once.
 
-    Those of hidden states, weight and bias; five arguments behind them have none.
+    Returns the gradients of hidden states, weight and bias, and None for five more arguments.
     """
     grads, ctx.grads = ctx.grads, None
-    # Autograd casts them.
+    # Autograd casts them to the types of the inputs.
     return (*(each if each is None else each.mul_(factor) for each in grads), *(None,) * 5)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probability of each target, (labelled,) in fp32, whose gradient is made on the way back.
+    """Log-probability of each target, (labelled,) in fp32; gradients are computed in `backward`.
 
-    The forward pass keeps hidden states and the head's own weight, as a linear layer does: where an
-    engine shards the weight, it gathers it for the backward pass too. There each chunk of logits is
-    computed again and becomes gradients, times the gradient of its log-probabilities.
+    The forward pass saves the hidden states and the head's weight, as a linear layer does: an
+    engine that shards the weight gathers it again for the backward pass. There, each chunk of
+    logits is recomputed and converted to gradients, weighted by those of its log-probabilities.
     """
 
     @staticmethod
@@ -259,8 +256,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         targets: torch.Tensor,  # (labelled,)
         scale: float,
         cap: float | None,
-        chunk: int,  # rows of logits that are there at once
-        tile: int,  # rows of them that become a gradient at once
+        chunk: int,  # rows of logits that are in memory
+        tile: int,  # rows of logits that are converted to gradients at a time
     ) -> torch.Tensor:
         ctx.dtype = compute_dtype(weight)
         ctx.save_for_backward(hidden, weight, bias, targets)
@@ -268,7 +265,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         with torch.autocast(weight.device.type, enabled=False):
             grads = Gradients(hidden, weight, bias, (False,) * 3, tile, ctx.dtype)
-            # The sums take copies, on a CPU of an eighth of a tile only.
+            # `tile_logps` copies its logits; on CPUs, only an eighth of a tile at a time.
             few = max(1, tile // 8) if hidden.is_cpu else tile
             for part, logits in grads.chunks(chunk):
                 for first in range(0, len(logits), few):
@@ -289,7 +286,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 class Gradients:
-    """Gradients of the summed loss with respect to hidden states, matrix and bias, so far."""
+    """Accumulates gradients of the summed loss for hidden states, weight and bias."""
 
     def __init__(
         self,
@@ -300,7 +297,7 @@ class Gradients:
         rows: int,
         dtype: torch.dtype,
     ) -> None:
-        """`rows` of logits become gradients at once, in `dtype`; `wanted`: which of them are."""
+        """Convert `rows` rows of logits at a time, in `dtype`; `wanted` selects the gradients."""
         given, matrix = hidden.to(dtype), weight.to(dtype)
         self.given, self.matrix, self.added, self.rows = given, matrix, bias, rows
         self.any = any(wanted)
@@ -311,7 +308,7 @@ class Gradients:
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Places of some rows, and their logits (rows, vocabulary), one after the other."""
+        """Yield slices of `rows` rows with their logits, (rows, vocabulary)."""
         for start in range(0, len(self.given), rows):
             part = slice(start, start + rows)
             yield part, F.linear(self.given[part], self.matrix)
@@ -325,12 +322,12 @@ class Gradients:
         cap: float | None,
         weights: torch.Tensor | None = None,  # (chunk,)
     ) -> torch.Tensor:
-        """Summed loss of a chunk, counted in; `logits` (chunk, vocabulary) are overwritten.
+        """Add the gradients of a chunk, and return its summed loss.
 
-        `weights` multiply the gradient of each row.
+        Overwrites `logits`, (chunk, vocabulary). `weights` multiply the gradient of each row.
         """
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
-        if self.narrow:  # shares of a large vocabulary are below fp16's smallest number
+        if self.narrow:  # probabilities of a large vocabulary underflow in fp16
             logits = logits.float()
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
@@ -343,7 +340,7 @@ class Gradients:
         return loss
 
     def add(self, part: slice, by_logits: torch.Tensor) -> None:
-        """Count in what the gradient of a chunk's logits, (chunk, vocabulary), brings."""
+        """Add the gradients that follow from those of a chunk's logits, (chunk, vocabulary)."""
         if self.bias is not None:
             self.bias += by_logits.sum(0, dtype=torch.float32)
         self._count_hidden(part, by_logits)
@@ -360,7 +357,7 @@ class Gradients:
             torch.mm(by_logits, self.matrix, out=self.hidden[part])
 
     def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
-        """The same with rows times `weights`, which multiply what is narrower than the logits."""
+        """`add` with weighted rows; applies `weights` to tensors narrower than the logits."""
         rows = weights[:, None]
         if self.bias is not None:
             self.bias += by_logits.T @ weights.to(by_logits.dtype)
@@ -373,8 +370,8 @@ class Gradients:
     def of(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Each in the type of what it is the gradient of; in fp16 that of the hidden states waits
-        in fp32 for the factor of the loss."""
+        """The gradients in the types of their tensors; with fp16, that of the hidden states stays
+        in fp32 until it is multiplied by the gradient of the loss."""
         kept = torch.float32 if self.narrow else hidden.dtype
         return (
             None if self.hidden is None else self.hidden.to(kept),
@@ -412,8 +409,8 @@ def tile_loss(
 ) -> torch.Tensor:
     """Summed loss of some rows of logits (tile, vocabulary), a scalar in fp32.
 
-    Where it is `wanted`, the gradient of the loss is written into `logits`: at the target by
-    `expm1`, which stays exact where the target's share is near 1.
+    If `wanted`, the gradient of the loss is written into `logits`. At the target it is computed by
+    `expm1`, which is accurate for probabilities near 1.
     """
     wide = logits.float()
     if bias is not None:

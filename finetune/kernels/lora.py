@@ -1,14 +1,14 @@
-"""Adapted linear layers with a backward pass of their own, and those of one input as a group.
+"""LoRA layers with a custom backward pass; layers with the same input are computed as a group.
 
-PEFT keeps its modules and parameters: only what they compute is replaced. The query, key and value
-projections read the same tensor, and so do gate and up: the first of a group to be called computes
-all of them, the others hand out what waits for them.
+PEFT's modules and parameters stay: only their computation is replaced. The query, key and value
+projections read the same tensor, and so do gate and up: the first layer of a group that is called
+computes all outputs, and the other layers return theirs.
 
     group of n rows:  u = x [A_q; A_k; A_v]^T        one product, (n, 3r)
                       y_i = x W_i^T + s_i u_i B_i^T   the second term added in place
 
-Only x and u are kept for the backward pass (PEFT 0.21 keeps a copy of x for each adapter, and in
-fp32 where adapters are held in fp32). A base in NF4 is dequantised once per pass, and forgotten.
+Only x and u are saved for the backward pass (PEFT 0.21 saves a copy of x for each adapter, in fp32
+if adapters are stored in fp32). An NF4 base weight is dequantized once per pass and then freed.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from finetune.kernels.quantised import (
 )
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of modules of one parent that read the same tensor, in the order of their calls."""
+"""Names of sibling modules that read the same tensor, in the order of their calls."""
 
 
 def group_adapters(model: nn.Module) -> None:
-    """Let adapted linear layers compute together; those that `reason_against` names are left."""
+    """Group the adapted linear layers of a model, except those with a `reason_against`."""
     for parent in list(model.modules()):
         children = {
             name: child
@@ -50,7 +50,7 @@ def group_adapters(model: nn.Module) -> None:
 
 
 def left_alone(model: nn.Module) -> dict[str, int]:
-    """Adapted layers that PEFT computes: how many there are for each reason."""
+    """Number of adapted layers that PEFT still computes, by reason."""
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, lora.LoraLayer) and not isinstance(module, Grouped):
@@ -60,7 +60,7 @@ def left_alone(model: nn.Module) -> dict[str, int]:
 
 
 def reasons_against_tiles(model: nn.Module) -> list[str]:
-    """Why gradients of grouped adapters are not computed over tiles on this machine."""
+    """Reasons why gradients of grouped adapters are not computed in tiles on this machine."""
     layers = [each.get_base_layer() for each in model.modules() if isinstance(each, Grouped)]
     widths = {width for each in layers for width in (each.in_features, each.out_features)}
     reasons = {cpu.reason_against_adapter_tiles(width) for width in widths}
@@ -68,7 +68,7 @@ def reasons_against_tiles(model: nn.Module) -> list[str]:
 
 
 def reason_against(layer: nn.Module) -> str | None:
-    """Why an adapted layer cannot be computed here, None where it can."""
+    """Why an adapted layer cannot be grouped; None if it can."""
     if type(layer) not in (lora.Linear, AdaptedLinear4bit):
         return f"PEFT's {type(layer).__name__} has another product"
     base = layer.get_base_layer()
@@ -98,7 +98,7 @@ def _join(layers: list[nn.Module]) -> None:
 
 
 class Grouped:
-    """Mixed into PEFT's adapted layer: it asks its group for its output."""
+    """Mixin for PEFT's adapted layer that takes its output from its group."""
 
     group: "Group"
 
@@ -109,7 +109,7 @@ class Grouped:
 
 
 class Group:
-    """Layers that read one tensor, and outputs that wait for their layers to be called."""
+    """Layers that read the same tensor, and outputs of layers that are not called yet."""
 
     def __init__(self, layers: tuple[nn.Module, ...]) -> None:
         self.layers = layers
@@ -128,27 +128,27 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What of a layer is no tensor."""
+    """Properties of a layer that are not tensors."""
 
     scaling: float
     quantised: QuantState | None
 
     def weight(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The base weight (out, in) as it is multiplied."""
+        """The base weight (out, in) in the compute type, dequantized if needed."""
         if self.quantised is None:
             return stored.to(dtype)
         return dequantize_4bit(stored.view(-1, 1), self.quantised).to(dtype)
 
 
 def _quantisation(base: Linear4bit) -> QuantState:
-    """How a weight is stored. FSDP2 makes parameters anew, which know nothing of it."""
+    """Quantization state of a weight; FSDP2's new parameters lack it, but the layer keeps it."""
     weight = base.weight
     known = weight.quant_state if isinstance(weight, Params4bit) else None
     return base.quant_state if known is None else known
 
 
 def _operands(layers: tuple[nn.Module, ...]) -> tuple[Any, ...]:
-    """The shapes of all layers, and then weight, bias, A and B of each."""
+    """The `Shape` of every layer, then weight, bias, A and B of each."""
     shapes: list[Shape] = []
     tensors: list[torch.Tensor | None] = []
     for layer in layers:
@@ -168,7 +168,7 @@ def multiply(
     up: torch.Tensor | None = None,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`narrow.T @ wide`; where they are given, `wide @ up` is put into `product`.
+    """Compute `narrow.T @ wide` and, if given, write `wide @ up` into `product`.
 
     Args:
         wide: # (n, wide)
@@ -188,7 +188,7 @@ def multiply(
 
 
 class GroupedLoRA(torch.autograd.Function):
-    """Outputs of adapted layers of one input; gradients of the input and of every A and B."""
+    """Outputs of adapted layers with the same input; gradients of the input and every A and B."""
 
     @staticmethod
     def forward(
@@ -209,7 +209,7 @@ class GroupedLoRA(torch.autograd.Function):
                 bias = biases[place]
                 output = F.linear(rows, weight, None if bias is None else bias.to(dtype))
                 output.addmm_(columns[place], ups[place].to(dtype).T, alpha=of_layer.scaling)
-                # Not a view: a caller may add to it in place, as Llama 4 adds its experts.
+                # Not a view: callers may add to it in place, as Llama 4 does with its experts.
                 shape = (*x.shape[:-1], output.shape[-1])
                 outputs.append(torch.ops.aten._unsafe_view(output, shape))
         ctx.save_for_backward(rows, narrow, *weights, *downs, *ups)

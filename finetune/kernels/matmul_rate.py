@@ -9,18 +9,18 @@ SECONDS = 0.1
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square products, the best of those that fit into `SECONDS`.
+    """FLOP/s of square matrix products, the best measured within `SECONDS`.
 
-    Every process of a job measures at once, as they will train.
+    All processes of a job measure at the same time, as they will train.
     """
     side = SIDES.get(device.type, 4096)
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    _product(left, right)  # kernels are chosen, memory is laid out
+    _product(left, right)  # warm-up: kernel selection and memory allocation
     begun, best = time.perf_counter(), float("inf")
     while (now := time.perf_counter()) - begun < SECONDS or best == float("inf"):
         _product(left, right)
         best = min(best, time.perf_counter() - now)
-    if device.type == "cuda":  # what was measured with is no part of what training takes
+    if device.type == "cuda":  # exclude this measurement from the memory statistics of training
         del left, right
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -32,6 +32,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def rate_of_products(precision: str) -> float:
-    """FLOP/s that this machine's CPU multiplies matrices with, all cores together."""
+    """Matmul FLOP/s of this machine's CPU, with all its cores."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return matmul_flops(torch.device("cpu"), dtype)

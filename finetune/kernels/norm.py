@@ -1,10 +1,10 @@
-"""RMSNorm (arXiv:1910.07467) with a backward pass of its own.
+"""RMSNorm (arXiv:1910.07467) with a custom backward pass.
 
     y = w * x / rms(x)        rms(x)^2 = mean(x^2) + eps
 
-transformers computes it operation by operation, and keeps two copies of x in fp32 and one of the
-result without weights. Here x, which the residual stream holds anyway, and one number a row are
-kept; what else the backward pass needs is computed from them.
+transformers runs it as separate operations, and saves two fp32 copies of x and the result before
+the weight. This version saves x, which the residual stream keeps anyway, and one number per row;
+the backward pass recomputes the rest.
 """
 
 from typing import Any
@@ -29,12 +29,12 @@ NORMS: dict[str, str] = {
     "Gemma2RMSNorm": "eps",
     "Gemma3RMSNorm": "eps",
 }
-"""Classes of transformers 5.23 that are this formula, and their name for eps. Gemma's multiply by
-1 + w, and in fp32; the others round x / rms(x) first."""
+"""Classes of transformers 5.23 with this formula, and their attribute for eps. Gemma's classes
+multiply by 1 + w in fp32; the others round x / rms(x) first."""
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let the norms of a model that are known here compute in one operation."""
+    """Fuse the supported norms of a model into one operation each."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in NORMS:
@@ -42,18 +42,18 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 class FusedNorm:
-    """Mixed into a norm of transformers."""
+    """Mixin for a norm of transformers."""
 
     weight: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kind = type(self).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
+        kind = type(self).__name__.removeprefix("FSDP")  # fully_shard renames the class
         gemma = kind.startswith("Gemma")
         return RMSNorm.apply(x, self.weight, self.__dict__[NORMS[kind]], gemma)
 
 
 class RMSNorm(torch.autograd.Function):
-    """The norm of rows (..., hidden), keeping them and a number a row."""
+    """Norm of rows (..., hidden); saves them and one number per row."""
 
     @staticmethod
     def forward(
@@ -82,9 +82,10 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, gemma: bool) -> bool:
-    """Whether a kernel of PyTorch computes it, one for each pass: on GPUs, where nothing compiles.
+    """Whether PyTorch's fused kernels compute it: on GPUs, if chains are not compiled.
 
-    It multiplies by weights of the same type before it rounds: of bf16, once instead of twice.
+    They multiply by the weight, which has the same type, before rounding: a bf16 result is rounded
+    once instead of twice.
     """
     return x.is_cuda and not gemma and not Chain.compiling and x.dtype == weight.dtype
 

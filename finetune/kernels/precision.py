@@ -1,9 +1,9 @@
-"""The data type that matrices are multiplied in."""
+"""Data type of matrix products."""
 
 import torch
 
 
 def compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    """Autocast's, where it is on; else that of a weight as the engine gathered it."""
+    """Autocast's data type if it is enabled, else the type of a weight that the engine gathered."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

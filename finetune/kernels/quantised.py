@@ -1,7 +1,7 @@
-"""What bitsandbytes gives for weights in four and eight bits, where it is installed.
+"""Import bitsandbytes' types and functions for 4-bit and 8-bit weights, or placeholders.
 
-Elsewhere there are stand-ins: classes of which nothing is an instance, and functions that name the
-extra that is missing. Nothing else imports bitsandbytes.
+If bitsandbytes is not installed, nothing is an instance of the placeholder classes, and the
+placeholder functions raise an error that names the missing extra.
 """
 
 from typing import TYPE_CHECKING, Any

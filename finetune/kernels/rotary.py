@@ -1,10 +1,10 @@
-"""Rotary positions (arXiv:2104.09864) of query and key as one operation.
+"""Rotary position embeddings (arXiv:2104.09864) of query and key as one operation.
 
     y1 = x1 cos - x2 sin        x1, x2: the halves of a head
     y2 = x2 cos + x1 sin
 
-That is x cos + (the other half) (sin, the sign of its first half turned), in place. transformers
-makes four tensors of the size of x on the way, and as many for its gradient.
+This is x cos + (x with its halves swapped) * (sin with its first half negated), computed in place.
+transformers creates four temporary tensors of the size of x, and four more for the gradient.
 """
 
 import types
@@ -20,13 +20,13 @@ ATTENTIONS = (
     "Qwen2MoeAttention", "Qwen3MoeAttention", "GemmaAttention", "Gemma2Attention",
     "Gemma3Attention", "GraniteAttention", "SmolLM3Attention",
 )  # fmt: skip
-"""Classes of transformers 5.23 whose module rotates whole heads by this formula."""
+"""Classes of transformers 5.23 that rotate complete heads by this formula."""
 ROTATION = "apply_rotary_pos_emb"
-"""The name by which the forward pass of each calls it."""
+"""Name of the function that their forward passes call."""
 
 
 def fuse_rotations(model: nn.Module) -> None:
-    """Let the attention layers of a model that are known here rotate query and key as one."""
+    """Fuse the rotation of query and key in the supported attention layers of a model."""
     for module in model.modules():
         kind = type(module)
         forward = kind.forward
@@ -36,7 +36,7 @@ def fuse_rotations(model: nn.Module) -> None:
 
 
 def _with_rotation(forward: types.FunctionType) -> types.FunctionType:
-    """A forward pass that finds our rotation by the name of its own; that of others stays."""
+    """Copy a forward pass with globals in which `ROTATION` is `rotate`; others keep theirs."""
     names = {**forward.__globals__, ROTATION: rotate}
     changed = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
@@ -46,18 +46,21 @@ def _with_rotation(forward: types.FunctionType) -> types.FunctionType:
 
 
 class FusedRotation:
-    """Mixed into an attention layer of transformers, to be known by."""
+    """Mixin that marks an attention layer of transformers."""
 
 
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both (rows, heads, tokens, head size) rotated; tables (rows or 1, tokens, head size)."""
+    """Rotate query and key, (rows, heads, tokens, head size) each.
+
+    The tables `cos` and `sin` are (rows or 1, tokens, head size).
+    """
     return Rotation.apply(query, key, cos, sin)
 
 
 class Rotation(torch.autograd.Function):
-    """Keeps the tables, which all layers share. Gradients are rotated back."""
+    """Saves only the tables, which all layers share; gradients are rotated back."""
 
     @staticmethod
     def forward(
@@ -73,7 +76,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _signed(sin: torch.Tensor) -> torch.Tensor:
-    """What each element's partner in the other half is multiplied by."""
+    """Factor of each element's partner in the other half."""
     first, second = sin.chunk(2, -1)
     return torch.cat([-first, second], -1)
 
@@ -96,7 +99,7 @@ def rotated(
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
-    wide = x.to(cos.dtype)  # tables are in the type of the hidden state
+    wide = x.to(cos.dtype)  # tables have the type of the hidden states
     first, second = wide.chunk(2, -1)
     partners = torch.cat([second, first], -1)
     return partners.mul_(signed).addcmul_(wide, cos).to(x.dtype)

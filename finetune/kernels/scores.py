@@ -1,8 +1,8 @@
-"""The scores of a sequence classification model: read at given places only, in fp32.
+"""Compute the scores of a sequence classification model at given positions only, in fp32.
 
-As `finetune.kernels.head` does, the classes of the model and of its head are replaced by subclasses
-of the same name: the head's weight is used inside the head's own forward pass, where every engine
-has gathered it.
+As in `finetune.kernels.head`, the classes of the model and its head are replaced by subclasses of
+the same name, and the head's weight is used inside the head's forward pass, where every engine has
+gathered it.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 
 def give_scores(model: PreTrainedModel) -> None:
-    """Let a model give its scores where its forward pass is told the places.
+    """Enable a model to return its scores if its forward pass is given positions.
 
     Args:
-        model: the plain model, which may hold PEFT's modules already.
+        model: The plain model, possibly with PEFT's modules.
     """
     score = model.score
     heads = [*score.modules_to_save.values()] if isinstance(score, ModulesToSaveWrapper) else []
@@ -30,16 +30,16 @@ def give_scores(model: PreTrainedModel) -> None:
 
 
 class WithScores:
-    """Mixed into a sequence classification model: a forward pass that ends in scores of places."""
+    """Mixin for a sequence classification model whose forward pass can score given positions."""
 
     balance = None
-    """No load-balancing loss of experts: transformers adds none to scores."""
+    """No load-balancing loss of experts, as transformers adds none to scores."""
 
     def forward(self, *args: Any, places: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """As the model's own, or with `places` the scores, (places, labels) in fp32.
+        """The model's own forward pass or, with `places`, the scores, (places, labels) in fp32.
 
         Args:
-            places: flat indices into (rows, length), (places,) int64.
+            places: (places,) int64, flat indices into (rows, length).
         """
         if places is None:
             return super().forward(*args, **inputs)
@@ -49,7 +49,7 @@ class WithScores:
 
 
 class ScoreHead(nn.Linear):
-    """A score head that computes in fp32: a score is one number, and not one of a distribution."""
+    """A score head that computes in fp32, since the value of a single score matters."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()

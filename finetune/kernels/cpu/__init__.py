@@ -1,6 +1,6 @@
-"""Kernels for CPUs, compiled from C and C++: code elsewhere imports this module alone.
+"""CPU kernels, compiled from C and C++; code outside this folder imports only this module.
 
-Each part is loaded when it is first used; training on an accelerator loads none of them.
+Submodules are loaded on first use, so training on an accelerator loads none.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 def twin(name: str) -> Callable[..., Any]:
-    """The chain of a name in C; it answers None for tensors that the C is not for."""
+    """The C implementation of a chain by name; it returns None for unsupported tensors."""
     from finetune.kernels.cpu import native
 
     return getattr(native, name)

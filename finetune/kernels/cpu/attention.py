@@ -1,11 +1,11 @@
-"""Attention of documents for CPUs that compute in 16 bits: over tiles, or by matrix products.
+"""Attention of concatenated documents on CPUs in 16 bits, in tiles or by matrix products.
 
     S = Q K^T / sqrt(d) + causal mask      P = softmax(S)      O = P V
 
-Where code is compiled and the CPU multiplies bf16, all of it is one pass (`tiled_attention`). Else
-the forward pass is PyTorch's fused kernel, which never holds P. Its backward pass in bf16 takes
-longer than these products, which compute P again, a block of queries after another. So less is kept
-than the fused kernel keeps: the inputs, and a number for each query.
+If code is compiled and the CPU multiplies bf16, all of it is a single pass (`tiled_attention`).
+Otherwise the forward pass is PyTorch's fused kernel, which never stores P. Its bf16 backward pass
+is slower than the matrix products here, which recompute P for one block of queries at a time. They
+need less memory than the fused kernel: the inputs, and one number per query.
 """
 
 import functools
@@ -22,18 +22,18 @@ from finetune.planner.kernels import SCORE_BLOCK, score_block
 
 
 def serves(query: torch.Tensor) -> bool:
-    """Whether this is faster where `query` is: `python -m benchmarks kernels` times it."""
+    """Whether this is faster for `query`, as timed by `python -m benchmarks kernels`."""
     return query.device.type == "cpu" and query.dtype != torch.float32
 
 
 def by_products(dtype: torch.dtype, compiling: bool) -> bool:
-    """Whether a CPU computes attention of documents in `dtype` by matrix products."""
+    """Whether attention of documents in `dtype` is computed by matrix products on this CPU."""
     tiled = compiling and dtype == torch.bfloat16 and tiled_attention.reason_against() is None
     return dtype != torch.float32 and not tiled
 
 
 def longest_served(query: torch.Tensor, longest: int, window: int | None, cap: float | None) -> int:
-    """Tokens of the longest document that `attention_of_documents` computes, `longest` at most."""
+    """Maximum document length that `attention_of_documents` supports, at most `longest`."""
     if _tiled(query):
         return longest
     if cap is not None or not serves(query):
@@ -54,21 +54,21 @@ def attention_of_documents(
     window: int | None = None,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of documents side by side, by what is fastest where `query` is.
+    """Causal attention of concatenated documents, by the fastest implementation for `query`.
 
-    None is longer than `longest_served`.
+    No document may be longer than `longest_served`.
 
     Args:
         query: (1, heads, tokens, head size).
         key: (1, key heads, tokens, head size); each is shared by heads / key heads queries.
-        value: As `key`.
+        value: Like `key`.
         ends: 0, and the end of each document.
         scale: Factor of the scores.
-        window: A token sees itself and so many less one before it; None for all.
-        cap: Scores s become cap * tanh(s / cap); None for s.
+        window: Number of tokens that a token sees, including itself; None for all.
+        cap: Scores s become cap * tanh(s / cap); None for no cap.
 
     Returns:
-        As `query`.
+        Like `query`.
     """
     if _tiled(query):
         return TiledAttention.apply(query, key, value, ends, scale, window, cap)
@@ -76,12 +76,12 @@ def attention_of_documents(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """Causal attention of documents side by side; each key head is shared by a group of heads.
+    """Causal attention of concatenated documents; each key head is shared by a group of heads.
 
     With D the gradient of O and dP = D V^T:  dS = P (dP - rowsum(dP P)),  dQ = dS K,  dK = dS^T Q,
-    dV = P^T D, where dQ and dK carry the scale. The heads of a group lie token by token, so that
-    each product is one matrix per key head. The fused kernel gives the logarithm of each row's sum
-    of e^S, which spares the backward pass to look for the largest of a row.
+    dV = P^T D, with the scale in dQ and dK. The heads of a group are interleaved by token, so each
+    product is one matrix per key head. The fused kernel returns the logarithm of each row's sum of
+    e^S, so the backward pass does not need the row maximum.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ class DocumentAttention(torch.autograd.Function):
         ends: list[int],
         scale: float,
     ) -> torch.Tensor:
-        """`query` (1, heads, tokens, head size), `ends` as `cu_seq_lens`; returns as `query`."""
+        """`query` (1, heads, tokens, head size), `ends` like `cu_seq_lens`; result like `query`."""
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         result, logs = like(query), query.new_empty(query.shape[1:3], dtype=torch.float32)
         for start, end in itertools.pairwise(ends):
@@ -140,24 +140,24 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def _stacked(heads: torch.Tensor, part: slice, groups: int) -> torch.Tensor:
-    """Heads of a part as one matrix per key head.  # (key heads, length x groups, size)"""
+    """Heads of a slice as one matrix per key head.  # (key heads, length x groups, size)"""
     rows = heads[0, :, part].unflatten(0, (-1, groups))  # (key heads, groups, length, size)
     return rows.transpose(1, 2).flatten(1, 2).contiguous()
 
 
 def _put(heads: torch.Tensor, part: slice, stacked: torch.Tensor, groups: int) -> None:
-    """The reverse of `_stacked`, into a place of (1, heads, tokens, head size)."""
+    """The reverse of `_stacked`, written into a slice of (1, heads, tokens, head size)."""
     rows = stacked.unflatten(1, (-1, groups)).transpose(1, 2)
     heads[0, :, part].unflatten(0, (-1, groups)).copy_(rows)
 
 
 def _turned(matrices: torch.Tensor) -> torch.Tensor:
-    """Transposed in memory: products of such are faster."""
+    """Transpose in memory, which makes products faster."""
     return matrices.transpose(1, 2).contiguous()
 
 
 def _product(first: torch.Tensor, second: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """first @ second, in a room that is there: pages that are new to a process cost more."""
+    """first @ second, written to existing memory, because new pages are slower."""
     shape = (*first.shape[:2], second.shape[2])
     return torch.bmm(first, second, out=room[: math.prod(shape)].view(shape))
 
@@ -166,12 +166,14 @@ def _product(first: torch.Tensor, second: torch.Tensor, room: torch.Tensor) -> t
 def share_gradients(
     scores: torch.Tensor, grads: torch.Tensor, logs: torch.Tensor, groups: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P and dS of S and dP, in their place: of queries that are the last of the keys' tokens.
+    """Compute P and dS from S and dP, in place; the queries are the last tokens of the keys.
 
     Args:
         scores: S without scale and mask.  # (key heads, queries x groups, keys)
-        grads: dP, as `scores`.
+        grads: dP, like `scores`.
         logs: log rowsum e^S, for the compiled chain.  # (key heads, queries x groups, 1) float32
+        groups: Query heads per key head.
+        scale: Factor of the scores.
     """
     rows, own = scores.shape[1], scores.shape[1] // groups
     scores.mul_(scale)[:, :, -own:].add_(_mask(scores.dtype, groups)[:rows, :own])
@@ -182,12 +184,12 @@ def share_gradients(
 
 
 def release() -> None:
-    """Give back what is kept from one backward pass to the next."""
+    """Free memory that is kept between backward passes."""
     _mask.cache_clear()
 
 
 @functools.cache
 def _mask(dtype: torch.dtype, groups: int) -> torch.Tensor:
-    """0 where a token of a block sees another, else -inf.  # (SCORE_BLOCK x groups, SCORE_BLOCK)"""
+    """Causal mask of a block: 0 or -inf.  # (SCORE_BLOCK x groups, SCORE_BLOCK)"""
     mask = torch.full((SCORE_BLOCK, SCORE_BLOCK), -torch.inf, dtype=dtype).triu(1)
     return mask.repeat_interleave(groups, 0)

@@ -1,4 +1,4 @@
-"""Code in C and C++ for the CPU of this machine: compiled when first used, and kept."""
+"""Compile C and C++ code for the CPU of this machine on first use, and cache the library."""
 
 import ctypes
 import hashlib
@@ -22,19 +22,19 @@ SECONDS = 120
 
 
 class CannotCompile(Exception):
-    """Why there is no code for this machine."""
+    """The code cannot be compiled on this machine; the message has the reason."""
 
 
 def compiled(
     source: Path, flags: Sequence[str], libraries: Sequence[str] = (), version: str = ""
 ) -> ctypes.CDLL:
-    """The functions of a file, from an earlier run or compiled now.
+    """Load the functions of a source file, from the cache or compiled now.
 
     Args:
-        source: a file in C or C++.
-        flags: of the compiler, beside `FLAGS`.
-        libraries: words of the linker that say what is linked with it.
-        version: of headers that are not the compiler's own.
+        source: C or C++ file.
+        flags: Compiler flags in addition to `FLAGS`.
+        libraries: Linker flags.
+        version: Version of headers that do not belong to the compiler.
 
     Raises:
         CannotCompile: with the reason.
@@ -55,8 +55,8 @@ def compiled(
 def _made(
     source: Path, words: Sequence[str], libraries: Sequence[str], version: str, scratch: Path
 ) -> Path:
-    """The library of a source for this very CPU: kept from another run, or made now."""
-    # What -march=native means here is among what the compiler says of itself.
+    """The library of a source file for exactly this CPU, from the cache or compiled now."""
+    # The compiler's verbose output shows what -march=native means on this CPU.
     language = "c" if source.suffix == ".c" else "c++"
     said = _run([*words, "-E", "-v", "-x", language, os.devnull]).stderr
     headers = sorted(source.parent.glob("*.h"))
@@ -66,7 +66,7 @@ def _made(
     kept = cache("compiled") / name
     if kept.exists():
         return kept
-    # Linked without OpenMP's own library: PyTorch has loaded one, and two would not share threads.
+    # Not linked with an OpenMP library: PyTorch has loaded one, and two would not share threads.
     unlinked, made = scratch / f"{source.stem}.o", scratch / name
     _run([*words, "-c", str(source), "-o", str(unlinked)])
     _run([words[0], "-shared", str(unlinked), "-o", str(made), *libraries])
@@ -75,7 +75,7 @@ def _made(
         own = kept.with_name(f".{name}.{os.getpid()}")
         shutil.copyfile(made, own)
         own.replace(kept)
-    except OSError:  # a full or read-only disk: this process has it all the same
+    except OSError:  # a full or read-only disk: this process can still use it
         return made
     return kept
 

@@ -1,8 +1,7 @@
-"""Chains of cheap operations in C, for CPUs: compiled when first used, and kept.
+"""C implementations of chains for CPUs, compiled on first use and cached.
 
-A C compiler makes `chains.c` in a second or two, where TorchInductor takes twenty. Each function
-here has a twin of its name that computes the same operation by operation; it answers None for
-tensors that the C is not for.
+A C compiler takes one or two seconds for `chains.c`, TorchInductor takes twenty. Each function is
+the counterpart of the eager chain of the same name, and returns None for unsupported tensors.
 """
 
 import ctypes
@@ -32,14 +31,14 @@ LANES = 16
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
-    """Why there are no functions for tensors of a type on this machine; None where there are."""
+    """Why there are no C functions for a data type on this machine; None if there are."""
     found = _library(dtype)
     return found if isinstance(found, str) else None
 
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The functions for tensors of a type, or why there are none."""
+    """The C functions for a data type, or the reason why there are none."""
     if dtype not in DEFINED:
         return f"there is no C for {dtype}"
     try:
@@ -56,11 +55,11 @@ def _loaded(defined: tuple[str, ...]) -> ctypes.CDLL:
     return found
 
 
-# The twins ---------------------------------------------------------------------------------------
+# Counterparts of the eager chains ----------------------------------------------------------------
 
 
 def _served(*tensors: torch.Tensor) -> bool:
-    """Whether tensors are on a CPU, not empty, and of one type that there is C for."""
+    """Whether tensors are on a CPU, not empty, and of the same, supported data type."""
     dtype = tensors[0].dtype
     alike = all(each.dtype == dtype and each.is_cpu and each.numel() for each in tensors)
     return alike and reason_against(dtype) is None
@@ -73,14 +72,14 @@ def _functions(x: torch.Tensor) -> ctypes.CDLL:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows (n, ...) that are dense in themselves."""
+    """Rows (n, ...), each contiguous in memory."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
 def normed(
     x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    wider = not gemma and weight.dtype != x.dtype  # the result would be of the wider type
+    wider = not gemma and weight.dtype != x.dtype  # the result would have the wider type
     if wider or not _served(x):
         return None
     x, (rows, width) = _rows(x), x.shape
@@ -196,6 +195,6 @@ def share_gradients(
 
 
 def _room(rows: torch.Tensor) -> torch.Tensor:
-    """A row in 32 bits for each thread."""
+    """Scratch memory: one fp32 row per thread."""
     whole = -(-rows.shape[-1] // LANES) * LANES
     return rows.new_empty(torch.get_num_threads() * whole, dtype=torch.float32)

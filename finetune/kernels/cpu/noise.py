@@ -1,4 +1,4 @@
-"""Draws tokens on a CPU in one pass over their shares, by code that is compiled when first used."""
+"""Sample tokens on CPUs in one pass over their probabilities, in C compiled on first use."""
 
 import ctypes
 import functools
@@ -14,16 +14,16 @@ WORD = 0xFFFFFFFF
 def draw(
     shares: torch.Tensor, key: tuple[int, int], names: torch.Tensor, place: int
 ) -> torch.Tensor | None:
-    """The token of each row with the largest share / noise, (rows,) int64.
+    """The token of each row with the largest probability / noise, (rows,) int64.
 
-    The noise is `finetune.inference.sampling.exponential`'s, of which a logarithm is taken only
-    where it can decide. None where there is no compiler, or the shares are on another device.
+    The noise is that of `finetune.inference.sampling.exponential`; its logarithm is computed only
+    for tokens that can win. None without a compiler, or if `shares` is on another device.
 
     Args:
-        shares: probabilities, (rows, vocabulary) fp32.
-        key: seed and step.
-        names: (rows, 2) int64, the number of each row's prompt and of its completion.
-        place: of the token in its completion.
+        shares: Probabilities, (rows, vocabulary) fp32.
+        key: Seed and step.
+        names: (rows, 2) int64, the numbers of each row's prompt and completion.
+        place: Position of the token in its completion.
     """
     library = _library() if shares.is_cpu else None
     if library is None:

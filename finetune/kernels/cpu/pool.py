@@ -1,9 +1,8 @@
-"""Memory of large tensors on CPUs: a pool of their own, from C++ that is compiled when first used.
+"""Memory pool for large CPU tensors, from C++ code that is compiled on first use.
 
-glibc's `malloc` (2.36) cannot give an aligned block that was freed to the next tensor of its size:
-gaps stay, and each step takes pages that are new to the process, which the kernel has to clear. In
-a pool that holds nothing but large tensors, each step has the memory of the one before. A GPU's
-memory is pooled by PyTorch.
+glibc's `malloc` (2.36) cannot reuse a freed aligned block for the next tensor of the same size:
+gaps remain, and each step uses new pages, which the kernel has to zero. In a pool of large tensors
+only, each step reuses the memory of the previous one. PyTorch pools GPU memory itself.
 """
 
 import ctypes
@@ -21,19 +20,19 @@ SOURCE = Path(__file__).with_name("pool.cpp")
 TORCH = Path(torch.__file__).parent
 CORE = TORCH / "lib" / "libc10.so"
 SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
-"""A variable of libc10 (torch 2.13): while it is true, PyTorch keeps the size of each block that it
-has on a CPU, so that a block from before a profile is known when it is freed."""
+"""A libc10 variable (torch 2.13): while it is true, PyTorch records the size of each CPU block, so
+that blocks allocated before a profile are accounted for when they are freed."""
 RESERVED = 4
-"""Addresses, as a multiple of the machine's memory: what is reserved takes none of it."""
+"""Reserved addresses as a multiple of the machine's memory; reserving takes no memory."""
 
 
 def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str | None]:
-    """Whether large tensors are pooled, and what is to be said of it.
+    """Whether to pool large tensors, and a note for the log.
 
     Args:
-        asked: `kernels.allocator`.
-        device: that trains.
-        tokens: of the whole run.
+        asked: The recipe's `kernels.allocator`.
+        device: Device that trains.
+        tokens: Tokens of the run.
     """
     if device.type != "cpu" or asked == "plain":
         return False, None
@@ -47,35 +46,35 @@ def settle(asked: str, device: torch.device, tokens: float) -> tuple[bool, str |
 
 
 def use_pool(on: bool) -> None:
-    """Let large tensors that this process makes from now on be pooled, or be `malloc`'s again.
+    """Allocate large tensors of this process from the pool, or with `malloc` again.
 
-    Where there is no pool (`reason_against`) nothing changes. Switched off, it gives the system
-    back what no tensor holds.
+    Has no effect without a pool (`reason_against`). Switching the pool off returns its unused
+    memory to the system.
     """
     if (on or _was_asked_for()) and not isinstance(found := _library(), str):
         found.use(on)
 
 
 def handed_out() -> int:
-    """Bytes of blocks that tensors hold."""
+    """Bytes of the pool's blocks that tensors use."""
     found = _library() if _was_asked_for() else None
     return found.handed_out() if isinstance(found, ctypes.CDLL) else 0
 
 
 def _was_asked_for() -> bool:
-    """Whether there is an answer already, for which nothing is compiled."""
+    """Whether the library was already requested, so that nothing has to be compiled now."""
     return _library.cache_info().currsize > 0
 
 
 def reason_against() -> str | None:
-    """Why there is no pool on this machine; None where there is."""
+    """Why there is no pool on this machine; None if there is one."""
     found = _library()
     return found if isinstance(found, str) else None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The pool, which PyTorch asks from now on, or why there is none."""
+    """Install the pool as PyTorch's CPU allocator; returns it, or why there is none."""
     if sys.platform != "linux":
         return "it is for Linux"
     new = int(torch.compiled_with_cxx11_abi())
@@ -94,7 +93,7 @@ def _library() -> ctypes.CDLL | str:
 
 
 def keep_sizes() -> bool:
-    """Let PyTorch keep the sizes of its blocks from now on; whether it can."""
+    """Make PyTorch record the sizes of its blocks (`SWITCH`); returns whether it can."""
     try:
         ctypes.c_bool.in_dll(ctypes.CDLL(str(CORE)), SWITCH).value = True
     except (OSError, ValueError):  # another build of PyTorch

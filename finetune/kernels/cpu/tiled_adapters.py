@@ -1,9 +1,8 @@
-"""Gradients of adapters over tiles, in C, for CPUs that have these (AMX).
+"""Gradients of adapters in C, for CPUs with tile registers (AMX).
 
-PyTorch's products of a wide matrix and a narrow one wait for memory, and the gradients of an
-adapter need two of each wide one. Here it is read once for both. It is compiled when first used,
-and kept. Where products are made in registers (AVX-512) they wait for arithmetic, not for memory,
-and are PyTorch's.
+PyTorch's products of a wide and a narrow matrix are memory-bound, and the gradients of an adapter
+need two products with each wide matrix. This kernel reads it once for both. It is compiled on first
+use and cached. On CPUs with AVX-512 only, the products are compute-bound and left to PyTorch.
 """
 
 import ctypes
@@ -18,17 +17,17 @@ from finetune.kernels.cpu.compiler import CannotCompile, compiled
 SOURCE = Path(__file__).with_name("tiled_adapters.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
 DEEP = 32
-"""Numbers that a product of tiles sums over: matrices are as wide, or a multiple of it."""
+"""Inner dimension of a tile product; the width of wide matrices must be a multiple of it."""
 IN_TILES = 2
-"""Of a process on a CPU with AMX: `tiles_of_this_process`."""
+"""Value of `tiles_of_this_process` on a CPU with AMX."""
 BROAD = 16
-"""Numbers of a tile's row: narrow matrices are filled up to a multiple of it."""
+"""Row length of a tile; narrow matrices are padded to a multiple of it."""
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def reason_against(width: int = DEEP) -> str | None:
-    """Why there are no such products on this machine for a width; None where there are."""
+    """Why this machine cannot compute these products for a width; None if it can."""
     found = _library()
     if isinstance(found, str):
         return found
@@ -36,7 +35,7 @@ def reason_against(width: int = DEEP) -> str | None:
 
 
 def serves(wide: torch.Tensor) -> bool:
-    """Whether it multiplies such a matrix, (tokens, wide)."""
+    """Whether a matrix (tokens, wide) is supported."""
     fits = wide.is_cpu and wide.dtype == torch.bfloat16 and wide.numel() > 0
     return fits and reason_against(wide.shape[1]) is None
 
@@ -44,10 +43,10 @@ def serves(wide: torch.Tensor) -> bool:
 def products(
     wide: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`wide @ up`, if that is given, and `narrow.T @ wide`, each rounded once, as PyTorch's are.
+    """`wide @ up`, if `up` is given, and `narrow.T @ wide`, each rounded once, as in PyTorch.
 
-    FSDP's adapters are of 16 bits where they are used, and so are gradients of theirs: where
-    adapters are held in fp32, more digits would make a run depend on its backend.
+    Results are in 16 bits even for adapters in fp32: FSDP computes adapters and their gradients in
+    16 bits, and more precision here would make a run depend on its backend.
 
     Args:
         wide: # (tokens, wide) bfloat16
@@ -78,7 +77,7 @@ def products(
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The functions, or why there are none."""
+    """The C functions, or the reason why there are none."""
     try:
         found = compiled(SOURCE, FLAGS)
     except CannotCompile as error:

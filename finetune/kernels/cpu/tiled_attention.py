@@ -1,8 +1,7 @@
 """Attention of documents in one pass over tiles, in C, for CPUs with AMX or AVX-512 for bfloat16.
 
-What `finetune.kernels.cpu.attention` computes by PyTorch's kernel and by products whose scores go
-through memory, here stays within the caches, and above the diagonal nothing is computed. It is
-compiled when first used, and kept.
+Scores stay in the caches, whereas those of `finetune.kernels.cpu.attention` go through memory, and
+nothing is computed above the diagonal. The code is compiled on first use and cached.
 """
 
 import ctypes
@@ -20,10 +19,10 @@ FLAGS = ("-std=gnu11", "-fopenmp")
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _LAID = (_P, _N)
-"""A tensor and the numbers from token to token."""
+"""A tensor's address, and its stride from token to token in elements."""
 _BOTH = (_P, _N, _N, _N, _N, _N, _F, _F, _P, _N, _I)
-"""Ends, documents, key heads, groups, head size; window, scale and cap of scores; room, that of a
-thread, threads."""
+"""Arguments of both functions: ends, documents, key heads, heads per key head, head size; window,
+scale and cap of scores; scratch memory, its size per thread, threads."""
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "tiles_of_this_process": ((), _I),
     "room_of_forward": ((_N, _N), _N),
@@ -34,20 +33,20 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def reason_against() -> str | None:
-    """Why there is no such attention on this machine; None where there is."""
+    """Why this machine cannot compute attention in tiles; None if it can."""
     found = _library()
     return found if isinstance(found, str) else None
 
 
 def serves(query: torch.Tensor) -> bool:
-    """Whether it computes attention of such queries, (1, heads, tokens, head size)."""
+    """Whether attention of queries (1, heads, tokens, head size) is supported."""
     fits = query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
     return fits and reason_against() is None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The functions, or why there are none."""
+    """The C functions, or the reason why there are none."""
     try:
         found = compiled(SOURCE, FLAGS)
     except CannotCompile as error:
@@ -67,11 +66,11 @@ def _functions() -> ctypes.CDLL:
 
 
 class TiledAttention(torch.autograd.Function):
-    """Causal attention of documents side by side; each key head is shared by a group of heads.
+    """Causal attention of concatenated documents; each key head is shared by a group of heads.
 
-    A token sees a window of so many tokens of its document, itself the last; None for all. Where
-    there is a cap, scores s become cap * tanh(s / cap). The result is kept for the backward pass,
-    as the layer that reads it keeps it too.
+    With a `window`, a token sees that many tokens of its document, including itself. With a `cap`,
+    scores s become cap * tanh(s / cap). The result is saved for the backward pass, which takes no
+    extra memory because the next layer saves it too.
     """
 
     @staticmethod
@@ -85,7 +84,7 @@ class TiledAttention(torch.autograd.Function):
         window: int | None = None,
         cap: float | None = None,
     ) -> torch.Tensor:
-        """`query` (1, heads, tokens, head size), `ends` as `cu_seq_lens`; returns as `query`."""
+        """`query` (1, heads, tokens, head size), `ends` like `cu_seq_lens`; result like `query`."""
         how = ends, scale, window, cap
         result, logs = torch.ops.finetune.document_attention(query, key, value, *how)
         ctx.save_for_backward(query, key, value, result, logs)
@@ -116,7 +115,7 @@ def _attention(
     window: int | None,
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result as `query`, and the logarithm of each row's sum of e^S.  # (heads, tokens)"""
+    """The result, like `query`, and the logarithm of each row's sum of e^S, (heads, tokens)."""
     given = [laid(each) for each in (query, key, value)]
     result, logs = like(query), query.new_empty(query.shape[1:3], dtype=torch.float32)
     functions = _functions()
@@ -129,7 +128,8 @@ def _attention(
 
 
 OPERATIONS = torch.library.Library("finetune", "DEF")
-"""An operation of its own, which checkpointing may keep and a profile names."""
+"""Registers the forward pass as an operator, so that activation checkpointing can save its output
+and profiles show its name."""
 OPERATIONS.define(
     "document_attention(Tensor query, Tensor key, Tensor value, int[] ends, float scale,"
     " int? window, float? cap) -> (Tensor, Tensor)"
@@ -138,13 +138,13 @@ OPERATIONS.impl("document_attention", _attention, "CPU")
 
 
 def like(heads: torch.Tensor) -> torch.Tensor:
-    """Room for (1, heads, tokens, head size), token by token as projections are."""
+    """An empty tensor (1, heads, tokens, head size), laid out token by token like projections."""
     rows = heads.transpose(1, 2)
     return torch.empty_like(rows, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def laid(heads: torch.Tensor) -> torch.Tensor:
-    """(1, heads, tokens, head size) of which the heads of a token lie one after another."""
+    """(1, heads, tokens, head size) with the heads of a token contiguous; copied if needed."""
     dense = heads.stride(3) == 1 and heads.stride(1) == heads.shape[3]
     return heads if dense else like(heads).copy_(heads)
 
@@ -164,7 +164,7 @@ def _run(
     window: int | None,
     cap: float | None,
 ) -> None:
-    """Call a function with the places of its tensors, and what both functions have besides."""
+    """Call a C function with the addresses of its tensors and the arguments `_BOTH`."""
     (_, heads, _, size), key_heads = query.shape, key.shape[1]
     threads, documents = torch.get_num_threads(), len(ends) - 1
     each = room_of(max(end - start for start, end in itertools.pairwise(ends)), size)
