@@ -645,6 +645,12 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image", "text": "", "url": "x"}]}]},
         "messages[0] has a part that is not text: image",
     ),
+    "a part that is a bare text": (
+        "messages",
+        {"messages": [{"role": "user", "content": ["Hi"]}]},
+        "messages[0].content holds text among its parts, expected objects such as "
+        '{"type": "text", "text": "..."}',
+    ),
     "a text with an image in it": (
         "messages",
         {"messages": [{"role": "user", "content": [{"text": "a", "image": "x"}]}]},
@@ -784,6 +790,13 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
         "'question_answer' would fit with columns="
         '{"problem": "question", "solution": "answer", "answer": null}',
+    ),
+    "a column that has the name of another and no value": (
+        "alpaca",
+        {"instruction": None, "problem": "2+2?", "output": "4"},
+        "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction' (null), "
+        "'problem', 'output'; format 'alpaca' would fit with columns="
+        '{"problem": "instruction", "instruction": null}',
     ),
     "columns by other names beside pictures": (
         "messages",

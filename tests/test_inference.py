@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,25 @@ def test_an_exported_folder_answers_as_the_run_does(tmp_path):
         assert generate(load_folder(folder), QUESTIONS, 24) == expected
     with pytest.raises(FinetuneError, match="neither a model"):
         load_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"architectures": [1.5, None]}, None),
+        ({"architectures": 7}, None),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is beyond 10**12, and no model has more than"),
+    ],
+)
+def test_a_config_of_any_values_is_read_or_refused(tmp_path, changed, told):
+    folder = save_base(tiny_llama(), tmp_path / "tiny")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | changed))
+    if told is None:
+        load_folder(folder)
+    else:
+        with pytest.raises(FinetuneError, match=re.escape(told)):
+            load_folder(folder)
 
 
 def tiny_gpt2() -> PreTrainedModel:

@@ -131,7 +131,7 @@ def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | Non
     named: dict[str, str | None] = dict(zip((prompt, answer), PAIRS[name], strict=True))
     if context is not None and name == "alpaca":
         named[context] = "input"
-    taken = {ours for ours in named.values() if ours in columns and ours not in named}
+    taken = {ours for ours in named.values() if ours in row and ours not in named}
     changed = {theirs: ours for theirs, ours in named.items() if theirs != ours}
     return name, changed | dict.fromkeys(sorted(filter(None, taken)))
 

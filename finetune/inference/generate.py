@@ -44,6 +44,7 @@ from finetune.inference.load import (
 )
 from finetune.models.load_checks import context_length, reading, token_rows
 from finetune.models.vocabulary import pad_id
+from finetune.planner.shapes.config_files import has_score_head
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, open_run
 
@@ -150,8 +151,8 @@ def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
     if not (folder / "config.json").is_file():
         raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
     with reading(f"{folder / 'config.json'}: cannot be read"):
-        kinds = json.loads((folder / "config.json").read_text()).get("architectures") or ()
-    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        scores = has_score_head(json.loads((folder / "config.json").read_text()))
+    if scores:
         raise FinetuneError(f"{path}: {SCORES}")
     return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
 

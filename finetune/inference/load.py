@@ -31,6 +31,7 @@ from finetune.models.load_checks import reading, unfilled, unread
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
+from finetune.planner import limits
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
 from finetune.recipe import Recipe, Scores
 from finetune.runs.manifest import differing, read_manifest
@@ -197,6 +198,8 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
+        if found := list(limits.sizes(fields)):
+            raise FinetuneError(*(f"{name}: {each}" for each in found))
         loaded: Any = auto_class(scores).from_pretrained(
             str(name),
             config=_config(name, revision, trust_remote_code, scores),

@@ -30,6 +30,9 @@ MAMBA_TARGETS = {
 """Targets to use for these model types instead of `all-linear`."""
 TRANSPOSED = ("gpt2", "openai-gpt")
 """Model types whose linear layers are `Conv1D` of transformers."""
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_LAYERS = 10_000
+"""Layers of a model that is built at all; published models have at most a few hundred."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 
 
@@ -61,9 +64,22 @@ def types(table: str) -> frozenset[str]:
 
 def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Every part of a recipe that transformers or PEFT cannot train, given the model's config."""
+    field = "model.config" if recipe.model.config is not None else "model.name"
+    yield from (f"{field}: {each}" for each in sizes(fields))
     yield from architecture(recipe, fields)
     yield from adapter(recipe, fields)
     yield from router_loss(recipe, fields)
+
+
+def sizes(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Layer counts of a `config.json` that would take a model without end to build."""
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, Mapping) else {}):
+        for name in LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int | float) and count > MOST_LAYERS:
+                got = f"{count:,}" if count < 10**12 else "beyond 10**12"
+                yield f"{name} is {got}, and no model has more than {MOST_LAYERS:,} layers"
 
 
 def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune import extensions
 from finetune.errors import FinetuneError
+from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
 from finetune.runs.run import Run, read_object
 
@@ -75,12 +76,12 @@ def refuse_other_model(reward: Reward) -> None:
         if run.newest() is None:
             raise FinetuneError(f"{told}: a run without a checkpoint; train it first")
         return
-    config = folder / "config.json"
-    named = read_object(config).get("architectures") if config.is_file() else None
-    if not str((named or [""])[0]).endswith("ForSequenceClassification"):
+    fields = read_object(folder / "config.json")
+    if not has_score_head(fields):
         raise FinetuneError(
             f"{told}: neither a run nor a folder with a whole model that scores (architectures in "
-            f"config.json: {named}); name a run of method reward, or its export with --merge"
+            f"config.json: {fields.get('architectures')}); name a run of method reward, or its "
+            "export with --merge"
         )
 
 

@@ -173,7 +173,12 @@ def _content(content: Any, where: str) -> str:
 
 def _part(part: Any, where: str) -> str:
     """The text of a content part; refuses parts that are not text."""
-    kind = part.get("type", "text") if isinstance(part, Mapping) else kind_of(part)
+    if not isinstance(part, Mapping):
+        raise RowProblem(
+            f"{where}.content holds {kind_of(part)} among its parts, expected objects such as "
+            '{"type": "text", "text": "..."}'
+        )
+    kind = part.get("type", "text")
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         held = next((key for key in NOT_TEXT if part.get(key)), None)
         if held is None:

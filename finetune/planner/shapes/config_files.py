@@ -1,6 +1,8 @@
-"""Paths where a model's `config.json` may be on this machine."""
+"""A model's `config.json`: where it may be on this machine, and what it says of the head."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from finetune.cache import hub_cache
 
@@ -12,3 +14,10 @@ def config_paths(name: str, revision: str | None) -> list[Path]:
     reference = folder / "refs" / wanted
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
     return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
+
+
+def has_score_head(fields: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` belongs to a sequence classification model."""
+    names = fields.get("architectures")
+    named = names if isinstance(names, list) else []
+    return any(str(name).endswith("ForSequenceClassification") for name in named)
