@@ -1,6 +1,6 @@
 """A GGUF file reads the token ids of training, answers as trained, and stops where training did."""
 
-import itertools
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import llama_server
-import numpy as np
 import pytest
 import torch
 from tiny_run import SIZES, lora_run, save_checkpoint, sign, start_run, trained_adapter
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -21,21 +28,29 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.exporters import gguf, ollama
+from finetune.exporters import gguf, gguf_tokens, ollama
 from finetune.exporters.export import export
+from finetune.exporters.source import open_source
 from finetune.inference.generate import load
-from finetune.recipe import LoRA
+from finetune.recipe import Data, LoRA
 from finetune.runs.run import Run
 
 INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
     "{{ eos_token }}{% else %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]{% endif %}{% endfor %}"
 )
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
+    "{% else %}<|ask|>{{ m.content }}<|say|>{% endif %}{% endfor %}"
+)
+"""Special tokens that no role of the tokenizer names, and no BOS."""
 WORDS = (
     "the cat and dog ran over a blue hill while rain fell on naïve houses in Zürich together they "
     "understand everything wonderful beautiful something another whatever remembered"
 ).split()
+SPECIAL = ["<unk>", "<s>", "</s>", "<|ask|>", "<|say|>"]
 ANSWER = 24
 """Tokens of a compared answer at most."""
 TIES = 0.01
@@ -60,7 +75,7 @@ def llama_tokenizer(template: str | None = INSTRUCT) -> PreTrainedTokenizerFast:
     )
     model = json.loads(learned.to_str())["model"]
     words = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    first = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {word: id for id, word in enumerate([*first, *words])}
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(
@@ -75,7 +90,7 @@ def llama_tokenizer(template: str | None = INSTRUCT) -> PreTrainedTokenizerFast:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    tokenizer.add_special_tokens(first[:3])
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
@@ -89,71 +104,78 @@ def llama_tokenizer(template: str | None = INSTRUCT) -> PreTrainedTokenizerFast:
 # --- with the package gguf alone -----------------------------------------------------------------
 
 
-def sentence_piece_ids(text: str, tokens: dict[str, int], scores: list[float]) -> list[int]:
-    """Ids as llama.cpp's SentencePiece reads them: the pair with the highest score is merged."""
-    parts = list("▁" + text.replace(" ", "▁"))
-    while True:
-        pairs = [
-            (-scores[tokens[left + right]], place)
-            for place, (left, right) in enumerate(itertools.pairwise(parts))
-            if left + right in tokens
-        ]
-        if not pairs:
-            break
-        _, place = min(pairs)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    known = [
-        [part] if part in tokens else [f"<0x{b:02X}>" for b in part.encode()] for part in parts
-    ]
-    return [tokens[each] for part in known for each in part]
+def converted(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """The vocabulary as llama.cpp's converter writes it without a `tokenizer.model`.
 
-
-def converted(tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
-    """The vocabulary as llama.cpp's converter writes it: every token has the same score."""
+    Every token has the same score, only those that a role names are special, and a BOS is added
+    where the post-processor does, whatever the configuration says.
+    """
     from gguf import GGUFWriter
 
+    config = json.loads((folder / "tokenizer_config.json").read_text())
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
-    writer = GGUFWriter(path, "llama")
+    special = set(tokenizer.all_special_tokens)
+    writer = GGUFWriter(folder / "vocabulary.gguf", "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([token for token, _ in tokens])
     writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types([3 if token in special else 1 for token, _ in tokens])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_add_bos_token(tokenizer("")["input_ids"] == [tokenizer.bos_token_id])
+    if "add_prefix_space" in config:
+        writer.add_add_space_prefix(config["add_prefix_space"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return path
+    return folder / "vocabulary.gguf"
 
 
-def read_scores(path: Path) -> list[float]:
-    from gguf import GGUFReader
+def first_alone(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer with a space before its first text only, as Llama 2's without `legacy`."""
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first", split=False
+    )
+    return tokenizer
 
-    field: Any = GGUFReader(path).get_field("tokenizer.ggml.scores")
-    return [float(np.asarray(field.parts[place])[0]) for place in field.data]
 
-
-@pytest.mark.parametrize("name", ["made", "mistral-v3", "stories260K"])
-def test_the_scores_of_a_gguf_file_give_the_ids_of_training(
-    tmp_path, request: pytest.FixtureRequest, name: str
+@pytest.mark.parametrize(
+    ("name", "opens"),
+    [
+        ("made", True),
+        ("first alone", False),
+        ("stories260K", False),
+        pytest.param("mistral-v3", True, marks=pytest.mark.slow),  # the package gguf needs seconds
+    ],
+)
+def test_a_gguf_file_reads_the_ids_of_training(
+    tmp_path, request: pytest.FixtureRequest, name: str, opens: bool
 ):
-    if name == "made":
-        tokenizer: Any = llama_tokenizer()
+    """Special tokens that no role names, spaces after them, and prompts without a BOS."""
+    if name in ("made", "first alone"):
+        tokenizer: Any = llama_tokenizer(None)
+        tokenizer = tokenizer if name == "made" else first_alone(tokenizer)
+        marks = "<|ask|>", "<|say|>"
     else:
         folder = request.getfixturevalue("assets") / "tokenizers" / name
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        marks = ("[INST]", "[/INST]") if name == "mistral-v3" else ("<unk>", "</s>")
     tokenizer.save_pretrained(tmp_path)
-    path = converted(tokenizer, tmp_path / "vocabulary.gguf")
-    flat = read_scores(path)
-    assert gguf.repair_scores(path, tmp_path / "tokenizer.json")
-    scores = read_scores(path)
-    texts = list(sentences(40))
+    start = "<s>" if opens else marks[0]
+    texts = [f"{start}{text} {marks[0]} {text}{marks[1]}{text}" for text in sentences(60)]
     wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    tokens = tokenizer.get_vocab()
-    assert [sentence_piece_ids(text, tokens, scores) for text in texts] == wanted
-    assert [sentence_piece_ids(text, tokens, flat) for text in texts] != wanted
+    found: Any = gguf_tokens.open_reader(converted(tokenizer, tmp_path))
+    assert [found.ids(text) for text in texts] != wanted
+    gguf_tokens.state_defaults(tmp_path, opens)
+    path = converted(tokenizer, tmp_path)
+    gguf_tokens.repair(path, tmp_path)
+    found = gguf_tokens.open_reader(path)
+    assert [found.ids(text) for text in texts] == wanted
 
 
 def test_scores_merge_in_the_order_of_bpe():
     model = {"vocab": {"a": 0, "b": 1, "ab": 2, "bb": 3, "abb": 4}, "merges": ["b b", ["a", "b"]]}
-    assert gguf.merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
+    assert gguf_tokens.merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
 
 
 def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
@@ -198,12 +220,28 @@ def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path, text, told):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "llama.cpp", "run"]
 
 
+def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(tmp_path):
+    run, tokenizer = trained_run(tmp_path, MARKED)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows()))
+    recipe = dataclasses.replace(catalog.load(run.recipe), data=(Data(str(data), "messages"),))
+    source = dataclasses.replace(open_source(run, None, None, "5GB"), recipe=recipe)
+    source.tokenizer.save_pretrained(tmp_path)
+    gguf_tokens.state_defaults(tmp_path, opens=False)
+    path = converted(tokenizer, tmp_path)
+    gguf_tokens.repair(path, tmp_path)
+    gguf.check_ids(source, path)
+    path = converted(tokenizer, tmp_path)
+    with pytest.raises(FinetuneError, match=r"other token ids than training did: from token \d+"):
+        gguf.check_ids(source, path)
+
+
 # --- with llama.cpp ------------------------------------------------------------------------------
 
 
-def trained_run(tmp: Path) -> tuple[Run, PreTrainedTokenizerBase]:
+def trained_run(tmp: Path, template: str = INSTRUCT) -> tuple[Run, PreTrainedTokenizerBase]:
     """A run on a Llama whose answers often end."""
-    tokenizer = llama_tokenizer()
+    tokenizer = llama_tokenizer(template)
     torch.manual_seed(1)
     fields = {**SIZES, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
     base = LlamaForCausalLM(LlamaConfig(**{**fields, "max_position_embeddings": 512})).eval()
@@ -239,16 +277,19 @@ def furthest(model: torch.nn.Module, prompt: list[int], said: list[int]) -> floa
 
 @pytest.mark.slow
 @pytest.mark.skipif(llama_server.missing() is not None, reason=str(llama_server.missing()))
-def test_llama_cpp_reads_answers_and_stops_as_training_did(tmp_path, monkeypatch):
-    run, tokenizer = trained_run(tmp_path)
+@pytest.mark.parametrize("template", [INSTRUCT, MARKED], ids=["text", "special tokens, no BOS"])
+def test_llama_cpp_reads_answers_and_stops_as_training_did(tmp_path, template):
+    run, tokenizer = trained_run(tmp_path, template)
     checkout = Path(str(llama_server.checkout()))
     out = export(run, tmp_path / "out", format="ollama", gguf_type="f32", llama_cpp=checkout)
     server = llama_server.Server(out / "model-f32.gguf", context=512)
+    reader = gguf_tokens.open_reader(out / "model-f32.gguf")
+    assert reader is not None
     prompts: list[list[int]] = []
     for turns in rows():
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert server.ids(text.removeprefix("<s>")) == wanted
+        assert server.ids(text.removeprefix("<s>")) == reader.ids(text) == wanted
         text = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         assert server.ids(server.template(turns[:-1])) == prompts[-1]

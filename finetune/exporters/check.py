@@ -73,15 +73,15 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         return f"its base is called {source.base}, which is not loaded for a check"
     if source.recipe.model.trust_remote_code:
         return "code that came with the model is not run for a check"
-    prompts = list(_prompts(source.recipe, rows))
-    if not prompts:
+    asked = list(prompts(source.recipe, rows))
+    if not asked:
         return "the run's data has no readable prompts on this machine"
     needed, free = _bytes_needed(source), psutil.virtual_memory().available
     if needed > free:
         return f"loading it needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
     trained = load(source.run, source.step)
     chat = load_chat(trained.tokenizer, None)
-    ids = [_fitting(trained, chat.prompt(prompt)) for prompt in prompts]
+    ids = [_fitting(trained, chat.prompt(prompt)) for prompt in asked]
     wanted, answers = _logits(trained, ids), _answers(trained, ids)
     del trained
     exported = load_folder(folder, source.dtype)
@@ -90,7 +90,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     checked = Checked(
         rows=len(ids),
         prompts_equal=sum(
-            _plain_ids(folder, chat, prompt) == chat.prompt(prompt) for prompt in prompts
+            _plain_ids(folder, chat, prompt) == chat.prompt(prompt) for prompt in asked
         ),
         logits=max(_difference(*pair) for pair in pairs),
         kl=max(_divergence(*pair) for pair in pairs),
@@ -127,7 +127,7 @@ def check_lines(checked: Checked | Mapping[str, Any] | str) -> list[str]:
     ]
 
 
-def _prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
+def prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
     """Rows of every source in turn, as far as they are on this machine."""
     sources = recipe.eval_data or recipe.data
     for data in sources:
@@ -168,18 +168,24 @@ def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 def _plain_ids(folder: Path, chat: Chat, prompt: Prompt) -> list[int]:
     """A prompt as plain transformers reads it with the exported tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=False)["input_ids"]
+    if isinstance(prompt, Conversation):
+        return ids
+    start = tokenizer("")["input_ids"][:1]
+    return (start if start == [tokenizer.bos_token_id] else []) + ids
+
+
+def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
+    """The text of a prompt; of a conversation, as the tokenizer's own chat template renders it."""
     if isinstance(prompt, Completion):
-        start = tokenizer("")["input_ids"][:1]
-        opening = start if start == [tokenizer.bos_token_id] else []
-        return opening + tokenizer(prompt.prompt, add_special_tokens=False)["input_ids"]
-    text = tokenizer.apply_chat_template(
+        return prompt.prompt
+    return tokenizer.apply_chat_template(
         list(prompt.messages),
         tools=list(prompt.tools) or None,
         tokenize=False,
         add_generation_prompt=True,
         **prompt.template_kwargs,
     )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @torch.inference_mode()

@@ -1,20 +1,20 @@
 """Export a GGUF file for llama.cpp, with the converter of a checkout that the user names."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from finetune.checkpoints.handover import saved_tokenizer
+from finetune.data.chat.render import load_chat
+from finetune.data.chat.turns import QUESTION
+from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
-from finetune.exporters import model
+from finetune.exporters import gguf_tokens, model
+from finetune.exporters.check import prompt_text, prompts
 from finetune.exporters.source import Source, turn_end
 from finetune.inference.load import base_config
 from finetune.models.load_checks import context_length
@@ -25,6 +25,8 @@ CONVERTER = "convert_hf_to_gguf.py"
 CHECKOUT = "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
 TYPES = ("f32", "f16", "bf16", "q8_0")
 """What the converter writes by itself; other types are made of f16 by llama.cpp's quantiser."""
+READ_ROWS = 20
+"""Rows of the run whose prompts are read as llama.cpp reads them."""
 
 
 def check(source: Source) -> None:
@@ -54,10 +56,10 @@ def write(source: Source, folder: Path) -> Kind:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
         whole = Path(name)
         model.write_whole(source, whole)
-        saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(whole)
+        _save_tokenizer(source, whole)
         target = folder / f"model-{first}.gguf"
         _convert(checkout, whole, target, "--outtype", first)
-        repair_scores(target, whole / "tokenizer.json")
+        gguf_tokens.repair(target, whole)
         if quantiser is not None:
             quantised = folder / f"model-{kind}.gguf"
             _run([str(quantiser), str(target), str(quantised), kind], "quantising failed")
@@ -121,13 +123,47 @@ def find_quantiser(checkout: Path) -> Path:
 def _check_tokenizer(source: Source, checkout: Path, folder: Path) -> None:
     """Let the converter read tokenizer and configuration before anything is merged."""
     base_config(source.recipe).save_pretrained(folder)
-    saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(folder)
+    _save_tokenizer(source, folder)
     target = folder / "vocabulary.gguf"
     try:
         _convert(checkout, folder, target, "--vocab-only")
     except TrainingFailure as error:
         raise FinetuneError(f"--format gguf: {error}") from None
+    gguf_tokens.repair(target, folder)
+    check_ids(source, target)
     target.unlink()
+
+
+def _save_tokenizer(source: Source, folder: Path) -> None:
+    """The tokenizer as the converter takes it, without anything left to its defaults."""
+    saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(folder)
+    chat = load_chat(source.tokenizer, None)
+    asked = Completion("a", "b") if chat.template is None else Conversation((QUESTION,))
+    opens = chat.prompt(asked)[:1] == [source.tokenizer.bos_token_id]
+    gguf_tokens.state_defaults(folder, opens)
+
+
+def check_ids(source: Source, vocabulary: Path) -> None:
+    """Refuse a tokenizer that llama.cpp would read prompts of the run otherwise with.
+
+    Raises:
+        FinetuneError: with the first ids that differ.
+    """
+    reader = gguf_tokens.open_reader(vocabulary)
+    if reader is None:  # known to the converter by the ids of its own test text
+        return
+    chat = load_chat(source.tokenizer, None)
+    for prompt in prompts(source.recipe, READ_ROWS):
+        wanted, got = chat.prompt(prompt), reader.ids(prompt_text(source.tokenizer, prompt))
+        if got != wanted:
+            pairs = zip(got, wanted, strict=False)
+            place = next((n for n, (one, other) in enumerate(pairs) if one != other), 0)
+            near = slice(max(0, place - 2), place + 4)
+            raise FinetuneError(
+                "--format gguf: llama.cpp would read other token ids than training did: from token "
+                f"{place} of a prompt {got[near]} where training has {wanted[near]}; export it as "
+                "merged, and serve it with `finetune serve` or vLLM"
+            )
 
 
 def _convert(checkout: Path, folder: Path, target: Path, *words: str) -> None:
@@ -147,46 +183,6 @@ def _run(command: list[str], told: str, env: dict[str, str] | None = None) -> No
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise TrainingFailure(f"{told}: {errors[-1].removeprefix('ERROR:')}")
-
-
-# --- ids -----------------------------------------------------------------------------------------
-
-
-def merge_scores(tokenizer: dict[str, Any]) -> dict[int, float]:
-    """Scores with which llama.cpp's SentencePiece merges in the order of a `tokenizer.json`.
-
-    llama.cpp merges the pair whose token has the highest score; BPE the one of the lowest rank.
-
-    Args:
-        tokenizer: content of a `tokenizer.json` with a BPE model.
-    """
-    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
-    scores: dict[int, float] = {}
-    for rank, merge in enumerate(tokenizer["model"]["merges"]):
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        scores.setdefault(vocabulary[left + right], float(-rank))
-    return scores
-
-
-def repair_scores(path: Path, tokenizer: Path) -> bool:
-    """Give a GGUF file the scores of `merge_scores`; returns whether it needed them.
-
-    Without a `tokenizer.model`, which transformers 5 does not save, llama.cpp's converter gives
-    every token the same score, and llama.cpp then reads other ids than training did.
-    """
-    from gguf import GGUFReader
-
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    reader = GGUFReader(path, "r+")
-    kind, scores = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("model", "scores"))
-    if kind is None or scores is None or kind.contents() != "llama":
-        return False
-    if content["model"]["type"] != "BPE":
-        return False
-    for id, score in merge_scores(content).items():
-        scores.parts[scores.data[id]][:] = np.float32(score)
-    reader.data.flush()
-    return True
 
 
 def context_of(source: Source) -> int | None:
