@@ -1,7 +1,7 @@
-"""Rank backends for a workload, and advise when none fits.
+"""Rank backends for a workload by predicted memory and time.
 
-The rules, in order: what cannot run is out; of what fits the fastest is best; within 5 % the
-simpler wins; sharding is a price paid for memory, never a good in itself.
+The rules, in order: backends that cannot run are dropped; among those that fit, the fastest is
+best; within 5 %, the simpler one wins. Sharding is a cost paid for memory, not a goal.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
 
 Status = Literal["safe", "tight", "no"]
 
-# A plan within 8 % of the limit may fail on a longer row or a busier allocator.
+# A plan within 8 % of the limit may fail on a longer row or with more fragmentation.
 HEADROOM = 0.08
-# Times that differ by less are taken as equal: the model of time is no better than that.
+# Smaller differences of time are treated as equal: the time model is not more accurate.
 SAME_TIME = 0.05
-# Times of layouts that divide the model were compared with no GPU, and more libraries take part:
-# one is proposed where it is this many times as fast as what divides none, and of two the simpler
-# one where their times differ by less than a quarter.
+# Predicted times of layouts that divide the model were not verified on GPUs, and these layouts
+# involve more libraries. Such a layout is proposed only if it is this many times as fast as one
+# that does not divide the model, and of two such layouts the simpler one is chosen if their times
+# differ by less than a quarter.
 DIVIDED_GAIN, SAME_TIME_DIVIDED = 2.0, 0.25
 
 SIMPLICITY = (
@@ -49,10 +50,10 @@ class Option:
     moved: communication.Volume
     times: Times
     comparable: float
-    """Seconds per token as if every engine reduced gradients in the type that it computes in.
+    """Seconds per token if every engine reduced gradients in the compute data type.
 
-    DeepSpeed 0.19 does, the others reduce in fp32: no merit of a way of sharding. `faster` says so
-    where that would change the choice.
+    DeepSpeed 0.19 does this, and the others reduce in fp32. This is not an advantage of a sharding
+    strategy; `faster` mentions it if it would change the choice.
     """
 
     @property
@@ -61,18 +62,18 @@ class Option:
 
     @property
     def divides(self) -> bool:
-        """Whether the model is divided, and not its rows alone."""
+        """Whether the model is divided, in addition to the rows."""
         return self.workload.layout.axes.any
 
     @property
     def words(self) -> str:
-        """The name, with the sizes of what divides the model."""
+        """The name, with the sizes of the axes that divide the model."""
         axes = self.workload.layout.axes
         return f"{self.name} ({axes.words()})" if axes.any else self.name
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors may take."""
+        """Bytes available to tensors."""
         return self.machine.usable
 
     @property
@@ -85,14 +86,14 @@ class Option:
 
 
 def scheme_of(layout: Layout, precision: str) -> Scheme:
-    """How an engine holds weights in a precision."""
+    """How an engine stores weights for a precision."""
     if precision == "fp32":
         return "fp32"
     return layout.traits.scheme
 
 
 def option(workload: Workload, machine: Machine) -> Option:
-    """Memory, bytes and time of a workload on a machine."""
+    """Memory, communication and time of a workload on a machine."""
     peak = memory.largest(workload).peak
     moved = volume(workload)
     mine = part.here(workload) if workload.layout.axes.any else workload
@@ -105,10 +106,10 @@ def option(workload: Workload, machine: Machine) -> Option:
 
 
 def volume(workload: Workload, gradient_width: int | None = None) -> communication.Volume:
-    """Bytes that each process sends in a step.
+    """Bytes that each process sends per step.
 
     Args:
-        gradient_width: bytes per reduced gradient, instead of the engine's own.
+        gradient_width: bytes per reduced gradient element; by default that of the engine.
     """
     if workload.layout.axes.any:
         return traffic.volume(workload)
@@ -126,7 +127,7 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
         reduced,
         workload.accumulation,
         workload.synchronise_each,
-        # Accelerate 1.15 makes the last norm and the head one unit, which stays gathered.
+        # In Accelerate 1.15, the final norm and the head are one unit, which stays gathered.
         kept_bytes=workload.outer_bytes
         if workload.root_unit
         else float(shape.embedding * workload.outer_width),
@@ -134,7 +135,7 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
 
 
 def layouts(machine: Machine) -> Iterator[Layout]:
-    """Every layout that does without offload."""
+    """Every layout without offload."""
     count = machine.count
     if count == 1:
         yield Layout()
@@ -150,7 +151,7 @@ def layouts(machine: Machine) -> Iterator[Layout]:
 
 
 def offloads(machine: Machine) -> Iterator[Layout]:
-    """Layouts with state in host memory, the lightest first."""
+    """Layouts with state in host memory, in order of increasing offload."""
     count = machine.count
     yield Layout("deepspeed", "grads", count, 1, "optimizer", "cpu")
     if count > 1:
@@ -161,7 +162,7 @@ def offloads(machine: Machine) -> Iterator[Layout]:
 def on(
     workload: Workload, layout: Layout, precision: str, checkpointing: Checkpointing | None = None
 ) -> Workload:
-    """The workload under another layout."""
+    """The workload with another layout."""
     return dataclasses.replace(
         workload,
         layout=layout,
@@ -180,12 +181,12 @@ def options(
     micro_rows: Iterable[int] | None = None,
     divided: Iterable[Workload] = (),
 ) -> list[Option]:
-    """Every layout x checkpointing x micro-batch; offload only where nothing else fits.
+    """Every layout x checkpointing x micro-batch; offload only if nothing else fits.
 
     Args:
-        rows_per_step: rows of a step over all processes, from which accumulation follows.
-        divided: the same under layouts that divide the model; pipelines that wait for long are
-            left out.
+        rows_per_step: rows per step over all processes, from which accumulation is derived.
+        divided: the workload under layouts that divide the model; pipelines with a large bubble
+            are left out.
     """
     sizes = [workload.rows] if micro_rows is None else list(micro_rows)
     choices = list(recompute)
@@ -218,7 +219,7 @@ def options(
 
 
 def rank(found: Iterable[Option]) -> list[Option]:
-    """What fits, best first: safe before tight, then least time, then simplest of the same time."""
+    """Options that fit, best first: safe before tight, then by time, then the simplest."""
 
     def order(options: list[Option]) -> list[Option]:
         left = sorted(options, key=lambda each: each.comparable)
@@ -232,15 +233,15 @@ def rank(found: Iterable[Option]) -> list[Option]:
 
     fitting = [each for each in found if each.status != "no"]
     safe = [each for each in fitting if each.status == "safe"]
-    # HSDP doubles what a process holds: it is worth it only with room to spare.
+    # HSDP doubles the memory of a process and is only worthwhile if it fits safely.
     tight = [each for each in fitting if each.status == "tight" and "hsdp" not in each.name]
     return order(safe) + order(tight)
 
 
 def _near(left: list[Option]) -> list[Option]:
-    """Those that take about the least time, of options by their time.
+    """Options about as fast as the fastest; `left` is sorted by time.
 
-    What divides the model comes before what does not where it is twice as fast.
+    An option that divides the model is preferred only if it is twice as fast as those that do not.
     """
     least = left[0].comparable
     near = [each for each in left if each.comparable <= least * (1 + SAME_TIME)]
@@ -257,7 +258,7 @@ def _simplicity(each: Option) -> tuple[int, int]:
 
 
 def reason(best: Option, found: Iterable[Option]) -> str:
-    """Why the best option is that, in one sentence."""
+    """Why the best option was chosen, in one sentence."""
     name, times, tried = best.words, best.times, list(found)
     if best.divides:
         return _reason_to_divide(best, [e for e in tried if not e.divides])
@@ -274,7 +275,7 @@ def reason(best: Option, found: Iterable[Option]) -> str:
 
 
 def _what_lacks(options: list[Option]) -> str:
-    """What the nearest of those that do not fit would need."""
+    """The memory that the option closest to fitting would need."""
     crowded = [each for each in options if each.peak.total > each.usable]
     if not crowded:
         nearest = min(options, key=lambda each: each.host)
@@ -287,7 +288,7 @@ def _what_lacks(options: list[Option]) -> str:
 
 
 def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
-    """Against what divides no model: that does not run, does not fit, or is slower."""
+    """Why to divide the model: other options cannot run, do not fit, or are slower."""
     axes, layout = best.workload.layout.axes, best.workload.layout
     room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
     waits = schedules.bubble(axes, best.workload.accumulation)
@@ -306,9 +307,9 @@ def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
 
 
 def faster(best: Option, ranked: Iterable[Option]) -> str:
-    """What would be faster than the best option, and why it is not that; empty where nothing is.
+    """A faster option than the best one, and why it was not chosen; empty if there is none.
 
-    Options that divide the model are compared with those that do, the others with the others.
+    Only options that divide the model, or only those that do not, are compared with each other.
     """
     alike = [each for each in ranked if each.divides == best.divides]
     quickest = max(alike, key=lambda each: each.times.tokens_per_second)
@@ -328,7 +329,7 @@ def faster(best: Option, ranked: Iterable[Option]) -> str:
 
 
 def division(best: Option, ranked: Iterable[Option]) -> str:
-    """The fastest that divides the model, where it is as fast as a best option that does not."""
+    """The fastest option that divides the model, if at least as fast as the best that does not."""
     divided = [each for each in ranked if each.divides and each.status == "safe"]
     if best.divides or not divided:
         return ""
@@ -347,7 +348,7 @@ def division(best: Option, ranked: Iterable[Option]) -> str:
 
 
 def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int:
-    """The largest micro-batch that fits, 0 where not even one row does."""
+    """The largest micro-batch that fits; 0 if a single row does not fit."""
 
     def fits(rows: int) -> bool:
         return option(dataclasses.replace(workload, rows=rows), machine).status != "no"

@@ -1,4 +1,4 @@
-"""`ft.plan`: the plan of a recipe, and its prediction for a machine given by name."""
+"""`ft.plan`: the plan of a recipe, and its prediction for a named machine."""
 
 import math
 from typing import Any, overload
@@ -25,14 +25,14 @@ def described(
     bandwidth: float | None = None,
     price: float | None = None,
 ) -> hardware.Machine | None:
-    """The machine that the words describe, or None when they name no GPU.
+    """The machine that the arguments describe; None if they describe no GPU.
 
     Args:
-        gpu: such as H100-80; or three numbers in its place.
-        count: GPUs of the whole job.
-        host_ram: GB of a node.
-        gpu_memory: GB.
-        tflops: of the GPU, dense, in 16 bits.
+        gpu: GPU name, such as H100-80; or give `gpu_memory`, `tflops` and `bandwidth` instead.
+        count: number of GPUs of the complete job.
+        host_ram: GB of host memory per node.
+        gpu_memory: GB of GPU memory.
+        tflops: dense 16-bit TFLOPS of the GPU.
         bandwidth: GB/s of the GPU's own memory.
         price: of a GPU and hour.
 
@@ -63,10 +63,10 @@ def described(
 
 
 def without_machine(**given: Any) -> None:
-    """Refuse words about a machine where no GPU is named and none is here.
+    """Reject arguments that describe a machine if no GPU is named.
 
     Raises:
-        FinetuneError: with each of them that is given, and with those that are not known.
+        FinetuneError: contains every argument that is given, and every unknown link or network.
     """
     idle = [
         f"--{name.replace('_', '-')} {value}"
@@ -84,10 +84,10 @@ def without_machine(**given: Any) -> None:
 
 
 def whole_numbers(**given: int | None) -> None:
-    """Refuse counts below 1.
+    """Reject counts below 1.
 
     Raises:
-        FinetuneError: with each of them, under the name that it has on the command line.
+        FinetuneError: contains every such count, with its name on the command line.
     """
     problems = [
         f"--{name.replace('_', '-')} {count}: expected a whole number of at least 1"
@@ -172,31 +172,32 @@ def plan(
     bandwidth: float | None = None,
     price: float | None = None,
 ) -> Plan | Prediction:
-    """Everything that follows from a recipe on a backend; with a GPU, what it takes there.
+    """Derive the plan of a recipe on a backend, and predict memory and time if a GPU is given.
 
     Args:
-        recipe: what is trained.
-        backend: by default the recipe's.
-        processes: by default the backend's, or `gpus`.
-        precision: by default the backend's.
-        gpu: name of the GPU, such as H100-80; or `gpu_memory`, `tflops` and `bandwidth`.
-        gpus: of the whole job, one for each process.
-        rows: of the training set, for the length of the run; by default counted, where local.
-        row_tokens: of a row on average, which packs are counted by.
-        nodes: that the GPUs are spread over evenly.
-        link: between the GPUs of a node, such as nvlink; by default that of the GPU.
-        network: between nodes, such as ib400.
-        host_ram: GB of a node.
-        gpu_memory: GB.
-        tflops: of the GPU, dense, in 16 bits.
-        bandwidth: GB/s of the GPU's own memory.
-        price: of a GPU and hour.
+        recipe: recipe to train.
+        backend: backend or its name; by default that of the recipe.
+        processes: number of processes; by default that of the backend, or `gpus`.
+        precision: by default that of the backend.
+        gpu: name of the GPU, such as H100-80; or give `gpu_memory`, `tflops` and `bandwidth`.
+        gpus: number of GPUs of the complete job, one per process.
+        rows: rows of the training set, for the length of the run; by default counted if local.
+        row_tokens: average number of tokens per row, needed to count packs.
+        nodes: number of nodes over which the GPUs are spread evenly.
+        link: link between the GPUs of a node, such as nvlink; by default that of the GPU.
+        network: network between nodes, such as ib400.
+        host_ram: GB of host memory per node.
+        gpu_memory: GB of GPU memory.
+        tflops: dense 16-bit TFLOPS of the GPU.
+        bandwidth: GB/s of the GPU's memory.
+        price: price per GPU and hour, in any currency.
 
     Returns:
-        The plan; with a GPU a prediction, whose `page()` is what `finetune plan` prints.
+        A plan; with a GPU a prediction, whose `page()` is the output of `finetune plan`.
 
     Raises:
-        FinetuneError: the pair cannot work, or the machine is not known; with every reason.
+        FinetuneError: the recipe cannot run on the backend, or the machine is unknown; contains
+            every reason.
     """
     whole_numbers(gpus=gpus, rows=rows, row_tokens=row_tokens)
     machine = described(

@@ -1,4 +1,4 @@
-"""Find changes after which a workload fits, the fewest first."""
+"""Find the fewest changes with which a workload fits."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -10,19 +10,19 @@ from finetune.planner.estimate.workload import CHUNKED, Workload, lora
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Something to change, and what it gives."""
+    """A change to a workload, and its effect."""
 
     what: str
     setting: str
-    """As it is written in a recipe or on the command line."""
+    """The change as written in a recipe or on the command line."""
     workload: Workload
     gain: float
-    """Bytes by which the peak falls when this alone is changed."""
+    """Bytes by which this change alone reduces the peak."""
     fits: bool
 
 
 def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change]:
-    """Single changes that lower the peak, those that cost nothing first."""
+    """Single changes that reduce the peak, those without cost first."""
     before = memory.timeline(workload).peak.total
     found: list[Change] = []
     for what, setting, changed in _candidates(workload, machine, precision):
@@ -36,7 +36,7 @@ def changes(workload: Workload, machine: Machine, precision: str = "bf16") -> li
 def _candidates(
     workload: Workload, machine: Machine, precision: str
 ) -> Iterator[tuple[str, str, Workload]]:
-    """What can be changed, in the order in which it should be tried."""
+    """Possible changes, in the order in which to try them."""
 
     def with_(**fields: object) -> Workload:
         return dataclasses.replace(workload, **fields)  # type: ignore[arg-type]
@@ -84,9 +84,9 @@ def _candidates(
 def before_disk(
     found: Iterable[advice.Option], machine: Machine, precision: str = "bf16"
 ) -> list[Change]:
-    """Adapters and 4-bit weights that fit without offload, where only a disk does as it is.
+    """Adapters and 4-bit weights that fit without offload, if otherwise only NVMe offload fits.
 
-    The rules try them first: a step that reads its weights from a disk is many times longer.
+    They should be tried first: a step that reads its weights from disk takes many times as long.
     """
     options = list(found)
     fitting = [each for each in options if each.status != "no"]
@@ -105,7 +105,7 @@ def before_disk(
 
 
 def shortest(workload: Workload, machine: Machine, precision: str = "bf16") -> list[Change] | None:
-    """The fewest changes after which the workload fits, or None where no two or three do."""
+    """The fewest changes with which the workload fits; None if more than three are needed."""
     if advice.option(workload, machine).status != "no":
         return []
     start: list[tuple[list[Change], Workload]] = [([], workload)]

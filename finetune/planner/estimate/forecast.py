@@ -1,4 +1,4 @@
-"""Predict a run at its start, to be compared with what is measured."""
+"""Predict memory and time of a run at its start, for comparison with measurements."""
 
 import contextlib
 import dataclasses
@@ -17,38 +17,38 @@ from finetune.planner.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a run knows of its data and its machine before the first step."""
+    """What a run knows about its data and machine before the first step."""
 
     length: int
     """Tokens of the longest row."""
     padded: bool
     """Whether rows of a micro-batch are padded."""
     labelled: int
-    """Tokens of a micro-batch that have a label, at most."""
+    """Maximum number of tokens with a label in a micro-batch."""
     slots: float
-    """Token slots of a step over all processes, on average."""
+    """Average number of token slots per step, over all processes."""
     document: float
-    """Tokens of a document on average, over which attention runs."""
+    """Average number of tokens per document, for the cost of attention."""
     cpu: bool
     chained: bool
-    """Whether cheap operations are compiled from C."""
+    """Whether pointwise operations are compiled from C."""
     apart: bool
-    """Whether each document attends in a call of its own."""
+    """Whether each document attends in a separate call."""
     scored: int
-    """Tokens of the longest document, where attention is by products on a CPU; else 0."""
+    """Tokens of the longest document if attention uses matrix products on a CPU; else 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Peak memory and times of a run on the machine that it runs on."""
+    """Predicted peak memory and times of a run on its machine."""
 
     workload: Workload
     facts: Facts
     machine: Machine | None
-    """None where its speed is not known: only memory is predicted then."""
+    """None if the machine's speed is unknown; only memory is then predicted."""
     steps: int
     sampling: Sampling | None = None
-    """Of a method that learns from completions."""
+    """Memory and time of sampling, for online methods."""
     judges: tuple[Judge, ...] = ()
     """Reward models, in processes next to rank 0."""
 
@@ -60,9 +60,9 @@ class Forecast:
     def peaks(
         self, rows: int, length: int, padded: bool, labelled: int, longest: int
     ) -> list[Moment]:
-        """The peak of each stage, by micro-batches of `rows` of `length` tokens.
+        """The peak of each stage for micro-batches with `rows` rows of `length` tokens.
 
-        `longest` are the tokens of the longest document, 0 where rows are not side by side.
+        `longest` is the length of the longest document in tokens; 0 if rows are padded.
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
@@ -70,12 +70,12 @@ class Forecast:
         return [found.peak for found in memory.by_stage(workload)]
 
     def of_ranks(self, peaks: list[Moment]) -> list[int]:
-        """Bytes of each process at its peak, by rank: stages are the outermost axis."""
+        """Peak bytes of each process, by rank; stages are the outermost axis."""
         each = self.workload.layout.processes // len(peaks)
         return [round(peak.total) for peak in peaks for _ in range(each)]
 
     def summary(self) -> dict[str, Any]:
-        """For `plan.json`: bytes and seconds, by the names that the record measures them by."""
+        """Bytes and seconds for `plan.json`, with the same names as the measured values."""
         timeline = memory.timeline(self.workload)
         found: dict[str, Any] = {
             "peak_memory": round(timeline.peak.total),
@@ -105,12 +105,12 @@ class Forecast:
 
 
 def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> Forecast | None:
-    """What a plan will take, or None where the formulas do not know the model or its adapter."""
+    """The forecast for a plan; None if the formulas do not cover the model or its adapter."""
     try:
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    # What runs before the first step only is no part of a step, which is what is measured.
+    # Steps are measured, so a reference model that runs only before the first step is left out.
     held = workload.reference_shape if workload.reference_stays else None
     workload = dataclasses.replace(
         workload,
@@ -126,13 +126,13 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
     )
     found = list[Judge]()
-    with contextlib.suppress(FinetuneError):  # of a model that the formulas do not know
+    with contextlib.suppress(FinetuneError):  # the formulas do not cover the model
         found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)
     return Forecast(workload, facts, machine, steps, sampled, tuple(found))
 
 
 def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:
-    """Rows of other lengths are padded, and a mask tells so."""
+    """The workload with rows of `length` tokens; padded rows need an attention mask."""
     attention = workload.attention
     if attention != "eager":
         attention = "masked" if padded else "flash"

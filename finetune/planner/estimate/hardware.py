@@ -1,4 +1,4 @@
-"""GPUs, links and networks in numbers, and a machine put together from their names."""
+"""Data of GPUs, links and networks, and machines composed of them by name."""
 
 import dataclasses
 import re
@@ -10,11 +10,11 @@ from finetune.errors import FinetuneError, did_you_mean
 
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_SECONDS = 60
-"""How long it may take: without the driver's persistence mode it wakes one GPU after another."""
+"""Timeout in seconds: without persistence mode, the driver wakes one GPU after another."""
 
 GIGA = 1e9
 Bound = Literal["compute", "launches", "communication", "offload"]
-"""What a step waits for most."""
+"""What limits the speed of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,41 +23,41 @@ class GPU:
 
     name: str
     memory: float
-    """Bytes that the driver reports."""
+    """Bytes of memory reported by the driver."""
     flops: float
-    """Dense 16-bit matrix products."""
+    """FLOP/s of dense 16-bit matrix products."""
     bandwidth: float
-    """Bytes of its own memory."""
+    """Bytes/s of its memory."""
     nvlink: float = 0.0
-    """Bytes to the other GPUs of a node, per direction; 0 where there is no such link."""
+    """Bytes/s to the other GPUs of a node, per direction; 0 without NVLink."""
     pcie: float = 32 * GIGA
-    """Bytes to the host, per direction."""
+    """Bytes/s to the host, per direction."""
     bf16: bool = True
     mfu: float = 0.40
-    """Share of `flops` that training reaches: an assumption, said on the page."""
+    """Fraction of `flops` reached in training: an assumption, as stated in the output."""
     single: float = 0.25
-    """Share of `flops` that fp32 products have: PyTorch leaves TF32 off. Of a GPU described by
-    numbers, between the 1/16 of an A100 and the 1/2 of a consumer's card."""
+    """Fraction of `flops` reached by fp32 products, as PyTorch does not enable TF32. The default,
+    for a GPU described by numbers, is between 1/16 (A100) and 1/2 (consumer cards)."""
     context: float = 0.5e9
     """Bytes of a CUDA context with cuBLAS workspaces, bitsandbytes and Triton modules."""
     pairs: bool = False
-    """Whether NVLink is a bridge that joins two cards and no more."""
+    """Whether NVLink is a bridge that connects only two cards."""
     note: str = ""
-    """What to know about the name."""
+    """A note on the name, for the output."""
 
     @property
     def half(self) -> float:
-        """Share of `flops` that bf16 products have: without units for it they run in fp32."""
+        """Fraction of `flops` reached by bf16 products, which run in fp32 without bf16 units."""
         return 1.0 if self.bf16 else self.single
 
 
-# Vendors' data sheets: dense rates (half of those "with sparsity"), NVLink halved to one direction.
-# Memory is what the driver reports where that is known: an "80 GB" A100 or H100 shows 79.15 GiB
-# (85.0e9 bytes), a 24 GB card 24 GiB less ECC or driver share. A T4's context: fitcheck.
-# MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within what is published (torchtitan Llama-3.1
-# 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 elsewhere.
-# `single` is fp32 without TF32 over dense 16 bits; a T4 and a V100 compute bf16 at that rate too
-# (pytorch/pytorch#148322), since their tensor cores know fp16 only.
+# From vendors' data sheets: dense rates (half of those "with sparsity"), NVLink per direction.
+# Memory is what the driver reports if that is known: an "80 GB" A100 or H100 shows 79.15 GiB
+# (85.0e9 bytes), a 24 GB card 24 GiB minus ECC or the driver's share. Context of a T4: fitcheck.
+# MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within published values (torchtitan Llama-3.1
+# 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 for others.
+# `single` is fp32 without TF32 relative to dense 16 bits; T4 and V100 compute bf16 at that rate too
+# (pytorch/pytorch#148322), since their tensor cores support only fp16.
 _DIES = "an MI250X is two devices of 64 GiB each, and a process drives one: --gpus counts devices"
 _ROWS: tuple[GPU, ...] = (
     GPU("A100-40", 42.3e9, 312e12, 1555e9, 300e9, 32e9, mfu=0.45, single=19.5 / 312),
@@ -90,7 +90,7 @@ ALIASES = {
     "a100-80gb": "A100-80", "a100-40gb": "A100-40", "h100-80gb": "H100-80",
 }  # fmt: skip
 
-# Accelerators that PyTorch reaches by backends of their own, and Apple's: nothing here runs on one.
+# Accelerators with other PyTorch backends, and Apple's, none of which is supported.
 _ELSEWHERE = {
     r"gaudi\d*|hpu|hl-\d+.*": "Intel Gaudi",
     r"tpu.*|v[2-6][ep]?-\d+": "a TPU",
@@ -100,34 +100,34 @@ _ELSEWHERE = {
     r"(huawei-)?(ascend|npu).*": "Huawei Ascend",
 }
 
-# Bytes per second and direction between the GPUs of a node. Peak rates of the standards.
+# Bytes per second and direction between the GPUs of a node: peak rates of the standards.
 LINKS: dict[str, float] = {
     "pcie3": 16e9, "pcie4": 32e9, "pcie5": 64e9,
     "nvlink2": 150e9, "nvlink3": 300e9, "nvlink4": 450e9, "nvlink5": 900e9,
 }  # fmt: skip
-# Bytes per second of one network port: its line rate. 400 Gb/s InfiniBand is 50 GB/s. EFA is named
-# by what a node of eight GPUs has in all, 400 Gb/s (p4d) or 3200 (p5): an eighth of it for each.
-# Others are a port of each GPU, as HGX machines have, unless `/node` says that a node shares one.
+# Line rate of one network port in bytes per second: 400 Gb/s InfiniBand is 50 GB/s. EFA is named
+# after the total of a node with eight GPUs, 400 Gb/s (p4d) or 3200 (p5): one eighth for each GPU.
+# Others have one port per GPU, as HGX machines do, unless `/node` states that a node shares one.
 NETWORKS: dict[str, float] = {
     "ib100": 12.5e9, "ib200": 25e9, "ib400": 50e9, "ib800": 100e9, "1gbe": 0.125e9,
     "10gbe": 1.25e9, "25gbe": 3.125e9, "40gbe": 5e9, "50gbe": 6.25e9, "100gbe": 12.5e9,
     "200gbe": 25e9, "400gbe": 50e9, "800gbe": 100e9, "efa400": 6.25e9, "efa3200": 50e9,
 }  # fmt: skip
-# Words of a GPU's full name that tell it from no other here.
+# Words of a GPU's full name that do not distinguish it from others in the table.
 _VENDORS = {"nvidia", "amd", "instinct", "tesla", "geforce", "gpu"}
 _FORMS = re.compile(r"(sxm|hbm)\d*e?")
-# Share of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
+# Fraction of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
 # 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
 EFFICIENCY = 0.8
-# NCCL's buffers and channels: 0.3 GB within a node, up to 1 GB over several.
+# NCCL's buffers and channels: 0.3 GB within a node, up to 1 GB over several nodes.
 NCCL, NCCL_NODES = 0.3e9, 1.0e9
-# Share of a GPU's free memory that tensors may take; the rest is lost between blocks.
+# Fraction of a GPU's free memory available to tensors; the rest is lost to fragmentation.
 RESERVE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes, and what joins them."""
+    """GPUs in nodes, and the links between them."""
 
     gpu: GPU
     count: int = 1
@@ -135,15 +135,15 @@ class Machine:
     link: float = 0.0
     """Bytes per second and direction between two GPUs of a node."""
     network: float = 0.0
-    """Bytes per second that one GPU has to other nodes."""
+    """Bytes per second from one GPU to other nodes."""
     host_memory: float | None = None
-    """Bytes per node, where it is known."""
+    """Bytes per node; None if unknown."""
     price: float | None = None
-    """Per GPU and hour, in any currency."""
+    """Price per GPU and hour, in any currency."""
     fast: bool = False
-    """Whether the GPUs of a node are joined by NVLink or its like."""
+    """Whether the GPUs of a node are connected by NVLink or a similar link."""
     taken: float = 0.0
-    """Bytes of a GPU that other processes of the run have: reward models."""
+    """Bytes of a GPU used by other processes of the run (reward models)."""
 
     @property
     def per_node(self) -> int:
@@ -156,12 +156,12 @@ class Machine:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors may take: less what others have, and a reserve for the allocator."""
+        """Bytes available to tensors, without those of other processes and a reserve."""
         return (self.gpu.memory - self.outside - self.taken) * RESERVE
 
 
 def _key(name: str) -> str:
-    """A GPU's name as it is looked up: `NVIDIA A100-SXM4-80GB` is `a100-80`."""
+    """The lookup key of a GPU's name: `NVIDIA A100-SXM4-80GB` becomes `a100-80`."""
     words = re.split(r"[\s_-]+", name.strip().lower())
     words = [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word not in _VENDORS]
     words = [word for word in words if not _FORMS.fullmatch(word)]
@@ -170,7 +170,7 @@ def _key(name: str) -> str:
 
 
 def _named(name: str) -> GPU | None:
-    """The row of a name, with or without the memory that the row has."""
+    """The GPU with a name, which may include its memory."""
     known = {known.lower(): known for known in GPUS} | ALIASES
     key = _key(name)
     if key in known:
@@ -187,7 +187,7 @@ def gpu(name: str) -> GPU:
     """A GPU by name.
 
     Raises:
-        FinetuneError: it is not known; says which are, and how to give one's numbers.
+        FinetuneError: the name is unknown; lists known names and how to describe another GPU.
     """
     found = _named(name)
     if found is not None:
@@ -205,14 +205,14 @@ def gpu(name: str) -> GPU:
 
 
 def _link(word: str) -> str:
-    """A link as the table spells it: `PCIe 4.0 x16` is `pcie4`."""
+    """The lookup key of a link: `PCIe 4.0 x16` becomes `pcie4`."""
     key = re.sub(r"[\s_-]", "", word.lower())
     key = re.sub(r"^(pcie)(?:gen)?(\d)(?:\.0)?(?:x16)?$", r"\1\2", key)
     return "nvlink" if key in ("nvswitch", "xgmi", "infinityfabric") else key
 
 
 def _network(word: str) -> str:
-    """A network as the table spells it: `100 GbE` and `eth100` are `100gbe`."""
+    """The lookup key of a network: `100 GbE` and `eth100` become `100gbe`."""
     key = re.sub(r"[\s_-]", "", word.lower()).replace("infiniband", "ib")
     speeds = {"edr": "100", "hdr": "200", "ndr": "400", "xdr": "800"}
     key = re.sub(r"^(?:ib)?(edr|hdr|ndr|xdr)$", lambda found: f"ib{speeds[found[1]]}", key)
@@ -221,13 +221,13 @@ def _network(word: str) -> str:
 
 
 def _port(word: str) -> tuple[str, bool]:
-    """A network as the table spells it, and whether the GPUs of a node share one port of it."""
+    """The lookup key of a network, and whether the GPUs of a node share one port."""
     name, _, holder = word.partition("/")
     return _network(name), holder.strip().lower() == "node"
 
 
 def unknown(link: str | None, network: str | None) -> list[str]:
-    """A problem for each of the words that names no link or network here."""
+    """A problem for each unknown link or network."""
     problems: list[str] = []
     if link is not None and (key := _link(link)) not in {"nvlink", "pcie", *LINKS}:
         known = ", ".join(["nvlink", *LINKS])
@@ -244,10 +244,10 @@ def unknown(link: str | None, network: str | None) -> list[str]:
 
 
 def installed() -> list[GPU]:
-    """The GPUs of this machine, as NVIDIA's driver names them; empty where there is no driver.
+    """The GPUs of this machine as reported by NVIDIA's driver; empty without a driver.
 
     Raises:
-        FinetuneError: a GPU is not in the table, or has no memory of its own.
+        FinetuneError: a GPU is not in the table, or has no dedicated memory.
     """
     found: list[GPU] = []
     for name, reported in listed():
@@ -261,9 +261,9 @@ def installed() -> list[GPU]:
 
 
 def listed() -> list[tuple[str, float | None]]:
-    """Names and bytes of this machine's GPUs, as NVIDIA's driver tells them; empty without it.
+    """Names and bytes of this machine's GPUs as reported by NVIDIA's driver; empty without it.
 
-    One that shares the host's memory (GB10, Thor) tells `[N/A]`: None.
+    The bytes are None for a GPU that shares the host's memory (GB10, Thor) and reports `[N/A]`.
     """
     if shutil.which(SMI[0]) is None:
         return []
@@ -283,23 +283,23 @@ def listed() -> list[tuple[str, float | None]]:
     return found
 
 
-# Bytes per second that gloo moves between processes of one machine: an assumption.
+# Bytes per second between processes of one machine with gloo: an assumption.
 LOOPBACK = 1e9
 
 
-# Share of the measured rate of square products that a step's own reach on a CPU, and bytes a second
-# that its cheap operations move: both fit four steps of a Llama of 33.6 million parameters to 15 %
-# (`benchmarks/results/memory.md`, `single`).
+# Fraction of the measured rate of square products that the products of a step reach on a CPU, and
+# bytes per second of its pointwise operations: fitted, within 15 %, to four steps of a Llama with
+# 33.6 million parameters (`benchmarks/results/memory.md`, `single`).
 CPU_SHARE = 0.8
 CPU_BANDWIDTH = 8e9
 
 
 def processor(flops: float, processes: int, memory: float) -> Machine:
-    """This machine's CPU, which every process has its cores of.
+    """The CPU of this machine, divided among the processes.
 
     Args:
-        flops: measured rate of one process, in the type that it computes in.
-        memory: bytes of the whole machine.
+        flops: measured FLOP/s of one process, in the compute data type.
+        memory: bytes of the machine's memory.
     """
     core = GPU(
         "CPU", memory / processes, flops, CPU_BANDWIDTH, pcie=LOOPBACK, mfu=CPU_SHARE, single=1.0
@@ -308,10 +308,10 @@ def processor(flops: float, processes: int, memory: float) -> Machine:
 
 
 def of_driver(name: str, reported: float) -> GPU:
-    """A GPU of a driver's name, `NVIDIA A100-SXM4-80GB` or so, with the bytes that it reports.
+    """A GPU by the driver's name, such as `NVIDIA A100-SXM4-80GB`, with the reported bytes.
 
     Raises:
-        FinetuneError: it is not in the table.
+        FinetuneError: the GPU is not in the table.
     """
     return dataclasses.replace(_row(name, reported), memory=reported)
 
@@ -343,16 +343,16 @@ def machine(
     host_memory: float | None = None,
     price: float | None = None,
 ) -> Machine:
-    """A machine from the words that describe it.
+    """A machine with the given parts.
 
     Args:
-        link: between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's best, PCIe
-            where a node has more GPUs than a bridge joins.
-        network: between nodes; a port of each GPU, or of a node (`10gbe/node`), which share it.
+        link: link between GPUs of a node; `nvlink` is that of the GPU. By default the GPU's
+            fastest, or PCIe if a node has more GPUs than an NVLink bridge connects.
+        network: network between nodes, with one port per GPU or per node (`10gbe/node`).
         host_memory: bytes per node.
 
     Raises:
-        FinetuneError: with every word that is not known or does not fit.
+        FinetuneError: contains every unknown or inconsistent argument.
     """
     problems = unknown(link, network)
     chosen = name if isinstance(name, GPU) else gpu(name)

@@ -1,6 +1,6 @@
 """Predict the memory of reward models, which score completions in a process next to rank 0.
 
-With rewards for evaluation of its own a run has two such processes, and each loads its models.
+A run with separate rewards for evaluation has two such processes, each with its own models.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from finetune.recipe import LoRA, Model, Recipe
 from finetune.runs.run import Run, read_object
 
 AT_ONCE = 16
-"""Sequences that a reward model reads at once."""
+"""Sequences per forward pass of a reward model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """Bytes of one reward model in its process."""
+    """Memory of one reward model in its process, in bytes."""
 
     name: str
     weights: float
     activations: float
-    """Most that a forward pass holds."""
+    """Peak of a forward pass."""
 
     @property
     def memory(self) -> float:
@@ -36,16 +36,16 @@ class Judge:
 def judges(
     recipe: Recipe, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int | None = None
 ) -> list[Judge]:
-    """The reward models of a recipe; one that is named twice is one for each process.
+    """The reward models of a recipe, once for each process that loads them.
 
     Args:
-        recipe: of a method that learns from completions.
-        shape_of: reads the shapes of a recipe's model.
-        cpu: where they run: in fp32 there, and in bf16 on a GPU.
-        tokens: of the longest prompt with its completion; by default all that may be.
+        recipe: recipe of an online method.
+        shape_of: reads the shape of a recipe's model.
+        cpu: whether they run on the CPU, in fp32, or on a GPU, in bf16.
+        tokens: length of the longest prompt with its completion; by default the maximum.
 
     Raises:
-        FinetuneError: one is not there, or its shape is not known.
+        FinetuneError: a reward model does not exist, or its shape is unknown.
     """
     return [
         _judge(recipe, name, shape_of, cpu, tokens or recipe.batch.max_length)
@@ -55,14 +55,14 @@ def judges(
 
 
 def _folders(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """Folders of reward models by process; none for a method without rewards."""
+    """Folders of reward models, by process; empty for a method without rewards."""
     return getattr(recipe, "reward_models", ())
 
 
 def leaving_room(
     machine: Machine, recipe: Recipe, shape_of: Callable[[Recipe], Architecture]
 ) -> Machine:
-    """A machine whose GPUs have what the reward models next to rank 0 leave of them."""
+    """The machine with GPU memory reduced by the reward models next to rank 0."""
     contexts = sum(map(bool, _folders(recipe))) * machine.gpu.context
     taken = contexts + sum(each.memory for each in judges(recipe, shape_of, cpu=False))
     return dataclasses.replace(machine, taken=taken)

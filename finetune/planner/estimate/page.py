@@ -1,4 +1,4 @@
-"""A prediction as a page to read: the verdict, the moments, a table, what to change."""
+"""Format a prediction as text: verdict, moments of a step, tables, and suggested changes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ BAR = 36
 
 
 def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
-    """The whole page as text."""
+    """The complete page as text."""
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
     if prediction.workload.layout.axes.any:
         parts.insert(1, division(prediction))
@@ -32,7 +32,7 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
 
 
 def sampling_words(sampled: Sampling) -> str:
-    """What a process takes beside the weights while it samples completions."""
+    """Memory and time that sampling adds on one process, as text."""
     seconds = "" if sampled.seconds is None else f", at least {duration(sampled.seconds)}"
     return (
         f"sampling: {sampled.rows} completions of up to {sampled.tokens} tokens with their prompts "
@@ -42,7 +42,7 @@ def sampling_words(sampled: Sampling) -> str:
 
 
 def judge_words(found: Sequence[Judge]) -> str:
-    """What reward models take."""
+    """Memory of reward models, as text."""
     lines = [
         f"reward model {each.name}: {size(each.weights)} of weights, {size(each.activations)} of "
         "activations, in a process next to rank 0"
@@ -52,7 +52,7 @@ def judge_words(found: Sequence[Judge]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in GB, and in MB below one."""
+    """Bytes in GB, or in MB below 1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
 
 
@@ -70,7 +70,7 @@ def machine_words(machine: Machine) -> str:
 
 
 def network_words(machine: Machine) -> str:
-    """What a GPU is taken to have to other nodes."""
+    """The assumed bandwidth of a GPU to other nodes, as text."""
     return (
         f"{machine.network / 1e9:.3g} GB/s between nodes for each GPU (one port of a whole node: "
         "--network 10gbe/node)"
@@ -78,7 +78,7 @@ def network_words(machine: Machine) -> str:
 
 
 def verdict(prediction: Prediction) -> str:
-    """Whether it fits, how fast it is, and what binds it."""
+    """Whether the plan fits, how fast it is, and what limits its speed."""
     words = {
         "safe": "fits",
         "tight": "fits, but tightly: a longer row may not",
@@ -116,7 +116,7 @@ def verdict(prediction: Prediction) -> str:
 
 
 def division(prediction: Prediction) -> str:
-    """Memory by stage, what crosses the links along each axis, and how long stages wait."""
+    """Memory by stage, communication along each axis, and the pipeline bubble."""
     plan, step = prediction.plan, prediction.times.step
     lines = [f"the mesh: {plan.mesh.words()}"]
     if len(prediction.stages) > 1:
@@ -133,7 +133,7 @@ def division(prediction: Prediction) -> str:
 
 
 def emulated(machine: Machine) -> str:
-    """How a GPU of before 2020 computes bf16."""
+    """Note on bf16 for a GPU without bf16 units."""
     gpu = machine.gpu
     return (
         f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
@@ -144,13 +144,13 @@ def emulated(machine: Machine) -> str:
 
 
 def machine_notes(machine: Machine, bf16: bool) -> list[str]:
-    """What to know about a machine's GPUs."""
+    """Notes on the GPUs of a machine."""
     slow = [emulated(machine)] if bf16 and not machine.gpu.bf16 else []
     return [*slow, *([machine.gpu.note] if machine.gpu.note else [])]
 
 
 def moments(prediction: Prediction) -> str:
-    """A bar per moment, as long as its share of what is usable."""
+    """A bar chart of the moments of a step, relative to usable memory."""
     lines = ["moments of a step"]
     peak, largest = prediction.timeline.peak, prediction.timeline.peak.total
     scale = max(prediction.usable, largest)
@@ -164,7 +164,7 @@ def moments(prediction: Prediction) -> str:
 
 
 def table(prediction: Prediction) -> str:
-    """What is alive at the peak."""
+    """Memory in use at the peak, by component."""
     lines = ["at the peak"]
     for name, count in prediction.timeline.peak.parts.items():
         if count >= 5e5:
@@ -179,7 +179,7 @@ def table(prediction: Prediction) -> str:
 
 
 def time(prediction: Prediction) -> str:
-    """Seconds and bytes of a step, and the whole run."""
+    """Time and communication of a step, and the complete run."""
     times, volume = prediction.times, prediction.volume
     hidden = f"{times.overlap:.0%} of communication runs beside it"
     lines = [
@@ -212,7 +212,7 @@ def time(prediction: Prediction) -> str:
 
 
 def whole_run(prediction: Prediction) -> str:
-    """Steps, time and cost of all of it."""
+    """Steps, time and cost of the complete run."""
     if prediction.seconds is None or prediction.gpu_hours is None:
         packing = prediction.plan.recipe.batch.packing
         more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
@@ -227,13 +227,13 @@ def whole_run(prediction: Prediction) -> str:
 
 
 def what_to_change(changes: Sequence[Change]) -> str:
-    """Single changes and what each gives."""
+    """Single changes with the memory that each saves."""
     lines = ["what to change, and what it alone gives"]
     return "\n".join(lines + [_change(change) for change in changes])
 
 
 def before_disk(changes: Sequence[Change]) -> str:
-    """What to try before weights are read from a disk."""
+    """Changes to try before NVMe offload."""
     lines = ["before a disk, change this, which fits without offload"]
     return "\n".join(lines + [_change(change) for change in changes])
 
@@ -244,7 +244,7 @@ def _change(change: Change) -> str:
 
 
 def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
-    """The backends that fit, best first, with the reason for the first."""
+    """A table of the backends that fit, best first, with the reason for the first."""
     rows = list(options)
     more = len(rows) - shown
     if not rows:

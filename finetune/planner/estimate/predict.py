@@ -1,4 +1,4 @@
-"""A plan on a machine, in numbers: memory, communication, time, and whether it fits."""
+"""Predict memory, communication and time of a plan on a machine, and whether it fits."""
 
 import contextlib
 import dataclasses
@@ -43,24 +43,26 @@ from finetune.recipe import Model, Recipe
 from finetune.recipe.references import second_model
 
 LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "scores": SCORES}
-"""By the value of the kernel option `head`."""
+"""Memory model of the loss, by the value of the kernel option `head`."""
 HUB_SECONDS = 5
-"""How long the hub may take to answer."""
+"""Timeout of a request to the hub, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The shapes of a recipe's model, and where they were read."""
+    """The shape of a recipe's model, and where it was read from."""
 
     shape: Architecture
     where: str
 
 
 def model_source(recipe: Recipe) -> Source:
-    """The shapes of a recipe's model: its config, a folder, the hub's cache, our table, the hub.
+    """The shape of a recipe's model.
+
+    It is read from the recipe's config, a folder, the hub cache, `shapes.published`, or the hub.
 
     Raises:
-        FinetuneError: none of them has it, or the architecture is not known.
+        FinetuneError: none of them has it, or the architecture is unknown.
     """
     config, where = config_of(recipe)
     shape = read(config, where)
@@ -72,10 +74,10 @@ def model_source(recipe: Recipe) -> Source:
 
 
 def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
-    """Rows of the tables that `model.add_tokens` grows, as `finetune.models.vocabulary` gives them.
+    """Embedding rows with `model.add_tokens`, as in `finetune.models.vocabulary`.
 
-    A model often has more rows than its tokenizer has tokens, and then none is added. Where the
-    tokenizer is not on this machine, each token counts as one more row, which is the most.
+    A model often has more rows than its tokenizer has tokens, so that no rows are added. If the
+    tokenizer is not on this machine, each token is counted as an additional row, an upper bound.
     """
     model = recipe.model
     name = model.tokenizer or model.name
@@ -90,10 +92,10 @@ def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
 
 
 def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
-    """The fields of a recipe's `config.json`, and where they were read.
+    """The fields of a recipe's `config.json`, and where they were read from.
 
     Raises:
-        FinetuneError: it is nowhere on this machine, and the hub does not give it.
+        FinetuneError: it is not on this machine, and the hub does not provide it.
     """
     model = recipe.model
     if model.config is not None:
@@ -110,14 +112,14 @@ def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
 
 
 def _download(name: str, revision: str | None) -> Any:
-    """A model's config.json, and nothing else of it, from the hub.
+    """Download only the config.json of a model from the hub, in a single request.
 
-    One request: `hf_hub_download` (huggingface_hub 1.x) tries six times, 24 s without a network.
+    `hf_hub_download` (huggingface_hub 1.x) retries six times, which takes 24 s without a network.
 
     Raises:
         FinetuneError: there is no such file, or no network.
     """
-    # A third of a second, for names that are found nowhere else.
+    # The import takes a third of a second and is only needed for names not found elsewhere.
     from huggingface_hub import constants, get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -133,7 +135,7 @@ def _download(name: str, revision: str | None) -> Any:
             raise OSError("HF_HUB_OFFLINE is set")
         url = hf_hub_url(name, "config.json", revision=revision)
         request = urllib.request.Request(url)
-        if token := get_token():  # not for where the hub may redirect to
+        if token := get_token():  # not sent to a redirect target
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
             return json.loads(answer.read())
@@ -157,7 +159,7 @@ def _config(path: Path) -> Any:
 
 
 def workload_of(plan: Plan, shape: Architecture) -> Workload:
-    """What one process of a plan trains."""
+    """The workload of one process of a plan."""
     recipe, backend = plan.recipe, plan.backend
     place = layout.of_backend(backend, plan.processes)
     kinds: dict[str, AttentionKind] = {"eager": "eager"}
@@ -193,7 +195,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
 
 
 def _shape_of(recipe: Recipe, model: Model | None) -> Architecture | None:
-    """The shape of another model than the one that is trained."""
+    """The shape of a model other than the trained one; None for None."""
     if model is None:
         return None
     return model_source(dataclasses.replace(recipe, model=model, adapter=None)).shape
@@ -216,7 +218,7 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
         saved=given.modules_to_save,
     )
     rows = _rows(given.trainable_token_indices, shape)
-    head = shape.scores * shape.hidden  # trained whole
+    head = shape.scores * shape.hidden  # trained in full
     made = dataclasses.replace(
         made, parameters=made.parameters + rows + head, whole=made.whole + head
     )
@@ -241,7 +243,7 @@ def _rows(tokens: Tokens | dict[str, Tokens], shape: Architecture) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A plan on a machine: every number in bytes and seconds."""
+    """Predicted memory, communication and time of a plan on a machine, in bytes and seconds."""
 
     plan: Plan
     machine: hardware.Machine
@@ -254,34 +256,34 @@ class Prediction:
     host: float
     """Bytes of host memory per node."""
     disk: float
-    """Bytes on a node's disk, besides checkpoints."""
+    """Bytes on a node's disk, excluding checkpoints."""
     volume: communication.Volume
     times: Times
     steps: int | None
-    """Optimizer steps of the run, where the number of rows is known."""
+    """Optimizer steps of the run; None if the number of rows is unknown."""
     rows: int | None = None
-    """Of the training set, where their number is known."""
+    """Rows of the training set; None if unknown."""
     stages: tuple[memory.Timeline, ...] = ()
-    """Of a process of each stage of a pipeline; one where there is none."""
+    """Timeline of each pipeline stage; a single one without a pipeline."""
 
     @property
     def links(self) -> list[traffic.Link]:
-        """What a process sends along each axis in a step."""
+        """Bytes that a process sends along each axis per step, and their time."""
         return traffic.links(self.volume, self.workload, self.machine)
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run, the pass of the reference included."""
+        """Seconds of the complete run, including the pass of the reference; None if unknown."""
         if self.steps is None:
             return None
         return self.steps * self.times.step + (self.reference_seconds or 0.0)
 
     @property
     def reference_seconds(self) -> float | None:
-        """Of the pass that a reference takes over all rows before the first step.
+        """Seconds of the reference model's pass over all rows before the first step.
 
-        A method that reads the KL of a step has another row of each step of the run. None without
-        a reference, or where the number of steps is not known.
+        A method that reads the KL of a step adds one more row for each row of the run. None without
+        a reference, or if the number of steps is unknown.
         """
         recipe = self.plan.recipe
         if not recipe.reads_reference or self.steps is None:
@@ -293,21 +295,21 @@ class Prediction:
 
     @property
     def gpu_hours(self) -> float | None:
-        """GPU hours of the whole run, where its length and time are known."""
+        """GPU hours of the complete run; None if its length is unknown."""
         return None if self.seconds is None else self.seconds * self.machine.count / 3600
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the price."""
+        """Cost of the run in the currency of the price; None if unknown."""
         if self.gpu_hours is None or self.machine.price is None:
             return None
         return self.gpu_hours * self.machine.price
 
     def page(self) -> str:
-        """What `finetune plan` prints of it."""
+        """The prediction as text, as printed by `finetune plan`."""
         from finetune.planner.estimate import (
-            changes,  # they read predictions
-            page,  # they read predictions
+            changes,  # imports predictions
+            page,  # imports predictions
         )
 
         safe = self.status == "safe"
@@ -368,14 +370,15 @@ def predict(
     rows: int | None = None,
     row_tokens: int | None = None,
 ) -> Prediction:
-    """What a plan takes on a machine.
+    """Predict memory, communication and time of a plan on a machine.
 
     Args:
-        rows: rows of the training set, for the length of the whole run.
-        row_tokens: of a row on average, which packs are counted by; by default what is known.
+        rows: rows of the training set, for the length of the complete run.
+        row_tokens: average number of tokens per row, needed to count packs; by default looked up.
 
     Raises:
-        FinetuneError: the model's shape is not known, or the machine has other processes.
+        FinetuneError: the model's shape is unknown, or the machine has a different number of GPUs
+            than the plan has processes.
     """
     if machine.count != plan.processes:
         raise FinetuneError(

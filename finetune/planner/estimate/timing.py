@@ -1,4 +1,4 @@
-"""Predict the time of a step with a roofline: FLOPs against the GPU, bytes against the links."""
+"""Predict the time of a step with a roofline model: FLOPs on the GPU, bytes on the links."""
 
 import dataclasses
 
@@ -11,21 +11,22 @@ from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 
-# Share of communication that runs beside computation: an assumption for NVLink (FSDP2 prefetches a
-# unit ahead; DDP's buckets start with the first gradients), half of it on slower links.
+# Fraction of communication that overlaps with computation: an assumption for NVLink (FSDP2
+# prefetches one unit; DDP's buckets start with the first gradients), and half of it for slower
+# links.
 OVERLAP_FAST = 0.7
 OVERLAP_SLOW = 0.35
-# CPU AdamW reads and writes 28 bytes a parameter (weights, moments and gradient in fp32, the bf16
-# copy); a server's memory moves 100 GB/s.
+# CPU AdamW reads and writes 28 bytes per parameter (weights, moments and gradient in fp32, the bf16
+# copy); the memory of a server moves 100 GB/s.
 CPU_ADAM_BYTES = 28
 HOST_BANDWIDTH = 100e9
 # One NVMe drive of 2023 reads 3 to 6 GB/s.
 NVME_BANDWIDTH = 4e9
-# Pinned copies reach about this share of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
+# Pinned copies reach about this fraction of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
 PCIE_EFFICIENCY = 0.78
-# Seconds until the next operation has been started, on the host: an assumption. A GPU runs at the
-# same time, and waits where its own work is shorter; transformers' Llama of 32 layers takes about
-# 25 ms to decode a token on any GPU. A CPU does one after the other.
+# Seconds on the host to launch an operation: an assumption. A GPU computes at the same time, and is
+# idle if its work is shorter: a Llama with 32 layers in transformers takes about 25 ms to decode a
+# token on any GPU. On a CPU, launching and computing do not overlap.
 LAUNCH = 10e-6
 LAUNCH_CPU = 15e-6
 
@@ -34,11 +35,11 @@ def flops_per_token(
     shape: Architecture, length: float, causal: bool = True, adapter: bool = False,
     recompute: bool = False,
 ) -> float:  # fmt: skip
-    """FLOPs of training per token: 2 per weight and pass, and attention's scores.
+    """FLOPs of training per token: 2 per weight and pass, plus the scores of attention.
 
-    Three passes (forward, gradient of inputs, gradient of weights); with frozen weights the last is
-    absent; recomputation repeats the first. Attention's own products have no weights: forward once
-    and backward twice in either case.
+    There are three passes (forward, gradient of inputs, gradient of weights); the last is absent
+    for frozen weights, and recomputation repeats the first. The products inside attention have no
+    weights: one forward and two backward passes in either case.
     """
     weights = 2.0 * shape.multiplied
     scores = 4.0 * shape.layers * shape.query * length * (0.5 if causal else 1.0)
@@ -48,13 +49,13 @@ def flops_per_token(
 
 
 def forward_share(workload: Workload) -> float:
-    """A forward pass as a share of what a step computes, passes without gradient included."""
+    """Fraction of a step's computation in one forward pass; passes without gradient count too."""
     forward = 1 / _passes(workload)
     return forward / (1 + workload.ahead * forward)
 
 
 def _passes(workload: Workload) -> int:
-    """Forward passes that a step with its gradients is as much work as."""
+    """Computation of a step including gradients, in forward passes."""
     recomputes = workload.checkpointing in ("full", "attention")
     return (2 if workload.adapter is not None else 3) + recomputes
 
@@ -62,12 +63,13 @@ def _passes(workload: Workload) -> int:
 def step_flops(
     shape: Architecture, tokens: int, trained_tokens: int, length: float, adapter: int = 0
 ) -> float:
-    """FLOPs that a step cannot do without: no padding, no logits of tokens without a label.
+    """FLOPs that a step requires, without padding and logits of tokens without a label.
 
     Args:
-        tokens: real ones.
-        length: of a document, on average.
-        adapter: parameters of a low-rank adapter on frozen weights; 0 where all are trained.
+        tokens: number of tokens, without padding.
+        trained_tokens: number of tokens with a label.
+        length: average document length in tokens.
+        adapter: parameters of a low-rank adapter on frozen weights; 0 if all weights are trained.
     """
     passes = 2 if adapter else 3
     inside = shape.multiplied - shape.head_weights
@@ -82,22 +84,22 @@ class Times:
 
     compute: float
     launches: float
-    """Until all operations of the step were started, one by one."""
+    """Time to launch all operations of the step, one by one."""
     moves: float
-    """Of cheap operations, which a CPU is slow at; 0 on a GPU, whose `mfu` has them."""
+    """Time of pointwise operations on a CPU; 0 on a GPU, where `mfu` includes them."""
     communication: float
     offload: float
     step: float
     bound: Bound
     tokens: int
-    """Tokens of the whole job per step."""
+    """Tokens per step, over all processes."""
     flops: float
-    """Of one process per step."""
+    """FLOPs per process and step."""
     mfu: float
     overlap: float
     flops_per_token: float
     break_even: float
-    """Tokens of a micro-step from which copies over PCIe take less time than computing; 0 where
+    """Tokens per micro-step from which copies over PCIe take less time than computation; 0 if
     nothing is copied."""
 
     @property
@@ -106,7 +108,7 @@ class Times:
 
 
 def attained(machine: Machine, workload: Workload) -> float:
-    """FLOPs a second that a GPU is assumed to reach in the workload's precision."""
+    """FLOP/s that a GPU is assumed to reach in the workload's precision."""
     gpu = machine.gpu
     if workload.compute == 4:
         return gpu.flops * gpu.mfu * gpu.single
@@ -114,7 +116,7 @@ def attained(machine: Machine, workload: Workload) -> float:
 
 
 def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds that the bytes of a step take on their links."""
+    """Seconds per step of communication on its links."""
     if workload.layout.axes.any:
         return sum(link.seconds for link in traffic.links(moved, workload, machine))
     group = workload.layout.group
@@ -127,7 +129,7 @@ def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -
 
 
 def blocking_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds of those in which nothing is computed: each layer, or stage, waits for what comes."""
+    """Seconds per step of communication that blocks computation, between layers or stages."""
     if not workload.layout.axes.any:
         return 0.0
     links = traffic.links(moved, workload, machine)
@@ -135,7 +137,7 @@ def blocking_seconds(moved: Volume, machine: Machine, workload: Workload) -> flo
 
 
 def offload_seconds(workload: Workload, machine: Machine) -> float:
-    """Seconds of a step that go to the host: copies over PCIe, AdamW on the CPU, and the disk."""
+    """Seconds per step of offloading: copies over PCIe, AdamW on the CPU, and disk access."""
     layout = workload.layout
     if workload.cpu:
         return 0.0
@@ -151,7 +153,7 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
 
 
 def copy_seconds(workload: Workload, machine: Machine) -> float:
-    """Seconds of a step in which offloaded weights, gradients and updates cross PCIe."""
+    """Seconds per step of copying offloaded weights, gradients and updates over PCIe."""
     layout = workload.layout
     if layout.offload == "none" or workload.cpu:
         return 0.0
@@ -163,10 +165,10 @@ def copy_seconds(workload: Workload, machine: Machine) -> float:
 
 
 def _disk_seconds(workload: Workload, lane: float) -> float:
-    """Seconds of a step that a process reads and writes: weights, states and gradients.
+    """Seconds per step of reading and writing weights, states and gradients on disk.
 
     Args:
-        lane: bytes a second of its share of the disk.
+        lane: bytes per second of the process's share of the disk.
     """
     states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / workload.layout.group
     weights = 2 * workload.accumulation * nvme.waiting_weights(workload)
@@ -177,18 +179,18 @@ def times(
     workload: Workload, machine: Machine, moved: Volume, slots: float | None = None,
     length: float | None = None,
 ) -> Times:  # fmt: skip
-    """The step as a roofline: the longer of computing and moving, and what they do not share.
+    """Times of a step: the longer of computation and transfers, plus the part without overlap.
 
     Args:
-        slots: tokens of a step of one process, padding counted; by default all rows are full.
-        length: tokens of a document on average, over which attention runs; by default a row's.
+        slots: tokens per step and process, including padding; by default all rows are full.
+        length: average document length in tokens, for attention; by default the row length.
     """
     per_token = flops_per_token(
         workload.shape, length or workload.length, True, workload.adapter is not None,
         workload.checkpointing in ("full", "attention"),
     )  # fmt: skip
     layout = workload.layout
-    if slots is None:  # of processes that train on the same rows each has its share
+    if slots is None:  # processes that train on the same rows divide the work
         slots = workload.tokens * workload.accumulation / layout.axes.processes
     tokens = float(slots)
     if workload.teacher_shape is not None:

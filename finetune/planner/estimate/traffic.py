@@ -1,7 +1,7 @@
-"""Bytes that one process sends in a step along each axis of a mesh, and how long they take.
+"""Bytes that one process sends per step along each axis of a mesh, and their time.
 
-Ring collectives, as in `communication`: an all-gather or reduce-scatter of S bytes over N processes
-sends S(N - 1)/N from each, an all-reduce twice that.
+Collectives are rings, as in `communication`: in an all-gather or reduce-scatter of S bytes over N
+processes, each process sends S(N - 1)/N, in an all-reduce twice as much.
 """
 
 import dataclasses
@@ -14,27 +14,28 @@ from finetune.planner.estimate.hardware import EFFICIENCY, Machine
 from finetune.planner.estimate.workload import Workload
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Matrices that tensor parallel cuts by columns. transformers 5.23 sums the gradient of the input
-of each, one after the other; the results of those that are cut by rows are summed forwards."""
+"""Matrices that tensor parallelism splits by columns. transformers 5.23 all-reduces the input
+gradient of each of them separately; outputs of matrices split by rows are all-reduced in the
+forward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What a process sends along one axis in a step."""
+    """Communication of one process along one axis in a step."""
 
     axis: str
     sent: float
     """Bytes."""
     seconds: float
     crosses: bool
-    """Whether some of it leaves a node."""
+    """Whether some of it crosses between nodes."""
 
 
 def payloads(workload: Workload) -> dict[str, dict[str, float]]:
     """Bytes of the tensors of all collectives of a step, by axis and collective.
 
-    Of the process that `workload.layout` means. A tensor is counted whole, as it is after an
-    all-gather and before a reduce-scatter; `send` is what is handed to the next stage or back.
+    For a process on the stage `workload.layout.stage`. Tensors are counted at full size, after an
+    all-gather or before a reduce-scatter; `send` is sent to the next or previous stage.
     """
     found: dict[str, dict[str, float]] = {}
     axes, here = workload.layout.axes, part.here(workload)
@@ -64,9 +65,9 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
 
 
 def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, float]:
-    """Sums of what layers, embedding and head give, and the logits that are gathered.
+    """All-reduces of layers, embedding and head, and the all-gather of logits.
 
-    `stream` are the elements of the hidden states of a step's micro-batches.
+    `stream` is the number of elements of the hidden states, over all micro-batches of a step.
     """
     shape, layout = here.shape, workload.layout
     width = here.numerics.compute
@@ -87,9 +88,10 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
 
 
 def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
-    """Ulysses (arXiv:2309.14509): queries, keys, values and results change hands, and come back.
+    """Collectives that exchange the tokens of a row.
 
-    Context parallel (arXiv:2407.21783): keys and values are gathered, and their gradients summed.
+    Ulysses (arXiv:2309.14509): all-to-alls of queries, keys, values and outputs, and back. Context
+    parallel (arXiv:2407.21783): all-gathers of keys and values, reduce-scatters of their gradients.
     """
     shape, axes = here.shape, workload.layout.axes
     again = workload.checkpointing in ("full", "attention")
@@ -102,9 +104,9 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
 
 
 def _experts(workload: Workload, here: Workload) -> dict[str, float]:
-    """Tokens to their experts and back, and the same of their gradients.
+    """All-to-alls of tokens to their experts and back, and of their gradients.
 
-    As many come as go, if all experts are met alike.
+    Assumes balanced routing: a process receives as many tokens as it sends.
     """
     shape = here.shape
     assert shape.experts is not None
@@ -115,16 +117,16 @@ def _experts(workload: Workload, here: Workload) -> dict[str, float]:
 
 
 def _shard(workload: Workload, here: Workload) -> dict[str, float]:
-    """FSDP2: units are gathered before they run, gradients are reduced.
+    """FSDP2: all-gathers of units and reduce-scatters of gradients.
 
-    A stage keeps its units gathered after a backward pass until the next forward pass has run, and
-    reduces once; its embedding, norm and head once a step.
+    A pipeline stage keeps its units gathered from a backward pass until the end of the next forward
+    pass and reduces gradients once; it gathers embedding, norm and head once per step.
     """
     shape, layout = here.shape, workload.layout
     axes, unit = layout.axes, here.unit_bytes
     trained = float(here.sharded)
     if axes.experts > 1 and shape.experts is not None:
-        # Of experts those of this process alone, and none where no other process has the same.
+        # Only this process's experts count, and none of them if no other process has the same.
         each = shape.experts.count * shape.experts.weights(shape.hidden)
         alone = axes.experts == layout.group * axes.tensor
         unit -= each * here.frozen_width if alone else 0
@@ -149,7 +151,7 @@ def _shard(workload: Workload, here: Workload) -> dict[str, float]:
 
 
 def sent(workload: Workload) -> dict[str, float]:
-    """Bytes that a process sends in a step, by axis."""
+    """Bytes that a process sends per step, by axis."""
     axes, found = workload.layout.axes, dict[str, float]()
     sizes = {
         "tensor": axes.tensor,
@@ -166,7 +168,7 @@ def sent(workload: Workload) -> dict[str, float]:
 
 
 def volume(workload: Workload) -> Volume:
-    """The same of the stage that sends most along all axes: an end, or one of those between."""
+    """Bytes per step of the stage that sends most: the first, the last, or an inner one."""
     layout = workload.layout
     stages = sorted({0, min(1, layout.axes.pipeline - 1), layout.axes.pipeline - 1})
     places = [dataclasses.replace(layout, stage=stage) for stage in stages]
@@ -176,7 +178,7 @@ def volume(workload: Workload) -> Volume:
 
 
 def reaches(workload: Workload, axis: str) -> int:
-    """Processes from the first to the last of a group along an axis, by rank, both counted."""
+    """Number of consecutive ranks that a group along an axis spans."""
     axes, layout = workload.layout.axes, workload.layout
     inside = {"tensor": axes.tensor, "sequence": axes.tensor * axes.parts}
     shard = axes.tensor * layout.group
@@ -186,7 +188,7 @@ def reaches(workload: Workload, axis: str) -> int:
 
 
 def links(moved: Volume, workload: Workload, machine: Machine) -> list[Link]:
-    """What is sent along each axis, and how long that takes on the slowest link of the axis."""
+    """Bytes sent along each axis, with their time on the slowest link of the axis."""
     found: list[Link] = []
     for axis, count in by_axis(moved).items():
         crosses = machine.nodes > 1 and reaches(workload, axis) > machine.per_node
@@ -196,6 +198,6 @@ def links(moved: Volume, workload: Workload, machine: Machine) -> list[Link]:
 
 
 def by_axis(moved: Volume) -> Mapping[str, float]:
-    """Bytes by axis, none left out that sends some."""
+    """Bytes by axis, for axes with communication."""
     shards = {"shard": moved.inside, "replicate": moved.between}
     return {axis: count for axis, count in {**moved.axes, **shards}.items() if count}
