@@ -217,10 +217,10 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def forget_stored_form(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make a dequantised model a plain one in `dtype`, also for saving.
+    """Make a dequantized model a plain one in `dtype`, also for saving.
 
-    transformers 5.23 leaves unquantised tensors in the dtype of their file, and would save a
-    dequantised model in its quantised layout, without the quantisation in config.json.
+    transformers 5.23 leaves unquantized tensors in the dtype of their file, and would save a
+    dequantized model in its quantized layout, without the quantization in config.json.
     """
     cast(model, dtype)
     save_as_published(model)

@@ -1,1 +1,1 @@
-"""Pages, pictures and terminal output for users."""
+"""Pages, plots and terminal output for users."""

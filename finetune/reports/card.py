@@ -1,4 +1,4 @@
-"""The model card: what was trained, from what, how far, and what nobody checked.
+"""Write the model card: base, data, training, results, and what was not checked.
 
 Every statement comes from the run's record or from the folder that the card describes.
 """
@@ -33,7 +33,7 @@ Kind = Literal["adapter", "merged", "model", "nf4", "gguf"]
 Row = tuple[str, str]
 
 TERMS = {"pairs": "pair", "answers": "answer", "rows": "row"}
-"""What a loss is a mean over, by the unit of a run; else over trained tokens."""
+"""What the loss is a mean over, by the unit of a run; for other units, trained tokens."""
 
 
 def write_card(
@@ -45,12 +45,14 @@ def write_card(
     serve: Sequence[str] = (),
     checked: Sequence[str] = (),
 ) -> Path:
-    """Write `README.md` into a folder that holds weights of a run; returns its path.
+    """Write `README.md` into a folder with weights of a run; returns its path.
 
-    `kind` is what the folder holds: a PEFT adapter (the default for a recipe with an adapter), a
-    model with the adapter merged into it, or a whole model. `step` is the checkpoint that the
-    weights are from; by default the best evaluation's, else the newest. `serve` are commands to be
-    run in the folder, `checked` lines of Markdown about its check.
+    Args:
+        kind: what the folder contains; by default an adapter if the recipe has one, otherwise a
+            complete model.
+        step: the checkpoint of the weights; by default the best evaluation's or the newest.
+        serve: shell commands to run in the folder.
+        checked: lines of Markdown about the check of the export.
     """
     recipe, history = read_object(run.recipe), read_history(run)
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
@@ -58,7 +60,7 @@ def write_card(
     step = step or run.best_step() or run.newest() or history.step
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=False,  # Markdown: `code` and `plain` quote what comes from the record
+        autoescape=False,  # Markdown: `code` and `plain` escape values of the record
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -100,7 +102,7 @@ def write_card(
 def front_matter(
     recipe: Mapping[str, Any], kind: Kind, history: History | None = None, scores: bool = False
 ) -> dict[str, Any]:
-    """The card's metadata as the hub reads it; names that are not the hub's are left out."""
+    """The card's metadata for the hub; names that are not on the hub are left out."""
     model, adapter = recipe.get("model") or {}, recipe.get("adapter")
     base = hub_name(model.get("name"))
     quantized = model.get("quantization", "none") != "none"
@@ -127,7 +129,7 @@ def front_matter(
 
 
 def _result(name: str, loss: float) -> dict[str, Any]:
-    """The best evaluation as the hub shows it."""
+    """The best evaluation as an entry of the hub's `model-index`."""
     metric = {"type": "loss", "name": "mean loss per trained token", "value": round(loss, 4)}
     about = {
         "task": {"type": "text-generation"},
@@ -137,7 +139,7 @@ def _result(name: str, loss: float) -> dict[str, Any]:
 
 
 def _licence(model: Mapping[str, Any]) -> str | None:
-    """The licence in the head of the base's own card, where the card is on this machine."""
+    """The license in the base's own card; None if the card is not on this machine."""
     name = model.get("name")
     for path in config_paths(name, model.get("revision")) if name else ():
         card = path.parent / "README.md"
@@ -191,7 +193,7 @@ _COUNTS = (
 
 
 def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
-    """(what, for training, held out): counted while preparing, else as training began."""
+    """(name, training, held out): counts of the data preparation, or of the start record."""
     counted = read_object(run.data)
     train, held_out = counted.get("train", {}), counted.get("eval", {})
     names = [name for name in _COUNTS if name in train]
@@ -209,7 +211,7 @@ def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
 
 
 def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(source, format, use) of the recipe's data."""
+    """(source, format, use) of each data source of the recipe."""
     return [
         (code(public(str(data.get("source")))), code(str(data.get("format"))), use)
         for name, use in (("data", "training"), ("eval_data", "held out"))
@@ -218,7 +220,7 @@ def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _losses(history: History) -> list[tuple[str, str, str]]:
-    """(what, step, loss): the ends of both curves, and the best evaluation."""
+    """(name, step, loss): first and last of both curves, the best evaluation, other metrics."""
     trained, evaluated = history.trained, history.evaluated
     rows: list[tuple[str, int, float]] = []
     if trained:
@@ -248,9 +250,9 @@ def _software(environment: Mapping[str, Any]) -> list[Row]:
 
 
 def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
-    """Python that loads the folder it is run in and continues a prompt, or scores a text.
+    """Python code that loads the current folder and completes a prompt or scores a text.
 
-    An adapter is given the stop tokens of its folder: PEFT takes those of the base model.
+    An adapter gets the stop tokens of its folder, because PEFT uses those of the base model.
     """
     if kind == "gguf":
         name = next((path.name for path in folder.glob("*.gguf")), "model.gguf")
@@ -291,7 +293,7 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
 
 
 def _scoring(kind: Kind, more: str, has_template: bool) -> str:
-    """Python that loads the folder it is run in and scores a text."""
+    """Python code that loads the current folder and scores a text."""
     auto, library = "AutoModelForSequenceClassification", "transformers"
     imports = {"transformers": {"AutoTokenizer"}, "peft": set[str]()}
     settings: list[str] = []
@@ -325,13 +327,13 @@ def _scoring(kind: Kind, more: str, has_template: bool) -> str:
 
 
 def is_scorer(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model with a score head."""
+    """Whether a config.json belongs to a model with a score head."""
     kinds = config.get("architectures") or ()
     return any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
 
 
 def _stored_kind(model: Mapping[str, Any]) -> str | None:
-    """How the base's own files are quantised, where they are and its config.json is here."""
+    """Quantization of the base's own files; None without one, or if its config is not here."""
     name = model.get("name")
     for path in config_paths(name, model.get("revision")) if name else ():
         if path.is_file():
@@ -340,7 +342,7 @@ def _stored_kind(model: Mapping[str, Any]) -> str | None:
 
 
 def _stops(folder: Path) -> tuple[list[int], str]:
-    """Ids of the tokens at which answers end, and their names; none where no file names them."""
+    """Ids of the stop tokens, and their names as text; empty if no file has them."""
     found = read_object(folder / "generation_config.json").get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     added = read_object(folder / "tokenizer.json").get("added_tokens", ())
@@ -349,12 +351,12 @@ def _stops(folder: Path) -> tuple[list[int], str]:
 
 
 def _written(value: Any) -> str:
-    """A field as a recipe's YAML has it."""
+    """A value as it is written in a recipe's YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def code(text: str) -> str:
-    """Text as Markdown shows it unchanged: in more backticks than it has in a row itself."""
+    """Text as inline code in Markdown, in more backticks than the text has in a row."""
     text = " ".join(text.split())
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
@@ -363,7 +365,7 @@ def code(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a heading: what Markdown or HTML would act on is escaped."""
+    """Text with characters of Markdown and HTML escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 

@@ -1,4 +1,4 @@
-"""Several runs beside each other: how their recipes differ, their curves, and what they reached."""
+"""Compare several runs: differences of their recipes, their curves and their results."""
 
 import json
 import math
@@ -18,15 +18,15 @@ from finetune.runs.run import Run, of_record, open_run, read_object
 from finetune.runs.summary import throughput
 
 MOST = 8
-"""Runs: as many as there are colours."""
+"""Maximum number of runs, which is the number of colors."""
 ABSENT = "-"
 
 
 def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
-    """What `page` and `terminal` show of some runs.
+    """The comparison of some runs, as values for `page` and `terminal`.
 
     Raises:
-        FinetuneError: fewer than two runs, too many, or one whose record cannot be read.
+        FinetuneError: fewer than two runs, too many, or a run whose record cannot be read.
     """
     if not 2 <= len(roots) <= MOST:
         raise FinetuneError(f"compare: got {len(roots)} runs, expected 2 to {MOST}")
@@ -51,7 +51,7 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page, which needs nothing beside it."""
+    """The comparison as a self-contained HTML page."""
     return templates().get_template("comparison.html.jinja").render(**found)
 
 
@@ -73,7 +73,7 @@ def terminal(found: Mapping[str, Any]) -> list[str]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The last names of the folders, with as much of the path as tells them apart."""
+    """Names of the runs' folders, with as much of the path as makes them unique."""
     parts = [run.root.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -83,7 +83,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside a recipe with its dotted path."""
+    """Every value of a recipe with its dotted path."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{path}.{name}" if path else str(name))
@@ -95,7 +95,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _said(value: Any) -> str:
-    """A value as text; what is empty or off is as if it were absent."""
+    """A value as text; empty and disabled values are shown as absent."""
     if value in (None, False, [], {}, ""):
         return ABSENT
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -106,7 +106,7 @@ def _short(text: str) -> str:
 
 
 def _reached(histories: Sequence[History]) -> Iterator[list[str]]:
-    """What the records say, a row each."""
+    """Rows of the table of results."""
     rates = [throughput(history.trained) for history in histories]
     yield ["steps", *(f"{history.step:,}" for history in histories)]
     yield ["training loss", *(_loss(h.trained[-1].loss if h.trained else None) for h in histories)]
@@ -127,7 +127,7 @@ def _loss(value: float | None) -> str:
 
 
 def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Table]:
-    """The measures of every `finetune eval` that several runs have by the same name."""
+    """Measures of each `finetune eval` that at least two runs have under the same name."""
     found = [
         {
             path.parent.name: read_object(path)
@@ -154,7 +154,7 @@ def _value(results: Mapping[str, Any] | None, measure: str) -> str:
 
 
 def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
-    """Curves of all runs over each other."""
+    """Charts in which the curves of all runs are overlaid."""
     kinds: list[tuple[str, list[list[Point]]]] = [
         ("training loss", [smooth([(r.step, r.loss) for r in h.trained]) for h in histories]),
         ("evaluation loss", [[(r.step, r.loss) for r in h.evaluated] for h in histories]),

@@ -1,7 +1,7 @@
-"""Curves over the steps of a run, drawn as SVG that a page's style sheet colours.
+"""Draw curves over the steps of a run as SVG, with the colors of a page's style sheet.
 
 height ^  ticks at 1, 2 or 5 times a power of ten
-       |  raw     every value, or the lowest and highest of each bucket of steps
+       |  raw     every value, or the minimum and maximum of each bucket of steps
        |  smooth  mean over a window around each step
        +----------------> step
 """
@@ -17,12 +17,12 @@ Point = tuple[float, float]
 """(step, value)"""
 
 WIDTHS = {"wide": (940, 330), "small": (460, 210)}
-"""Width and height of a drawing in its own units."""
+"""Width and height of a drawing, in SVG units."""
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 58, 24, 12, 30
 BUCKETS = 400
-"""A curve has at most two points for each: as many as a screen can tell apart."""
+"""Buckets of a curve, each with at most two points: the resolution of a screen."""
 MANY = 40
-"""From so many values on a curve is shown smoothed besides."""
+"""Number of values from which a smoothed curve is shown as well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Curve:
     points: Sequence[Point]
     look: Literal["raw", "smooth", "dots"]
     colour: int | None = None
-    """Number of a colour, where curves of one look are told apart."""
+    """Index of a color, to distinguish curves of the same look."""
 
     @property
     def kind(self) -> str:
-        """The classes that the style sheet knows."""
+        """CSS classes of the curve."""
         return self.look if self.colour is None else f"{self.look} colour-{self.colour}"
 
 
@@ -46,7 +46,7 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Each finite value's mean with its neighbours: a window of a twentieth of all points."""
+    """Moving average of the finite values, over a window of a twentieth of all points."""
     kept = finite(points)
     reach = len(kept) // 40
     sums = [0.0]
@@ -60,7 +60,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def thin(points: Sequence[Point], buckets: int = BUCKETS) -> list[Point]:
-    """At most two points a bucket, its lowest and its highest, so that no spike is lost."""
+    """At most two points per bucket, its minimum and maximum, so that no spike is lost."""
     if len(points) <= 2 * buckets:
         return list(points)
     thinned: list[Point] = []
@@ -73,7 +73,7 @@ def thin(points: Sequence[Point], buckets: int = BUCKETS) -> list[Point]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most so many round numbers from low to high: 1, 2 or 5 times a power of ten apart."""
+    """At most `most` round numbers from `low` to `high`, 1, 2 or 5 times a power of ten apart."""
     span = high - low
     power = 10 ** math.floor(math.log10(span / most))
     apart = next(m * power for m in (1, 2, 5, 10, 20) if span / (m * power) <= most - 1)
@@ -91,9 +91,9 @@ def draw(
     best: Point | None = None,
     from_zero: bool = False,
 ) -> Markup:
-    """An `<svg>` of these curves; empty where no value is finite.
+    """An `<svg>` of the curves; empty if no value is finite.
 
-    `show` writes a value at the axis and in tooltips; `best` gets a ring of its own.
+    `show` formats values at the axis and in tooltips; the point `best` is marked with a ring.
     """
     points = [point for curve in curves for point in finite(curve.points)]
     if not points:
@@ -104,7 +104,7 @@ def draw(
         x, y = frame.place(best)
         parts.append(f'<circle class="best" cx="{x:.1f}" cy="{y:.1f}" r="7"/>')
     body = "\n".join(parts)
-    # Every part is made of numbers and of text that was escaped where it was put in.
+    # Every part consists of numbers and of escaped text.
     return Markup(
         f'<svg viewBox="0 0 {frame.width} {frame.height}" role="img" '
         f'aria-label="{escape(label)}">\n{body}\n</svg>'
@@ -130,7 +130,7 @@ def _frame(points: Sequence[Point], size: str, from_zero: bool) -> _Frame:
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
     low = min(0.0, low) if from_zero else low
-    constant = abs(high) / 2 or 1.0  # runs through the middle
+    constant = abs(high) / 2 or 1.0  # padding that centers a constant curve
     pad = 0.05 * (high - low) if high > low else constant
     bottom = low if from_zero and low == 0 and high > 0 else low - pad
     width, height = WIDTHS[size]

@@ -1,7 +1,7 @@
 """Show a run's progress on rank 0, in a terminal or a plain log.
 
-In a terminal a bar stands below the lines. Elsewhere (a file, a pipe, a notebook) there
-are lines only, without control characters, and few of them: see `Pace`.
+In a terminal there is a progress bar below the lines. Elsewhere (a file, a pipe, a notebook) there
+are only lines, without control characters, and few of them: see `Pace`.
 """
 
 import dataclasses
@@ -40,19 +40,19 @@ from finetune.runs.summary import title
 PLAIN_WIDTH = 100
 """Columns of a plain log."""
 NARROW = 76
-"""Columns of a terminal below which the bar shows loss and time left only."""
+"""Columns of a terminal below which the bar shows only the loss and the time left."""
 WIDE = 110
-"""Columns from which the bar shows shares of the slots and of the machine's rate too."""
+"""Columns from which the bar also shows metrics, the share of real tokens and MFU."""
 REDRAW_SECONDS = 0.1
-"""The bar is drawn at most this often: steps of a tiny model take a millisecond."""
+"""Minimum seconds between redraws of the bar: steps of a tiny model take a millisecond."""
 
 
 @dataclasses.dataclass
 class Pace:
-    """When a plain log gets its next line about a step.
+    """Decides which steps get a line in a plain log.
 
-    The first and the last step, each further tenth of the steps, and in between when the time since
-    the last line is 10 s and 2 % of the time so far: a day makes about three hundred lines.
+    These are the first and the last step, every tenth of the steps, and steps for which the time
+    since the last line is at least 10 s and 2 % of the time so far: about 300 lines in a day.
     """
 
     steps: int
@@ -70,7 +70,7 @@ class Pace:
 
 
 class Display:
-    """Shows each record of a run; a listener for `Metrics` is its method `show`."""
+    """Shows each record of a run; its method `show` is a listener for `Metrics`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Display:
         self._drawn = -math.inf
 
     def note(self, text: str) -> None:
-        """One line about what is being done, such as loading the model."""
+        """Print a line about the current activity, such as loading the model."""
         self._say(f"[dim]{escape(text)}[/]")
 
     def show(self, record: Record) -> None:
@@ -117,7 +117,7 @@ class Display:
                 self._finish(record)
 
     def close(self) -> None:
-        """Take the bar away, so that an error's message stands on its own lines."""
+        """Remove the bar, so that an error message gets its own lines."""
         if self._bar is not None:
             self._bar[0].stop()
             self._bar = None
@@ -159,7 +159,9 @@ class Display:
         bar.update(task, completed=record.step, facts=facts, refresh=True)
 
     def _seconds_left(self, record: Trained) -> float:
-        """From the wall time since the first step of this start, evaluations and saves included."""
+        """Estimate from the wall time since the first step of this process, including evaluations
+        and saves.
+        """
         assert self._first is not None
         made = record.step - self._first.step
         if made == 0:
@@ -183,18 +185,18 @@ class Display:
             self._say(f"  {purpose:<8}[bold]{escape(command)}[/]")
 
     def _say(self, line: str) -> None:
-        """One line of markup, never folded: a terminal wraps it, and a command stays whole."""
+        """Print one line of markup without folding it, so that commands can be copied."""
         self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def open_console(*, speaks: bool) -> Console:
-    """A console on standard output: a terminal where it is one, else plain lines.
+    """A console on standard output, with plain lines unless it is a terminal.
 
-    Rich alone would take a pipe for a terminal where FORCE_COLOR is set, as Jupyter's kernel does
-    for every process that a notebook starts.
+    By itself, Rich would treat a pipe as a terminal if FORCE_COLOR is set, which Jupyter's kernel
+    does for every process that a notebook starts.
     """
     terminal = sys.stdout.isatty()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path's name must not end the training
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an unprintable path must not end the training
         sys.stdout.reconfigure(errors="replace")
     return Console(
         force_terminal=terminal,
@@ -205,7 +207,7 @@ def open_console(*, speaks: bool) -> Console:
 
 
 def open_bar(console: Console, start: Start) -> tuple[Progress, TaskID]:
-    """A bar that is drawn when a step ends: no thread beside the training."""
+    """A bar that is redrawn at the end of a step, without a background thread."""
     bar = Progress(
         TextColumn("{task.percentage:>3.0f}%"),
         BarColumn(bar_width=None),
@@ -221,7 +223,7 @@ def open_bar(console: Console, start: Start) -> tuple[Progress, TaskID]:
 
 
 def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
-    """Loss, learning rate, speed, real share of the slots, MFU, memory and time left."""
+    """Loss, learning rate, speed, metrics, share of real tokens, MFU, memory and time left."""
     left = f"{units.duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
     return (
         f"loss {units.loss(record.loss)}",
@@ -237,7 +239,7 @@ def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
 
 
 def start_table(run: Run, start: Start) -> Table:
-    """What will be trained, on what, and where it is kept."""
+    """Table of the training, its data and its run directory, printed at the start."""
     table = _table(title(read_object(run.recipe)))
     trainable = units.share(start.trainable_parameters, start.parameters)
     table.add_row(
@@ -296,7 +298,7 @@ def end_table(
     evaluated: Sequence[Evaluated],
     counted: Measured | None = None,
 ) -> Table:
-    """How far it came, and what it brought."""
+    """Summary table, printed at the end of a run."""
     table = _table(end.reason.capitalize())
     table.add_row("steps", f"{end.step:,} in {units.duration(end.seconds)}")
     if latest is not None:
@@ -314,7 +316,7 @@ def end_table(
 
 
 def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured | None) -> str:
-    """What the plan said of memory and speed, beside what came; empty where it said nothing."""
+    """Predicted and measured memory and step time as text; empty without a prediction."""
     parts: list[str] = []
     if counted is not None and counted.predicted is not None:
         parts.append(
@@ -328,7 +330,7 @@ def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured |
 
 
 def next_commands(run: Run, end: Ended) -> list[tuple[str, str]]:
-    """What to type next: (purpose, command)."""
+    """Suggested next commands: (purpose, command)."""
     root = shlex.quote(str(run.root))
     report = ("report", f"finetune report {root}")
     if end.reason == "interrupted":

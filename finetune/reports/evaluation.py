@@ -1,4 +1,4 @@
-"""The page of an evaluation: numbers before and after, and answers side by side."""
+"""Write the page of an evaluation: measures before and after, and answers side by side."""
 
 import dataclasses
 import difflib
@@ -12,15 +12,15 @@ from finetune.reports.page import templates
 
 ORDER = ("got worse", "got better", "both wrong", "wrong", "both right", "right", "")
 SHOWN = 40
-"""Rows of each kind that the page shows; the file has them all."""
+"""Maximum rows of each kind on the page; the file has all of them."""
 LONGEST = 4_000
-"""Characters of a text that the page shows."""
+"""Maximum characters of a text on the page."""
 WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A measure as words."""
+    """A measure, formatted as text."""
 
     name: str
     before: str
@@ -28,17 +28,17 @@ class Line:
     difference: str
     interval: str
     look: str
-    """`good` or `bad` where the interval of the difference leaves zero out."""
+    """`good` or `bad` if the interval of the difference excludes zero, otherwise empty."""
     about: str
-    """The intervals of both, for a tooltip."""
+    """Intervals of both values, for a tooltip."""
 
 
 def page(results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
-    """The page, which needs nothing beside it.
+    """The evaluation as a self-contained HTML page.
 
     Args:
-        results: what `results.json` holds.
-        samples: the rows of `samples.jsonl`.
+        results: contents of `results.json`.
+        samples: rows of `samples.jsonl`.
     """
     compared = results["against"] is not None
     groups = [
@@ -68,7 +68,7 @@ def page(results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> st
 
 
 def title(results: Mapping[str, Any]) -> str:
-    """Which model, and beside which other one."""
+    """Name of the model, and of the model that it is compared against."""
     subject, against = results["subject"]["name"], results["against"]
     if against is None:
         return subject
@@ -77,7 +77,7 @@ def title(results: Mapping[str, Any]) -> str:
 
 
 def rows_line(results: Mapping[str, Any]) -> str:
-    """How many rows were answered, and how many were scored."""
+    """Number of rows answered and scored, as text."""
     rows = results["rows"]
     said = f"{rows['answered']:,} of {rows['of']:,} rows answered" if rows["answered"] else ""
     scored = f"loss of {rows['scored']:,} rows" if rows["scored"] else ""
@@ -85,7 +85,7 @@ def rows_line(results: Mapping[str, Any]) -> str:
 
 
 def lines(results: Mapping[str, Any]) -> list[Line]:
-    """Every measure as words, and what each model took."""
+    """Every measure as text, and limits and speed of each model's answers."""
     found = [_line(name, each) for name, each in results["measures"].items()]
     sides = [results["against"], results["subject"]]
     if results["rows"]["answered"]:
@@ -118,7 +118,7 @@ def _line(name: str, measured: Mapping[str, Any]) -> Line:
 
 
 def shown(value: float | None, unit: str, signed: bool = False) -> str:
-    """A number in its unit: shares in per cent."""
+    """A number formatted for its unit; shares are in percent."""
     if value is None:
         return ""
     sign = "+" if signed else ""
@@ -153,7 +153,7 @@ def _confusion(measured: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _fields(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Accuracy by field of JSON answers: (field, before, after)."""
+    """Accuracy per field of JSON answers: (field, before, after)."""
     measured = results["measures"].get("json_fields")
     if measured is None:
         return []
@@ -181,13 +181,13 @@ def _sample(row: Mapping[str, Any], compared: bool) -> dict[str, Any]:
 
 
 def units_of(scores: Mapping[str, float]) -> str:
-    """`0 -> 1`, or the one number that there is."""
+    """Scores before and after, such as `0 -> 1`, or the only score."""
     ordered = [scores[side] for side in ("before", "after") if side in scores]
     return " -> ".join(f"{each:.3g}" for each in ordered)
 
 
 def marked(answer: str, expected: str) -> Markup:
-    """An answer whose words that are not the reference's are marked, and what it lacks shown."""
+    """HTML of an answer with its differences from the expected answer as `<ins>` and `<del>`."""
     said, wanted = WORDS.findall(answer), WORDS.findall(expected)
     parts = list[str]()
     for what, a, b, c, d in difflib.SequenceMatcher(None, wanted, said, False).get_opcodes():

@@ -1,4 +1,4 @@
-"""Rows as the model sees them, each token marked as trained or not, in a terminal or on a page."""
+"""Show rows as the model sees them, with trained tokens marked, in a terminal or on a page."""
 
 import dataclasses
 import itertools
@@ -23,12 +23,12 @@ from finetune.models.model import load_tokenizer
 from finetune.recipe import Recipe
 
 BROKEN = "\ufffd"
-"""What a part of a character decodes to."""
+"""Decoded text of an incomplete character."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A token; several where only together they are whole characters."""
+    """A token, or several tokens that form complete characters only together."""
 
     text: str
     ids: list[int]
@@ -37,20 +37,20 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """What a row of the data became."""
+    """A tokenized row of the data."""
 
     place: str
     pieces: list[Piece]
     name: str = ""
-    """Which of a row's sequences it is, such as `chosen`."""
+    """Name of this sequence within its row, such as `chosen`."""
     label: str = ""
-    """What it is to be judged as."""
+    """Its label, for classification and scoring."""
     scored: bool = False
-    """Whether what is learned is read at its last token."""
+    """Whether the model's score is read at its last token."""
 
     @property
     def counted(self) -> str:
-        """Its tokens, and what is learned of them, in words."""
+        """Its numbers of tokens and trained tokens, and its label, as text."""
         learned = "scored at the last" if self.scored else f"{self.trained} trained"
         return f"{self.tokens} tokens, {learned}{f', label: {self.label}' * bool(self.label)}"
 
@@ -65,19 +65,19 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A completion of the starting model, and what it is rewarded with."""
+    """A completion by the initial model, and its rewards."""
 
     text: str
     tokens: int
     ended: bool
-    """Whether a stop token ended it, and not the limit."""
+    """Whether it ended with a stop token, not at the length limit."""
     reward: float | None
     rewards: dict[str, float | None]
-    """Of each function; None for no score."""
+    """Score by reward function; None for no score."""
 
     @property
     def counted(self) -> str:
-        """Its reward and its length, in words."""
+        """Its reward and length, as text."""
         total = "no reward" if self.reward is None else f"reward {self.reward:g}"
         apart = [f"{name} {value}" for name, value in self.rewards.items() if value is not None]
         parts = f" ({', '.join(apart)})" * (len(self.rewards) > 1)
@@ -86,21 +86,21 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """A few rows, and counts over all of them."""
+    """A few rows, and counts over all rows."""
 
     counts: dict[str, Any]
     """{"train": ..., "eval": ...}"""
     mistakes: list[str]
     notes: list[str]
     rows: list[list[Document]]
-    """Rows in the order of the training, each with its documents: one, or both of a pair, and
-    those of all of them where they are packed."""
+    """Rows in training order, each with its documents: one, both of a pair, or all documents of a
+    packed row."""
     completions: list[list[Scored]] = dataclasses.field(default_factory=list[list[Scored]])
-    """Samples of the starting model for each row shown, where they were asked for."""
+    """Completions by the initial model for each row shown; empty unless requested."""
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
-    """Rows of a recipe's data as its model sees them, and the counts of all.
+    """The first training rows of a recipe as its model sees them, and counts over all rows.
 
     Raises:
         FinetuneError: the data cannot be prepared.
@@ -113,7 +113,7 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
 def inspect_rows(
     recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> Inspection:
-    """The first rows that a recipe trains on, and the counts of its data."""
+    """The first `rows` training rows of prepared data, and counts over all rows."""
     counts = {name: prepared.counts[name] for name in ("train", "eval")}
     notes: list[str] = []
     if prepared.counts["pad_is_eos"]:
@@ -158,9 +158,10 @@ def _document(
 def pieces(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]
 ) -> Iterator[Piece]:
-    """Tokens with their texts, which together are the text of all of them.
+    """Tokens with their texts, which add up to the text of the sequence.
 
-    A token is decoded behind the one before it: alone, some tokenizers drop its leading space.
+    Each token is decoded after the previous one, because some tokenizers drop the leading space of
+    a single token.
     """
     before, held = list[int](), list[int]()
     for place, token in enumerate(ids):
@@ -180,11 +181,11 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
-# For people.
+# Output for users.
 
 
 def show(inspection: Inspection, console: Console) -> None:
-    """Print rows, trained tokens in green; without colours they stand in double brackets."""
+    """Print rows with trained tokens in green, or in double brackets without colors."""
     for number, row in enumerate(inspection.rows, 1):
         for document in row:
             named = f" [bold cyan]{document.name}[/]" if document.name else ""
@@ -227,7 +228,7 @@ def _coloured(document: Document, colours: bool) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text of which no character steers a terminal: those are shown by their symbols in Unicode."""
+    """Text with control characters, which a terminal would execute, replaced by visible symbols."""
     return "".join(
         chr(0x2400 + ord(each)) if ord(each) < 0x20 and each not in "\n\t"
         else BROKEN if 0x7F <= ord(each) < 0xA0 else each
@@ -236,10 +237,10 @@ def visible(text: str) -> str:
 
 
 def write_page(inspection: Inspection, title: str, path: Path) -> None:
-    """Write one HTML page that needs nothing beside it.
+    """Write a self-contained HTML page.
 
     Raises:
-        FinetuneError: it cannot be written there.
+        FinetuneError: the file cannot be written.
     """
     folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
@@ -253,5 +254,5 @@ def write_page(inspection: Inspection, title: str, path: Path) -> None:
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
-    """The same as plain values."""
+    """The inspection as plain values."""
     return dataclasses.asdict(inspection)

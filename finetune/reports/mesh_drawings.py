@@ -1,6 +1,6 @@
-"""Drawings of a plan on a mesh: who holds what, memory by stage, the pipeline's schedule.
+"""Draw a plan on a mesh: placement on processes, memory by stage, the pipeline's schedule.
 
-Each is SVG that the page's style sheet colours.
+Each drawing is an SVG with the colors of the page's style sheet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,25 +16,25 @@ from finetune.planner.mesh import AXES, Mesh
 
 WIDTH = 940
 IN_A_LINE = 6
-"""Stages side by side; more are drawn below."""
+"""Maximum stages per line of the drawing."""
 ACROSS, DOWN = 8, 4
-"""Processes of a stage that are drawn, along the axes within a group and over groups."""
+"""Maximum processes drawn per stage, along the axes within a group and over groups."""
 PARTS = (
     "weights", "adapters", "optimizer", "gradients", "units", "hand-overs", "activations", "loss",
     "casts", "buckets", "reduction", "inputs", "update", "teacher",
 )  # fmt: skip
-"""Parts of a moment, in the order in which they are stacked."""
+"""Components of a moment's memory, in stacking order."""
 SHOWN_SLOTS = 12
-"""Micro-batches of a schedule that are drawn: the others repeat them."""
+"""Micro-batches drawn of a schedule; further ones repeat the pattern."""
 
 
 def size(count: float) -> str:
-    """Bytes in words; small ones in kB."""
+    """Bytes as text; small numbers in kB."""
     return large(count) if count >= 1e7 else f"{count / 1e3:,.0f} kB"
 
 
 def drawing(width: int, height: float, parts: Iterator[str], label: str) -> Markup:
-    """An SVG of shapes that were made safe."""
+    """An SVG of shapes whose text is already escaped."""
     return Markup(
         f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">'
         f"{''.join(parts)}</svg>"
@@ -57,12 +57,12 @@ def box(x: float, y: float, wide: float, high: float, kind: str, about: str = ""
 
 
 def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_node: int) -> Markup:
-    """Every stage with its layers and processes, and the bytes that cross each kind of link.
+    """Every stage with its layers and processes, and the bytes sent between stages.
 
     Args:
-        layers: of the model.
-        sent: bytes of a process in a step, by axis.
-        per_node: processes of a node.
+        layers: number of layers of the model.
+        sent: bytes sent by a process in a step, by axis.
+        per_node: processes per node.
     """
     spans = schedules.spans(layers, axes)
     line = min(IN_A_LINE, axes.pipeline)
@@ -97,14 +97,14 @@ def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_no
 
 
 def span_words(span: range) -> str:
-    """Such as `0 to 19`."""
+    """A range of layers as text, such as `0 to 19`."""
     return f"{span.start}" if len(span) == 1 else f"{span.start} to {span.stop - 1}"
 
 
 def _processes(
     shape: Mesh, stage: int, corner: tuple[float, float], cell: float, per_node: int
 ) -> Iterator[str]:
-    """The processes of a stage: a line for each group that reads rows of its own."""
+    """The processes of a stage, one line per group that reads its own rows."""
     inner, (left, top) = shape.sequence * shape.tensor, corner
     across, down = min(ACROSS, inner), min(DOWN, shape.data)
     first = stage * shape.data * inner
@@ -131,11 +131,11 @@ def _processes(
 
 
 def memory(peaks: Sequence[Moment], usable: float | None, measured: Sequence[int] = ()) -> Markup:
-    """A bar for the peak of each stage, stacked by what it holds; a mark where it was measured.
+    """Stacked bars of each stage's peak memory by component, with marks for measured peaks.
 
     Args:
-        usable: bytes that tensors may take, as a line; None for none.
-        measured: bytes of each stage, where a run has counted them.
+        usable: bytes available for tensors, drawn as a line; None draws no line.
+        measured: measured peak bytes of each stage; empty without a measurement.
     """
     largest = max([moment.total for moment in peaks] + list(map(float, measured)))
     limit = usable if usable is not None and usable < 4 * largest else None
@@ -169,7 +169,7 @@ def memory(peaks: Sequence[Moment], usable: float | None, measured: Sequence[int
 
 
 def parts_of(peaks: Sequence[Moment]) -> list[str]:
-    """What the bars of `memory` are made of, in their order, where it can be seen."""
+    """Components in the bars of `memory` that are large enough to be visible, in their order."""
     largest = max(moment.total for moment in peaks)
     return [n for n in PARTS if max(m.parts.get(n, 0.0) for m in peaks) > largest / 200]
 
@@ -178,7 +178,7 @@ def parts_of(peaks: Sequence[Moment]) -> list[str]:
 
 
 def schedule(axes: Axes, count: int) -> Markup:
-    """When each stage runs which pass of which of `count` micro-batches; what is empty waits."""
+    """Timeline of each stage's passes over `count` micro-batches; gaps are waiting time."""
     lines = schedules.timed(axes, drawn(axes, count))
     end = max(line[-1].end for line in lines)
     scale, high = (WIDTH - 70) / end, 26.0 if axes.pipeline <= 8 else 18.0
@@ -202,13 +202,13 @@ def schedule(axes: Axes, count: int) -> Markup:
 
 
 def drawn(axes: Axes, count: int) -> int:
-    """How many of a step's `count` micro-batches `schedule` draws."""
+    """Number of a step's `count` micro-batches that `schedule` draws."""
     shown = min(count, max(SHOWN_SLOTS, 2 * axes.pipeline))
     return shown - shown % axes.pipeline if axes.chunks > 1 else shown
 
 
 def about(axes: Axes, count: int) -> str:
-    """What a reader of `schedule` must know."""
+    """Caption of `schedule`."""
     shown = drawn(axes, count)
     part = f"Drawn are {shown} of {count} micro-batches, which take longer to fill. "
     return (part if shown < count else "") + "A backward pass is taken as two forward passes."
@@ -223,7 +223,7 @@ NAMES: Mapping[schedules.Kind, str] = {
 
 
 def kinds(axes: Axes) -> list[tuple[str, str]]:
-    """Kind of task and its name, of those that the schedule has."""
+    """Kinds of passes in the schedule and their names."""
     halves = axes.schedule == "ZBVZeroBubble"
     return [(kind, NAMES[kind]) for kind in NAMES if kind == "F" or (kind != "B") == halves]
 

@@ -1,8 +1,7 @@
-"""A run as one page: what `finetune report` makes of the record.
+"""Write the report of a run, for `finetune report`.
 
-The page needs nothing beside it: no script, no font, no request. Each section is there when the
-record holds what it shows, so a run in progress, a killed one and one without evaluation all have
-a page.
+The page is self-contained: no scripts, fonts or requests. A section is left out if its records are
+missing, so runs in progress, killed runs and runs without evaluation have a page too.
 """
 
 import dataclasses
@@ -34,13 +33,13 @@ from finetune.runs.summary import (
 )
 
 SHOWN_SAMPLES = 50
-"""Generations that the page shows; the file has them all."""
+"""Maximum generations on the page; the file has all of them."""
 
 
 def report(run: Run) -> Path:
     """Write `report.html` from the record; returns its path.
 
-    Raises FinetuneError where a record is not of a known shape.
+    Raises FinetuneError if a record has an unknown structure.
     """
     history = read_history(run)
     recipe, samples = read_object(run.recipe), read_samples(run)
@@ -82,10 +81,10 @@ def report(run: Run) -> Path:
 
 
 def templates() -> jinja2.Environment:
-    """The pages of a record, with the filters that they use."""
+    """The Jinja environment of the page templates."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,  # prompts and answers may hold HTML
+        autoescape=True,  # prompts and answers may contain HTML
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -96,7 +95,7 @@ def templates() -> jinja2.Environment:
 
 
 def _state(history: History) -> str:
-    """The word on the badge."""
+    """Text of the status badge."""
     if not history.starts:
         return "not started"
     if history.trained and not math.isfinite(history.trained[-1].loss):
@@ -105,7 +104,7 @@ def _state(history: History) -> str:
 
 
 def _tiles(history: History) -> list[tuple[str, str, str]]:
-    """The numbers that a person looks for first: (name, value, small print)."""
+    """The key figures: (name, value, small print)."""
     if not history.starts:
         return []
     start, best, rates = history.starts[-1], history.best, throughput(history.trained)
@@ -126,7 +125,7 @@ def _tiles(history: History) -> list[tuple[str, str, str]]:
 
 
 def _reward_tiles(history: History) -> list[tuple[str, str, str]]:
-    """Rewards of the last samples and of the last evaluation: a loss says nothing of these runs."""
+    """Rewards of the last samples and evaluation, as the loss of an online method says little."""
     tiles: list[tuple[str, str, str]] = []
     if history.trained and "reward" in history.trained[-1].metrics:
         reward = history.trained[-1].metrics["reward"]
@@ -142,7 +141,7 @@ def _reward_tiles(history: History) -> list[tuple[str, str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A drawing with its name; `legend` holds the curves that it shows."""
+    """A drawing with its name; `legend` has the curves to list in a legend."""
 
     name: str
     size: Literal["wide", "small"]
@@ -151,7 +150,7 @@ class Chart:
 
 
 def _charts(history: History) -> list[Chart]:
-    """The curves that have a value."""
+    """The charts that have at least one value."""
     trained = history.trained
     losses: list[Point] = [(record.step, record.loss) for record in trained]
     measured: list[Point] = [(record.step, record.loss) for record in history.evaluated]
@@ -189,7 +188,7 @@ def _charts(history: History) -> list[Chart]:
 
 
 def _measured_names(history: History) -> list[str]:
-    """What the method measured besides the loss."""
+    """Names of the method's metrics."""
     records = (*history.trained, *history.evaluated)
     return list(dict.fromkeys(name for record in records for name in record.metrics))
 
@@ -203,7 +202,7 @@ def _short(value: float) -> str:
 
 
 def _recipe_lines(recipe: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
-    """The recipe as YAML, one block a section: lines of (key with its indent, value)."""
+    """The recipe as YAML, one block per section, as lines of (indented key, value)."""
     plain = {
         name: value
         for name, value in recipe.items()

@@ -1,6 +1,6 @@
-"""A plan as one page: the mesh, memory by stage, what crosses the links, the schedule.
+"""Write the page of a plan: the mesh, memory by stage, traffic on each link, the schedule.
 
-The page needs nothing beside it: no script, no font, no request.
+The page is self-contained: no scripts, fonts or requests.
 """
 
 import time
@@ -59,7 +59,7 @@ def _text(prediction: Prediction) -> str:
 
 
 def _schedule_words(plan: Plan) -> str:
-    """The bubble, and how much of the step is drawn."""
+    """Caption with the pipeline's bubble and the part of the step that is drawn."""
     return f"{plan.pipeline_words()}. {draw.about(plan.backend.axes, plan.accumulation)}"
 
 

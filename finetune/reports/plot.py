@@ -1,4 +1,4 @@
-"""The loss of a run as a picture: `loss.png`."""
+"""Plot the loss of a run: `loss.png`."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ BLUE, ORANGE, GREY = "#2f6bd8", "#e0791b", "#6b7280"
 def plot_loss(run: Run) -> Path | None:
     """Write `loss.png` (1440 x 880): training loss, evaluations, and the learning rate below.
 
-    Returns its path, or None where no step is recorded.
+    Returns its path, or None if no step is recorded.
     """
     history = read_history(run)
     if not history.trained:
@@ -84,6 +84,6 @@ def _losses(axes: Axes, history: History) -> None:
 
 
 def _columns(points: list[Point]) -> tuple[list[float], list[float]]:
-    """Steps and values; values that are not finite are left out."""
+    """Steps and values, without values that are not finite."""
     kept = finite(points)
     return [step for step, _ in kept], [value for _, value in kept]

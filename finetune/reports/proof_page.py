@@ -1,4 +1,4 @@
-"""A proof (`proof.json`, see `finetune prove`) as tables, as a page of its own, and in a run."""
+"""Show a proof (`proof.json`, see `finetune prove`) as tables, as a page, and in a run's report."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ QUESTIONS = {
     "resume": "a run that was killed -9 goes on, here and elsewhere, on the same trajectory",
     "end to end": "the result loads in plain transformers and PEFT and answers as it was trained",
 }
-"""The checks by name, and what each of them shows."""
+"""Names of the checks, and what each of them shows."""
 
 KINDS = {"own": "the recipe", "lora": "LoRA", "qlora": "QLoRA", "full": "all weights"}
 WORDS = {True: "yes", False: "NO", None: "-"}
@@ -34,7 +34,7 @@ def read_proof(path: Path) -> dict[str, Any]:
     """The record of a proof.
 
     Raises:
-        FinetuneError: there is none, or it is of another format.
+        FinetuneError: the file cannot be read or has another format.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -46,10 +46,10 @@ def read_proof(path: Path) -> dict[str, Any]:
 
 
 def take_proof(run: Run, folder: Path) -> None:
-    """Put the proof in `folder` beside a run's record, where it is one of the run's recipe.
+    """Copy the proof in `folder` to a run with the same recipe.
 
     Raises:
-        FinetuneError: it is a proof of another recipe; the fields that differ stand in it.
+        FinetuneError: the proof is of another recipe; the message has the fields that differ.
     """
     source = folder / "proof.json"
     record = read_proof(source)
@@ -65,7 +65,7 @@ def take_proof(run: Run, folder: Path) -> None:
 
 
 def overview(record: Mapping[str, Any]) -> Table:
-    """A row for each pair, a column for each question."""
+    """Table with a row for each pair of kind and backend and a column for each check."""
     answers: dict[tuple[str, str], dict[str, list[bool | None]]] = {}
     for check in record["checks"]:
         pair = answers.setdefault((check["kind"], check["backend"]), {})
@@ -78,13 +78,13 @@ def overview(record: Mapping[str, Any]) -> Table:
 
 
 def _answer(passed: list[bool | None]) -> str:
-    """Every answer to one question in a word."""
+    """All outcomes of one check of a pair, as one word."""
     known = [each for each in passed if each is not None]
     return WORDS[all(known) if known else None]
 
 
 def proof_tables(record: Mapping[str, Any]) -> list[Table]:
-    """What a run's page shows of a proof; nothing where there is none."""
+    """Tables of a proof for a run's page; empty without a proof."""
     if not record:
         return []
     if record.get("format") != FORMAT:
@@ -122,7 +122,7 @@ def _refused(record: Mapping[str, Any]) -> list[Table]:
 
 
 def write_page(source: Path, target: Path) -> None:
-    """Write a proof as one page that needs nothing beside it."""
+    """Write a proof as a self-contained HTML page."""
     record = read_proof(source)
     with of_record(source):
         try:
@@ -133,7 +133,7 @@ def write_page(source: Path, target: Path) -> None:
 
 
 def _page(record: Mapping[str, Any]) -> str:
-    from finetune.reports.page import templates  # which has this module's tables in a run's page
+    from finetune.reports.page import templates  # imports this module, through its sections
 
     recipe = record["recipe"]
     name = recipe["model"].get("name") or (recipe["model"].get("config") or {}).get("model_type")

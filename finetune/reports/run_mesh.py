@@ -1,4 +1,4 @@
-"""The drawings of a plan for a run: who held what, memory planned and measured, the schedule."""
+"""Draw a run's mesh: placement on processes, planned and measured memory, the schedule."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from finetune.runs.run import Run, read_object
 
 @dataclasses.dataclass(frozen=True)
 class Drawings:
-    """What the page of a run shows of its processes."""
+    """Drawings of a run's processes for its page."""
 
     mesh: Markup
     memory: Markup | None
-    """None where nothing was counted, or the formulas do not know the model."""
+    """None if nothing was measured, or the model has no formulas."""
     parts: list[str]
     schedule: Markup | None
     """None without a pipeline."""
@@ -30,7 +30,7 @@ class Drawings:
 
 
 def drawings(run: Run, history: History) -> Drawings | None:
-    """The drawings of a run of several processes, by its own plan; None for one process."""
+    """The drawings of a run's plan; None with one process or without a prediction."""
     plan = read_object(run.plan) if run.plan.is_file() else {}
     prediction = plan.get("prediction") or {}
     if plan.get("processes", 1) < 2 or "layers" not in prediction:
@@ -61,13 +61,13 @@ def drawings(run: Run, history: History) -> Drawings | None:
 
 
 def _peaks(history: History) -> list[Moment]:
-    """The planned peak of each stage, for the micro-batch that was counted."""
+    """The planned peak of each stage, for the measured micro-batch."""
     counted = history.measured[-1] if history.measured else None
     found: list[Mapping[str, Any]] = counted.parts if counted is not None else []
     return [Moment("", dict(parts)) for parts in found]
 
 
 def _schedule_words(axes: Axes, count: int) -> str:
-    """The bubble of the formula, and how much of the step is drawn."""
+    """Caption with the bubble by the formula and the part of the step that is drawn."""
     waits = schedules.bubble(axes, count)
     return f"{axes.schedule}: a stage waits {waits:.1%} of a step. {draw.about(axes, count)}"

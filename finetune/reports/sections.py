@@ -1,4 +1,4 @@
-"""The parts of a run's page that are tables: what each of them takes from the record."""
+"""Make the sections of a run's page that are tables, from its record."""
 
 import dataclasses
 import math
@@ -15,19 +15,19 @@ from finetune.runs.run import Run, of_record, read_object
 from finetune.runs.summary import read_completions, throughput
 
 SAMPLING = "sampling/memory"
-"""What an online method measures of its first sampling."""
+"""Metric with the memory of an online method's first sampling."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """A section of the page."""
 
     name: str
     tables: Sequence[Table] = ()
 
 
 def sections(run: Run, history: History) -> list[Section]:
-    """Every part that the record has something for, in the page's order."""
+    """The sections that are not empty, in the page's order."""
     return [section for section in _sections(run, history) if section.tables]
 
 
@@ -91,7 +91,7 @@ def _warnings(history: History) -> list[Table]:
 
 
 def _completions(run: Run) -> list[Table]:
-    """Completions of the first and of the newest sampling, with their rewards."""
+    """Completions of the first and the newest sampling, with their rewards."""
     found = read_completions(run)
     if not found:
         return []
@@ -206,7 +206,7 @@ def _backend(history: History) -> list[Table]:
 
 
 def _realised(run: Run) -> list[Table]:
-    """What Accelerate built, and the elements that each rank holds."""
+    """What Accelerate built, and the number of elements held by each rank."""
     realised = read_object(run.realised)
     ranks = realised.pop("ranks", [])
     held = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
@@ -215,7 +215,7 @@ def _realised(run: Run) -> list[Table]:
 
 
 def _processes(run: Run, history: History) -> list[Table]:
-    """What each process held at its peak and what the plan says, with its place on the mesh."""
+    """Measured and planned peak memory of each process, with its position in the mesh."""
     counted = history.measured[-1] if history.measured else None
     if counted is None or len(counted.peaks) < 2:
         return []
@@ -234,9 +234,9 @@ def _processes(run: Run, history: History) -> list[Table]:
 
 
 def _plan(run: Run, history: History) -> list[Table]:
-    """What was predicted, beside what the record says of the same name."""
+    """Predicted values next to measured values of the same name, then the rest of the plan."""
     plan = read_object(run.plan)
-    if history.measured and plan.get("prediction"):  # for rows as long as those that were counted
+    if history.measured and plan.get("prediction"):  # for rows of the measured length
         counted = history.measured[-1].predicted
         plan = plan | {"prediction": plan["prediction"] | {"peak_memory": counted}}
     measured = _measured(history)
@@ -254,7 +254,7 @@ def _plan(run: Run, history: History) -> list[Table]:
 
 
 def _measured(history: History) -> dict[str, Cell]:
-    """What can be compared with a plan, by the names of the record."""
+    """Measured values that can be compared with a plan, by name."""
     if not history.starts:
         return {}
     names = ("backend", "precision", "processes", "micro_rows", "accumulation", "rows_per_step")

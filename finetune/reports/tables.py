@@ -1,4 +1,4 @@
-"""JSON records of any shape as tables that can be read."""
+"""Turn JSON records of any structure into readable tables."""
 
 import dataclasses
 import itertools
@@ -13,23 +13,24 @@ Cell = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows under named columns, or name and value without a heading row."""
+    """Rows under named columns, or pairs of name and value without column names."""
 
     rows: Sequence[Sequence[Cell]]
     columns: Sequence[str] = ()
     heading: str = ""
 
     def numeric(self, column: int) -> bool:
-        """Whether a column is aligned to the right: every cell that says something has a digit
-        first, after its sign."""
+        """Whether a column is right-aligned: every non-empty cell starts with a digit, apart from
+        its sign.
+        """
         said = [cell(row[column]) for row in self.rows if row[column] not in (None, "")]
         return bool(said) and all(text.lstrip("+-")[:1].isdigit() for text in said)
 
 
 def tables(record: Any, heading: str = "") -> Iterator[Table]:
-    """A JSON record as tables: its plain values, then one for each part that has parts itself.
+    """A JSON record as tables: one of its plain values, then one for each nested part.
 
-    Parts with the same names, such as `train` and `eval`, stand beside each other in one table.
+    Parts with the same keys, such as `train` and `eval`, become columns of one table.
     """
     if isinstance(record, list):
         yield from _listed(record, heading)
@@ -47,25 +48,25 @@ def tables(record: Any, heading: str = "") -> Iterator[Table]:
         rest = value
         if name in alike:
             rest = {k: v for k, v in value.items() if k not in alike[name]}
-        if rest:  # an empty part says nothing
+        if rest:
             inner = f"{heading}, {words(name)}" if heading else words(name)
             yield from tables(rest, inner)
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What fits into a cell: neither a mapping, nor a list that has parts or is empty."""
+    """Values that fit into a cell: neither mappings, nor empty or nested lists."""
     return {name: value for name, value in record.items() if value != [] and _is_plain(value)}
 
 
 def _alike(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The plain values of each part where there are several parts and they have the same names."""
+    """The plain values of each part, if there are several parts and all have the same keys."""
     found = {name: _plain(value) for name, value in parts.items() if isinstance(value, Mapping)}
     names = {tuple(plain) for plain in found.values()}
     return found if len(found) > 1 and len(names) == 1 and names != {()} else {}
 
 
 def _listed(rows: Sequence[Any], heading: str) -> Iterator[Table]:
-    """Mappings as rows under the union of their names; other things a row each."""
+    """Mappings as rows under the union of their keys; other values one per row."""
     if not all(isinstance(row, Mapping) for row in rows):
         yield Table([(cell_of("", row),) for row in rows], heading=heading)
         return
@@ -75,14 +76,14 @@ def _listed(rows: Sequence[Any], heading: str) -> Iterator[Table]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value fits into a cell: not a mapping, nor a list that has one."""
+    """Whether a value fits into a cell: not a mapping, and not a list of mappings or lists."""
     if isinstance(value, list):
         return all(not isinstance(item, Mapping | list) for item in value)
     return not isinstance(value, Mapping)
 
 
 def cell_of(name: str, value: Any) -> Cell:
-    """A cell of a JSON record; bytes are known by their name."""
+    """A value of a JSON record as a cell; numbers of bytes are recognized by their name."""
     if isinstance(value, list) and _is_plain(value):
         return ", ".join(cell(item) for item in value)
     if isinstance(value, list | Mapping):
@@ -101,7 +102,7 @@ def words(name: str) -> str:
 
 
 def cell(value: Cell) -> str:
-    """A value as a table shows it: whole numbers exactly, others to six digits."""
+    """A value as text: integers exactly, floats with six digits."""
     if value is None:
         return "-"
     if isinstance(value, bool):
