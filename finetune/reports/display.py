@@ -159,9 +159,7 @@ class Display:
         bar.update(task, completed=record.step, facts=facts, refresh=True)
 
     def _seconds_left(self, record: Trained) -> float:
-        """Estimate from the wall time since the first step of this process, including evaluations
-        and saves.
-        """
+        """Estimate from the wall time since this process's first step, including all work."""
         assert self._first is not None
         made = record.step - self._first.step
         if made == 0:

@@ -1,1 +1,1 @@
-"""Check that promises hold: proofs, memory, and the doctor."""
+"""Verify promises: proofs of backends, memory plans against traces, and the doctor."""

@@ -1,1 +1,1 @@
-"""Check a model or a recipe before a GPU is rented: `finetune doctor`."""
+"""Check a model or a recipe before renting a GPU: `finetune doctor`."""

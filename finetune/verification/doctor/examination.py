@@ -1,4 +1,4 @@
-"""Ask a model every question that decides whether it is trained right, on two layers of it."""
+"""Check on two layers of a model that it trains correctly, compared with plain libraries."""
 
 import contextlib
 import dataclasses
@@ -31,28 +31,28 @@ from finetune.verification.proofs.matrix import FP32
 from finetune.verification.proofs.small_recipe import Subject
 
 LOSS, GRADIENT = 1e-5, 1e-3
-"""Largest relative differences of a mean loss, and of a whole gradient, that fp32 rounding gives.
+"""Maximum relative differences of a mean loss and of the full gradient due to fp32 rounding.
 
-Sums in another order differ by about 1e-7 a product; a gradient passes through two layers of them,
-and a wrong mask, scale or position differs by more than one part in a hundred."""
+Sums in a different order differ by about 1e-7 per product, and a gradient passes through two layers
+of products; a wrong mask, scale or position gives a difference of more than 1 %."""
 
 
 class Examination:
-    """The questions, and what earlier answers leave for later ones."""
+    """The checks of a model, and the values that later checks reuse."""
 
     def __init__(self, recipe: Recipe, folder: Path, cache: Path, alone: bool = True) -> None:
-        """`alone`: whether the result is loaded elsewhere here; else the caller asks for that."""
+        """`alone`: load the result in plain libraries here; if False, the caller does so."""
         self.alone = alone
         self.asked = recipe
         self.folder = folder
         self.cache = cache
         self.about = ""
-        """The shrunk model in a line."""
+        """Description of the shrunk model, in one line."""
         self.notes: tuple[str, ...] = ()
-        """What the shrunk model and its data differ in from what was asked for."""
+        """Differences of the shrunk model and its data from the request."""
 
     def findings(self) -> Iterator[Finding]:
-        """Answers in order; the first that leaves nothing more to ask ends them."""
+        """Findings in order; ends early if the model cannot be prepared."""
         yield self._ask("plan", self._plan)
         prepared = self._ask("two layers of it", self._prepare)
         yield prepared
@@ -82,7 +82,7 @@ class Examination:
             yield finding
 
     def _ask(self, name: str, question: Callable[[], tuple[bool | None, str]]) -> Finding:
-        """The answer; whatever a model's code raises is an answer as well."""
+        """The finding of one check; any exception of the model's code makes it fail."""
         quiet = io.StringIO()
         try:
             with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
@@ -95,7 +95,7 @@ class Examination:
         return Finding(name, passed, why)
 
     def _plan(self) -> tuple[bool, str]:
-        # A model that is named alone has no data, and the plan is the same for any data.
+        # A model given without a recipe has no data; the plan is the same for any data.
         data = self.asked.data or (Data("rows.jsonl", "messages"),)
         settled = plan(dataclasses.replace(self.asked, data=data))
         notes = "".join(f"; {note}" for note in settled.notes())
@@ -122,7 +122,7 @@ class Examination:
         return found
 
     def _look(self, engine: Engine) -> None:
-        """Keep of the model what later questions are about."""
+        """Store what later checks need from the model."""
         network: Any = engine.module
         is_adapted = isinstance(network, PeftModel)
         base: Any = network.get_base_model() if is_adapted else network
@@ -185,7 +185,7 @@ class Examination:
         return True, f"the load-balancing loss is added times {self.balance.coefficient:g}"
 
     def _compared(self, changed: Recipe) -> tuple[bool, str]:
-        """The same rows under a change that must change nothing."""
+        """Compare loss and gradient of the same rows under a change that must not affect them."""
         model = dataclasses.replace(changed.model, router_aux_loss="none")
         alone = dataclasses.replace(changed, model=model)
         loss, gradient = self._outcome(alone).apart(self.ours)
@@ -197,7 +197,7 @@ class Examination:
         if not self.layout.free:
             return (False if self.recipe.batch.packing else None), self.layout.line()
         batch = dataclasses.replace(self.recipe.batch, packing=False, padding_free=False)
-        model = dataclasses.replace(self.recipe.model, attention="eager")  # what every model has
+        model = dataclasses.replace(self.recipe.model, attention="eager")  # all models support it
         passed, why = self._compared(dataclasses.replace(self.recipe, batch=batch, model=model))
         return passed, why.replace("rows by themselves", "padded rows")
 
@@ -215,7 +215,7 @@ class Examination:
 
     @property
     def delivery(self) -> Delivery:
-        """The finished run, to be loaded without this project."""
+        """The finished run, to be loaded without this package."""
         return Delivery("own", "single", self.subject, self.run, bf16=False)
 
     def _reload(self) -> tuple[bool, str]:
@@ -240,7 +240,7 @@ class Examination:
 
 
 def doctor(recipe: Recipe) -> list[Finding]:
-    """What `finetune doctor` finds, in seconds and without a GPU, on two layers of the model.
+    """Findings of `finetune doctor`, in seconds and without a GPU, on two layers of the model.
 
     Raises:
         FinetuneError: the recipe's data cannot be read.

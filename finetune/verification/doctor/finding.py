@@ -1,4 +1,4 @@
-"""The answer to one question about a model."""
+"""The result of one check of a model."""
 
 import dataclasses
 from typing import Literal
@@ -8,18 +8,18 @@ Answer = Literal["yes", "no", "-"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One question, its answer, and the reason."""
+    """One check, its result, and the reason."""
 
     name: str
     passed: bool | None
-    """None: the question does not arise for this model, or an earlier `no` leaves it open."""
+    """None: the check does not apply to this model, or an earlier failure prevents it."""
     why: str
     refused: bool = False
-    """The no is a refusal in words of this project, with what to do instead."""
+    """Whether the failure is an error of this package, with what to do instead."""
 
     @property
     def answer(self) -> Answer:
-        """The answer as the table shows it."""
+        """The result as shown in the table."""
         if self.passed is None:
             return "-"
         return "yes" if self.passed else "no"

@@ -1,4 +1,4 @@
-"""Turn what the user named into a recipe that this machine runs in seconds."""
+"""Turn the user's model or recipe into one that this machine runs in seconds."""
 
 import dataclasses
 import json
@@ -17,15 +17,15 @@ from finetune.recipe import Model, Recipe
 from finetune.verification.proofs.small_recipe import Shape, Subject, make_subject
 
 ROWS = 4
-"""Rows of the micro-batch that losses and gradients are compared on."""
+"""Rows of the micro-batch for comparing losses and gradients."""
 SHAPE = Shape(processes=1, steps=2)
 
 
 def named(word: str, overrides: list[str]) -> Recipe:
-    """The recipe of a name or file, or LoRA on a model folder or a hub id.
+    """The recipe of a name or file, or LoRA on a model given by a folder or hub id.
 
     Raises:
-        FinetuneError: the word is neither, or an override is wrong.
+        FinetuneError: the word is neither a recipe nor a model, or an override is wrong.
     """
     if Path(word).is_dir() and not (Path(word) / "config.json").is_file():
         raise FinetuneError(f"{word}: the folder has no config.json; name a model or a recipe")
@@ -38,15 +38,15 @@ def named(word: str, overrides: list[str]) -> Recipe:
 
 
 def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
-    """The recipe on its model shrunk to two layers, in a folder that transformers loads.
+    """The recipe with its model shrunk to two layers, in a folder that transformers can load.
 
-    Dropout is off, of the adapter and of the model, and rows are as long as a proof's. Data and a
-    tokenizer that are not on this machine are generated.
+    Dropout of adapter and model is off, and rows have the length of a proof. Data and tokenizer are
+    generated if they are not on this machine.
 
     Raises:
         FinetuneError: the data cannot be prepared.
     """
-    if recipe.takes != "text":  # the model is examined, by the loss of supervised tuning
+    if recipe.takes != "text":  # the model is checked with the loss of supervised fine-tuning
         common = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(Recipe)}
         recipe = SFT(**common | {"data": (), "eval_data": ()})
     adapter = recipe.adapter
@@ -54,7 +54,7 @@ def small(recipe: Recipe, folder: Path, cache: Path) -> Subject:
         recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(adapter, dropout=0.0))
     subject = make_subject(recipe, SHAPE, folder, cache)
     model = subject.recipe.model
-    if model.config is not None:  # from scratch: the same weights for both sides come from a folder
+    if model.config is not None:  # from scratch: save the weights, so that both sides load the same
         model = _written(model, subject.recipe.seed, folder / "from_scratch")
     model = _without_dropout(model, folder / "without_dropout")
     return dataclasses.replace(subject, recipe=dataclasses.replace(subject.recipe, model=model))
@@ -70,7 +70,7 @@ def _written(model: Model, seed: int, home: Path) -> Model:
 
 
 def _without_dropout(model: Model, home: Path) -> Model:
-    """The same model where its config asks for no dropout: a copy where it asks for some."""
+    """The same model if its config has no dropout, otherwise a copy with dropout set to 0."""
     source = Path(str(model.name))
     config = source / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def _no_dropout(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(subject: Subject) -> str:
-    """The shrunk model in a line."""
+    """Description of the shrunk model, in one line."""
     folder = Path(str(subject.recipe.model.name))
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = fields.get("text_config") or fields

@@ -1,4 +1,4 @@
-"""Describe this machine for a bug report: versions, devices, and what works here."""
+"""Describe this machine for a bug report: versions, devices, usable and missing packages."""
 
 import importlib.util
 import shutil
@@ -22,11 +22,11 @@ OPTIONAL = {
     "mamba_ssm": "recurrences of Mamba models in one kernel",
     "fla": "recurrences of gated delta networks in one kernel",
 }
-"""Packages that are not needed, with what each brings."""
+"""Optional packages, with what each of them enables."""
 
 
 def describe_system() -> str:
-    """Versions, devices, what works here and what is missing, as text for a bug report."""
+    """Versions, devices, usable and missing packages, as text for a bug report."""
     sections = {
         "versions": list(_versions()),
         "devices": list(_devices()),

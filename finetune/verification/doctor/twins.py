@@ -1,4 +1,4 @@
-"""The same rows through this project's model and through plain transformers + PEFT."""
+"""Run the same rows through this package's model and through plain transformers + PEFT."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from finetune.training import optim
 from finetune.verification.doctor.subject import ROWS
 
 B_DEVIATION = 0.05
-"""Standard deviation of a LoRA B that is not zero, so that every gradient is there."""
+"""Standard deviation of a non-zero LoRA B, so that every parameter gets a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Outcome:
     gradients: dict[str, torch.Tensor]
 
     def apart(self, other: "Outcome") -> tuple[float, float]:
-        """Relative difference of the losses, and of all gradients together.
+        """Relative differences of the losses and of all gradients together.
 
-        The latter is the norm of the difference over the norm of `other`; a parameter that one
-        side has no gradient for counts as zero there.
+        The latter is the norm of the difference divided by the norm of `other`; a missing gradient
+        counts as zero.
         """
         loss = abs(self.loss - other.loss) / abs(other.loss)
         difference = size = 0.0
@@ -57,7 +57,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
-    """The model as `finetune train` builds it on one process in fp32, with a LoRA B that acts.
+    """The model as `finetune train` builds it on one process in fp32, with a non-zero LoRA B.
 
     Raises:
         FinetuneError: the recipe cannot be planned, or its model cannot be built.
@@ -73,7 +73,7 @@ def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
 
 
 def give_effect(network: nn.Module) -> None:
-    """Fill every LoRA B, which begins as zero, from one generator."""
+    """Fill every LoRA B, which is initialized to zero, from one seeded generator."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -83,7 +83,7 @@ def give_effect(network: nn.Module) -> None:
 
 
 def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
-    """Loss and gradient of the first rows, in one micro-batch as training makes it."""
+    """Loss and gradient of the first rows, in one micro-batch built as in training."""
     batch = collate(rows, np.arange(min(ROWS, len(rows))), pad_id, engine.device)
     engine.model.train()
     engine.model.zero_grad()
@@ -95,11 +95,11 @@ def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
 def plain_outcome(
     recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor], config: LoraConfig | None
 ) -> Outcome:
-    """The same from transformers and PEFT alone, a row at a time and without padding.
+    """Loss and gradient by plain transformers and PEFT, one row at a time without padding.
 
     Args:
-        trained: values of the adapter by parameter name, which the plain one takes over.
-        config: PEFT's, as training saves it with the adapter.
+        trained: values of the trained parameters by name, copied into the plain model.
+        config: PEFT's config, as training saves it with the adapter.
     """
     network = _plain(recipe, trained, config)
     network.train()

@@ -1,1 +1,1 @@
-"""Holds a plan against the real model: a step with fake tensors, beside what the formulas say."""
+"""Compare a plan's memory formulas with a step of the real model on fake tensors."""

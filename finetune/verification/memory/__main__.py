@@ -1,6 +1,6 @@
-"""The process in which a step is rehearsed: a request in JSON comes in, what was counted goes out.
+"""Entry point of the process that traces a step: reads a JSON request, writes a JSON answer.
 
-It is started with the variables of rank 0 of the job, and has no GPU in sight.
+It is started with the environment variables of rank 0 of the job, and without visible GPUs.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from finetune.verification.memory.trace import join, rehearse
 
 
 def main(request: Path, answer: Path) -> int:
-    """Rehearse what `request` asks and write `answer`; returns the exit status."""
+    """Trace the step of `request` and write `answer`; returns the exit status."""
     quiet()
     transformers_logging.set_verbosity_error()
     asked = json.loads(request.read_text(encoding="utf-8"))

@@ -14,24 +14,24 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 
 TOLERANCE = 0.05
-"""Share of a component by which it may differ: the bound that published peaks are held to."""
+"""Maximum relative difference of a component, the same bound as for published peaks."""
 NEGLIGIBLE = 0.01
-"""A difference below this share of the peak does not count, however small the component."""
+"""Share of the peak below which a difference is ignored, however small the component."""
 
 LAYERS = (2, 4, 6)
-"""Sizes that are traced: two give the line, the third has every moment and shows that it is one."""
+"""Numbers of layers to trace: two define the line, the third has every moment and checks it."""
 
 FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
 HEAD = ("forward: head", LOSS, "backward: loss and head")
 """Moments of head and loss."""
 FIRST = "forward: embedding"
-"""A moment that has no prediction: nothing else is alive yet."""
+"""A moment without a prediction: nothing else is alive yet."""
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
 RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 Step = Mapping[str, Any]
-"""A traced step as the rehearsal wrote it."""
+"""A traced step, as written by the tracing process."""
 
 
 def line(steps: Sequence[Step], layers: int, value: Callable[[Step], float | None]) -> float:
@@ -43,22 +43,22 @@ def line(steps: Sequence[Step], layers: int, value: Callable[[Step], float | Non
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A step of the whole model, in bytes on one rank, extrapolated from a few layers."""
+    """A step of the full model, in bytes on one rank, extrapolated from a few layers."""
 
     parameters: int
     trained: int
     held: dict[str, float]
     gradients: float
     saved: float
-    """What layers keep for the backward pass."""
+    """Bytes that layers save for the backward pass."""
     moments: dict[str, dict[str, float]]
-    """Bytes by label at the largest instant of each moment."""
+    """Bytes by label at the peak of each moment."""
     counts: dict[str, float]
-    """Collectives of a step by kind."""
+    """Number of collectives of a step, by kind."""
     payload: dict[str, float]
-    """Bytes of their whole tensors."""
+    """Bytes of the unsharded tensors of these collectives, by kind."""
     bent: float
-    """Largest relative distance of the third traced peak from the line through the others."""
+    """Largest relative deviation of the third traced step from the line through the others."""
 
     @property
     def peak(self) -> tuple[str, float]:
@@ -71,10 +71,11 @@ class Traced:
 
 
 def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: bool) -> Traced:
-    """The whole model's step from steps of a few layers.
+    """A step of the full model, extrapolated from steps of a few layers.
 
     Args:
-        offload: weights, adapters, gradients and optimizer state lie on the host: not counted.
+        offload: whether weights, adapters, gradients and optimizer state are on the host, where
+            they are not counted.
     """
 
     def at(value: Callable[[Step], float | None]) -> float:
@@ -117,7 +118,7 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
 
 
 def _bent(steps: Sequence[Step]) -> float:
-    """How far the last step's moments lie from the line through those before, at most."""
+    """Largest relative deviation of the last step's moments from the line through the others."""
     *first, last = steps
     worst = 0.0
     for name, parts in last["peaks"].items():
@@ -129,18 +130,18 @@ def _bent(steps: Sequence[Step]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A component by formula and by trace; no prediction where the formulas know nothing."""
+    """A component by formula and by trace; `predicted` is None without a formula."""
 
     component: str
     predicted: float | None
     traced: float
     unit: str = "bytes"
     scale: float = 0.0
-    """Differences below `NEGLIGIBLE` of this do not count."""
+    """Bytes; differences below `NEGLIGIBLE` of it are ignored."""
 
     @property
     def difference(self) -> float | None:
-        """Of the prediction, relative to the trace."""
+        """Relative difference of the prediction from the trace; None without a prediction."""
         if self.predicted is None:
             return None
         if self.traced == 0:
@@ -159,7 +160,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Every component by formula and by trace, and what follows."""
+    """Every component by formula and by trace, and the verdict."""
 
     rows: tuple[Row, ...]
     traced: Traced
@@ -246,7 +247,7 @@ class Verification:
 
 
 def request(plan: Plan) -> dict[str, Any]:
-    """What the process that traces is asked, as plain values."""
+    """Request for the tracing process, as plain values."""
     config, _ = config_of(plan.recipe)
     backend = {k: v for k, v in dataclasses.asdict(plan.backend).items() if k != "path"}
     return {
@@ -259,10 +260,10 @@ def request(plan: Plan) -> dict[str, Any]:
 
 
 def layers_of(config: Mapping[str, Any]) -> int:
-    """Layers of the whole model.
+    """Number of layers of the full model.
 
     Raises:
-        FinetuneError: the config does not say.
+        FinetuneError: the config has no such field.
     """
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if isinstance(config.get(name), int):
@@ -271,7 +272,7 @@ def layers_of(config: Mapping[str, Any]) -> int:
 
 
 def alone(plan: Plan) -> Plan:
-    """What one process of a plan does, as a plan of one process."""
+    """The work of one process of a plan, as a plan of one process."""
     batch = plan.recipe.batch
     recipe = plan.recipe.with_batch(rows=batch.micro_rows * plan.accumulation)
     machine = Backend("single", "single", precision=plan.backend.precision)
@@ -279,14 +280,14 @@ def alone(plan: Plan) -> Plan:
 
 
 def how(plan: Plan, sharded: bool) -> str:
-    """What was traced, in words."""
+    """Description of the trace."""
     sizes = f"{', '.join(map(str, LAYERS[:-1]))} and {LAYERS[-1]} layers"
     where = f"rank 0 of {plan.processes}" if sharded else "one device"
     return f"a step of the real model with fake tensors on {where}; {sizes}, extrapolated"
 
 
 def notes(plan: Plan, sharded: bool) -> list[str]:
-    """What the trace does not show, or shows otherwise than training runs it."""
+    """Notes on what the trace omits, or does differently from training."""
     model, backend, found = plan.recipe.model, plan.backend, list[str]()
     rest = "its sharding, its buckets and its traffic are not verified"
     if plan.traits.untraced:
@@ -310,7 +311,7 @@ def _words(value: float, unit: str) -> str:
 
 
 def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
-    """The work that is traced: nothing leaves the device, and one does it all unless `sharded`."""
+    """The traced workload: without activation offload, and on one device unless `sharded`."""
     workload = dataclasses.replace(workload, activations_on_host=False)
     return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
 
@@ -318,7 +319,7 @@ def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
 def compare(
     traced: Traced, workload: Workload | None, group: int, how: str, notes: Sequence[str]
 ) -> Verification:
-    """Put formulas beside a trace; without a workload there is only the trace."""
+    """Compare formulas with a trace; without a workload the result has only the trace."""
     timeline = None if workload is None else memory.timeline(workload)
     rows = [_elements("parameters", workload and workload.shape.parameters, traced.parameters)]
     rows.append(_elements("trained parameters", workload and workload.trained, traced.trained))

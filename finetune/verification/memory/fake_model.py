@@ -1,4 +1,4 @@
-"""The recipe's model on fake tensors: as a GPU would run it, with a few layers and no numbers."""
+"""Build the recipe's model on fake tensors, with a few layers, as a GPU would run it."""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from finetune.planner import Plan
 from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
 
 UNPADDED = "one_kernel_without_mask"
-"""SDPA or flash attention as a batch without padding runs it. transformers 5.23 leaves the mask
-away there, but not when it sees fake tensors, whose values it cannot look at."""
+"""SDPA or flash attention for a batch without padding. transformers 5.23 omits the mask of such a
+batch, but not with fake tensors, whose values it cannot read."""
 
 
 def register() -> None:
-    """Tell transformers and torch of the stand-ins below, for this process."""
+    """Register the replacements below with transformers and torch, for this process."""
     AttentionInterface.register(UNPADDED, _attend_in_one_kernel)
     AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
     torch.library.register_fake("aten::_grouped_mm", _grouped_product, allow_override=True)
@@ -45,10 +45,10 @@ def _attend_in_one_kernel(
     softcap: float | None = None,
     **rest: object,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA's kernel for CPUs, whose memory is that of the kernels for GPUs.
+    """SDPA's CPU kernel, which uses as much memory as the GPU kernels.
 
-    Those drop out and cap scores in registers; on a CPU dropout takes another path, with all
-    scores in memory (torch 2.13).
+    GPU kernels apply dropout and soft-capping in registers. On a CPU, dropout would take another
+    path, with all scores in memory (torch 2.13).
     """
     return sdpa_attention_forward(module, query, key, value, attention_mask, 0.0, scaling)
 
@@ -60,10 +60,10 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The shape of a product of groups: torch 2.13's own for fake tensors refuses fp32.
+    """The shape of a grouped product; torch 2.13's own fake implementation refuses fp32.
 
-    Its kernels do not. Groups are rows of `a` (with a matrix for each in `b`), columns of `b`, or
-    what both are summed over.
+    Its kernels support fp32. Groups are rows of `a` (with one matrix each in `b`), columns of `b`,
+    or the dimension that is summed over.
     """
     assert offs is not None, "experts hold a matrix for each group"
     if a.dim() == 2 and b.dim() == 3:
@@ -109,17 +109,17 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
 
 
 def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
-    """The model's configuration with so many layers.
+    """The model's config with `layers` layers.
 
     Raises:
-        FinetuneError: transformers does not know the architecture, or where its layers are counted.
+        FinetuneError: transformers does not know the architecture or its number of layers.
     """
     fields = {key: value for key, value in config.items() if key != "layer_types"}
     kind = fields.pop("model_type", None)
     try:
         found = AutoConfig.for_model(kind, **fields)
         types = config.get("layer_types")
-        # Fields that hold one entry for each layer are cut with them.
+        # Fields with one entry per layer are shortened as well.
         lists = {
             name: value[:layers]
             for name, value in (fields | ({"layer_types": types} if types else {})).items()
@@ -142,11 +142,11 @@ def _quantise(network: PreTrainedModel, plan: Plan) -> None:
     storage = getattr(torch, plan.quant_storage)
     wanted = quantization_config(model.quantization, models.compute_dtype(plan), storage)
     replace_with_bnb_linear(network, get_keys_to_not_convert(network), wanted)
-    network.is_loaded_in_4bit = True  # PEFT and Accelerate ask for it
+    network.is_loaded_in_4bit = True  # PEFT and Accelerate check it
 
 
 class Packed(Linear4bit):
-    """A 4-bit layer whose storage is laid out by hand: bitsandbytes packs real numbers only.
+    """A 4-bit layer with manually created storage, because bitsandbytes cannot pack fake tensors.
 
     The product and its gradient are bitsandbytes' own.
     """
@@ -156,7 +156,7 @@ class Packed(Linear4bit):
         blocks = math.ceil(elements / 64)
         packed = elements // 2 // self.quant_storage.itemsize
         self.weight = nn.Parameter(torch.empty((packed, 1), dtype=self.quant_storage), False)
-        if self.bias is not None:  # loading gives it the type that is computed in
+        if self.bias is not None:  # loading casts it to the compute dtype
             bias = torch.empty(self.out_features, dtype=self.compute_dtype)
             self.bias = nn.Parameter(bias, False)
         inner = QuantState(
@@ -187,7 +187,7 @@ class Packed(Linear4bit):
 
 
 class _Dropout(nn.Dropout):
-    """Dropout as CUDA runs it, with a mask of one byte an element; a CPU's is as wide as inputs."""
+    """Dropout as on CUDA, with a mask of one byte per element; a CPU's has the input's dtype."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.native_dropout(input, self.p, self.training)[0]
@@ -198,19 +198,19 @@ def _compute_as_on_a_gpu(module: nn.Module) -> None:
         module.__class__ = _Dropout
     if isinstance(module, LabelledHead):
         module.entries = (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
-    if type(module) is Linear4bit:  # after the kernels, which know the real class
+    if type(module) is Linear4bit:  # after installing the kernels, which check for the real class
         module.__class__ = Packed
 
 
 def _materialise(network: nn.Module) -> None:
-    """Give every parameter and buffer a fake tensor on the CPU in place of one on `meta`."""
+    """Replace every `meta` parameter and buffer by a fake tensor on the CPU."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in network.modules():
         if isinstance(module, Packed):
             module.pack()
             continue
         for name, old in module.named_parameters(recurse=False):
-            if old not in made:  # tied weights are one
+            if old not in made:  # tied weights share one tensor
                 new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
                 made[old] = nn.Parameter(new, old.requires_grad)
             module.register_parameter(name, made[old])
@@ -221,7 +221,7 @@ def _materialise(network: nn.Module) -> None:
 
 
 def counts(network: nn.Module) -> tuple[int, int]:
-    """Trained and all elements; packed weights count as what they hold."""
+    """Numbers of trained and of all elements; packed weights count unpacked."""
     packed = [module for module in network.modules() if isinstance(module, Packed)]
     held = {module.weight: module.in_features * module.out_features for module in packed}
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
@@ -232,7 +232,7 @@ def layers_of(network: nn.Module, count: int) -> list[nn.Module]:
     """The transformer's layers.
 
     Raises:
-        FinetuneError: no list of modules has so many.
+        FinetuneError: no list of modules has `count` entries.
     """
     for module in network.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -1,4 +1,4 @@
-"""Trace a step of a plan in a process of its own, and compare the formulas with it."""
+"""Trace a step of a plan in a separate process, and compare the formulas with it."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from finetune.verification.memory.comparison import Verification
 
 
 def verify(settled: Plan, workload: Workload | None = None) -> Verification:
-    """Trace a step of the real model with fake tensors, and hold the formulas against it.
+    """Trace a step of the real model with fake tensors, and compare the formulas with it.
 
-    Where the engine can be traced so, as rank 0 of the whole job, else as the same work on one
+    The trace runs as rank 0 of the job if the engine supports it, otherwise as the same work on one
     device.
 
     Args:
-        workload: what the formulas are asked; None where they do not know the model.
+        workload: input of the formulas; None for a model without formulas.
 
     Raises:
-        FinetuneError: the model cannot be traced; it says why.
+        FinetuneError: the model cannot be traced, with the reason.
     """
     backend = settled.backend
     if backend.shard_size is not None:
@@ -50,10 +50,10 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
 
 
 def _rehearse(settled: Plan) -> list[comparison.Step]:
-    """The traced steps, from a process that believes to be rank 0 of the plan's job."""
+    """The traced steps, from a process that runs as rank 0 of the plan's job."""
     count = str(settled.processes)
     environment = {key: value for key, value in os.environ.items() if not _of_a_launch(key)}
-    # Fake tensors lie on the CPU: with a GPU in sight Accelerate would put some of them there.
+    # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if settled.processes > 1:
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count}

@@ -1,7 +1,7 @@
-"""One training step of a plan with fake tensors: the real engine, model and loss, no numbers.
+"""Trace one training step of a plan: the real engine, model and loss on fake tensors.
 
-Runs in a process of its own that believes to be rank 0 of the job: torch's fake process group
-answers every collective at once.
+Runs in a separate process as rank 0 of the job: torch's fake process group completes every
+collective immediately.
 """
 
 import contextlib
@@ -38,26 +38,26 @@ from finetune.verification.memory.tracker import (
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsed:
-    """What a step of a model with so many layers did, in bytes on one rank."""
+    """A traced step of a model with `layers` layers, in bytes on one rank."""
 
     layers: int
     parameters: int
     """Elements of the model without its adapter."""
     trained: int
     held: dict[str, int]
-    """Bytes that stay from step to step: weights, adapters, optimizer."""
+    """Bytes that persist between steps, by label: weights, adapters, optimizer."""
     gradients: int
     """Bytes of gradients before the optimizer's step."""
     saved: int
-    """Bytes that layers keep for the backward pass."""
+    """Bytes that layers save for the backward pass."""
     peaks: dict[str, dict[str, int]]
-    """Bytes by label at the largest instant of each moment."""
+    """Bytes by label at the peak of each moment."""
     collectives: dict[str, dict[str, tuple[int, int]]]
-    """Phase, kind: number and payload bytes."""
+    """Number and payload bytes of collectives, by phase and kind."""
 
 
 def join(processes: int) -> None:
-    """Become rank 0 of a job whose other ranks answer at once and say nothing."""
+    """Become rank 0 of a fake process group, whose collectives complete without other ranks."""
     if processes > 1:
         dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
 
@@ -73,7 +73,7 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
         engine = build_engine(plan, Path(scratch), datetime.timedelta(minutes=5))
         steps: list[Rehearsed] = []
         for layers in sizes:
-            # A tensor of another mode's would be copied, and its bytes counted twice.
+            # A tensor of another mode would be copied, and its bytes counted twice.
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             network = build(plan, config, layers, fake)
             try:
@@ -87,12 +87,12 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
 
 
 def _reader(plan: Plan) -> str:
-    """What reads numbers: torch 2.13's Adafactor does, and models that route by value."""
+    """What reads values of tensors: torch 2.13's Adafactor, or a model that routes by value."""
     return "optim.name=adafactor" if plan.recipe.optim.name == "adafactor" else "the model"
 
 
 class _Step:
-    """One step of the second kind, when the optimizer's moments exist, under the tracker."""
+    """Traces a second step, in which the optimizer's moments already exist."""
 
     def __init__(
         self, engine: Engine, network: nn.Module, layers: int, fake: FakeTensorMode
@@ -116,7 +116,7 @@ class _Step:
         self.shape = (recipe.batch.micro_rows * recipe.documents_per_row, recipe.batch.max_length)
 
     def _prepare(self, network: nn.Module) -> None:
-        """`Engine.prepare` in two parts: Accelerate 1.15 finds FSDP2's parameters by address."""
+        """`Engine.prepare` in two parts, as Accelerate 1.15 finds FSDP2's parameters by address."""
         engine = self.engine
         engine.wrap_alone(network)
         engine.optimizers = optim.build(
@@ -124,15 +124,15 @@ class _Step:
         )
 
     def _watch(self, index: int, layer: nn.Module) -> None:
-        """Begin a moment where the forward or the backward pass enters this layer."""
+        """Begin a moment when the forward or the backward pass enters this layer."""
         last = self.count - 1
         names = {last: "last layer", last - 1: "last layer but one", 0: "first layer"}
-        # Layers between hold less than the last but one: they are no moment.
+        # Layers in between hold less than the last but one and get no moment.
         name = f"backward: {names[index]}" if index in names else ""
 
         def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if not self.forwards:
-                return  # a checkpoint runs it again
+                return  # recomputed by activation checkpointing
             (hidden,) = [*given, *named.values()][:1]
             if index == 0:
                 self._enter_first(hidden)
@@ -161,7 +161,7 @@ class _Step:
         self.tracker.begin("forward: head")
 
     def _kept(self) -> int:
-        """Live bytes that products keep: casts of weights too where no checkpoint drops them."""
+        """Live bytes saved by operations; with weight casts, unless checkpointing drops them."""
         parts = self.tracker.parts()
         checkpointed = self.plan.recipe.model.activation_checkpointing
         return parts.get(OTHER, 0) + (0 if checkpointed else parts.get(CASTS, 0))
@@ -186,7 +186,7 @@ class _Step:
         )
 
     def _hold(self) -> dict[str, int]:
-        """Tell the tracker what stays from step to step; returns its bytes by label."""
+        """Register tensors that persist between steps; returns their bytes by label."""
         model, tracker = self.engine.model, self.tracker
         adapted = self.plan.recipe.adapter is not None
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -208,7 +208,7 @@ class _Step:
             self.tracker.hold([parameter.grad], GRADIENTS)
 
     def _step(self) -> int:
-        """The step that is measured; returns the bytes of its gradients."""
+        """Run the measured step; returns the bytes of its gradients."""
         tracker = self.tracker
         earlier = ("first", "middle")[: self.plan.accumulation - 1]
         for tracker.phase in earlier:
@@ -225,12 +225,12 @@ class _Step:
         return gradients
 
     def _update(self) -> None:
-        """`Engine.step` without a look at the norm: fake tensors hold no numbers."""
+        """`Engine.step` without reading the norm, as fake tensors have no values."""
         self.engine.clip()
         self.engine.update(taken=True)
 
     def _micro_batch(self, last: bool) -> None:
-        """Forward and backward pass as `train_step` runs them."""
+        """Run a forward and a backward pass as `train_step` does."""
         recipe, engine, tracker = self.plan.recipe, self.engine, self.tracker
         tracker.begin("forward: embedding")
         ids = torch.zeros(self.shape, dtype=torch.int64)
@@ -258,7 +258,7 @@ class _Step:
 
 @contextlib.contextmanager
 def _autocast_as_on_a_gpu(engine: Engine) -> Iterator[None]:
-    """PEFT 0.21 asks whether CUDA's autocast is on before it casts a 4-bit layer's input."""
+    """Enable CUDA's autocast, which PEFT 0.21 checks before it casts a 4-bit layer's input."""
     torch.set_autocast_enabled("cuda", engine.accelerator.native_amp)
     try:
         yield

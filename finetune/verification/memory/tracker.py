@@ -1,7 +1,7 @@
-"""Counts live bytes and collectives of a step whose tensors hold no numbers.
+"""Count live bytes and collectives of a step on fake tensors.
 
-torch's own `MemTracker` (2.13) puts hooks on every parameter, and fails on frozen ones; its
-`FSDPMemTracker` counts optimizer state of sharded parameters many times over.
+torch's own `MemTracker` (2.13) puts hooks on every parameter and fails on frozen ones; its
+`FSDPMemTracker` counts the optimizer state of sharded parameters many times.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OTHER = "activations"
-"""What no label names: activations, logits, gradients that flow."""
+"""Label of everything else: activations, logits, gradients of activations."""
 
 WEIGHTS, ADAPTERS, OPTIMIZER, GRADIENTS = "weights", "adapters", "optimizer", "gradients"
 UNITS, REDUCTION = "units", "reduction"
 CASTS = "casts"
-"""Copies of parameters in the type that is computed in."""
+"""Label of copies of parameters in the compute dtype."""
 
 LABELLED_BY_OPERATOR = {
     "fsdp::all_gather_copy_in": UNITS,
@@ -30,7 +30,7 @@ LABELLED_BY_OPERATOR = {
     "fsdp::chunk_cat": REDUCTION,
     "c10d::_reduce_scatter_base_": GRADIENTS,
 }
-"""FSDP2's operators (torch 2.13) and what the tensors are that they write."""
+"""FSDP2's operators (torch 2.13) and the labels of the tensors that they write."""
 
 GATHERS = ("allgather", "all_gather")
 SCATTERS = ("reduce_scatter",)
@@ -38,16 +38,16 @@ REDUCES = ("allreduce", "all_reduce")
 
 
 def _dequantised(weight: torch.Tensor, shape: Sequence[int], blocksize: int) -> int:
-    """Bytes of a 4-bit weight expanded to 16 bits beside its fp32 scales."""
+    """Bytes of a 4-bit weight expanded to 16 bits, plus its fp32 scales."""
     elements = math.prod(shape)
     return 2 * elements + 4 * elements // blocksize
 
 
 SCRATCH: dict[str, Callable[[Sequence[Any]], int]] = {
-    # bitsandbytes 0.50 on CUDA expands the whole weight for all but the smallest products.
+    # bitsandbytes 0.50 on CUDA expands the complete weight except for the smallest products.
     "bitsandbytes::gemm_4bit": lambda given: _dequantised(given[1], given[2], given[4]),
 }
-"""Bytes that an operator's kernel needs besides its output, from its positional arguments."""
+"""Temporary bytes of an operator's kernel, computed from its positional arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Collective:
     """One collective operation of this rank."""
 
     kind: str
-    """`all_gather`, `reduce_scatter`, `all_reduce`, or the operator's name."""
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
     payload: int
-    """Bytes of the whole tensor: what is gathered, or what is reduced."""
+    """Bytes of the unsharded tensor that is gathered or reduced."""
     phase: str
-    """The micro-batch or the update that it belongs to."""
+    """The micro-batch or update in which it happens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most that was alive at once in a moment of the step."""
+    """Peak of live bytes during a moment of the step."""
 
     total: int
     parts: dict[str, int]
@@ -73,7 +73,7 @@ class Peak:
 
 @dataclasses.dataclass
 class _Storage:
-    """A storage that is alive, and what it counts under."""
+    """A live storage and its label."""
 
     reference: weakref.ref[torch.UntypedStorage]
     bytes: int
@@ -81,7 +81,7 @@ class _Storage:
 
 
 class Tracker(TorchDispatchMode):
-    """Follows every storage that an operation makes until it is freed."""
+    """Tracks every storage that an operation creates until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,17 +93,17 @@ class Tracker(TorchDispatchMode):
         self.phase = ""
 
     def hold(self, tensors: Iterable[torch.Tensor], label: str) -> None:
-        """Count tensors that exist already."""
+        """Track existing tensors under a label."""
         for tensor in tensors:
             self._follow(tensor, label)
 
     def begin(self, moment: str) -> None:
-        """What follows belongs to this moment; a moment may come again."""
+        """Start a moment, which may have occurred before."""
         self.moment = moment
         self._note(0)
 
     def relabel(self, old: str, new: str) -> None:
-        """What is alive under one label counts under another from now on."""
+        """Move live storages from one label to another."""
         for storage in self.storages.values():
             if storage.label == old:
                 self._count_under(storage, new)
@@ -123,7 +123,7 @@ class Tracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what DTensor makes of it comes by as well
+            return NotImplemented  # DTensor dispatches to local operations, which are tracked
         given = kwargs or {}
         result = func(*args, **given)
         name = func._schema.name
@@ -144,13 +144,13 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _refilled(self, name: str, args: Sequence[Any]) -> str | None:
-        """The label of gathered weights before they are written: storage that no operation made."""
+        """The label of gathered weights before they are written: storage not yet tracked."""
         if name != "aten::view" or args[0].untyped_storage()._cdata in self.storages:
             return None
         return UNITS
 
     def _cast(self, name: str, args: Sequence[Any]) -> str | None:
-        """The label of a copy of a parameter in another type."""
+        """The label of a copy of a parameter in another dtype."""
         if name != "aten::_to_copy":
             return None
         source = self.storages.get(args[0].untyped_storage()._cdata)
@@ -213,6 +213,6 @@ class Tracker(TorchDispatchMode):
     def _note(self, scratch: int) -> None:
         parts = self.parts()
         total = sum(parts.values()) + scratch
-        # Of equals the last: by then the operator that fills a buffer has named it.
+        # On ties take the last, when the operator that fills a buffer has labelled it.
         if self.moment and total >= self.peaks.get(self.moment, Peak(-1, {})).total:
             self.peaks[self.moment] = Peak(total, parts | {OTHER: parts.get(OTHER, 0) + scratch})

@@ -1,1 +1,1 @@
-"""Shows on this machine that a backend changes nothing: real processes, read back and compared."""
+"""Prove on this machine that training is equivalent on every backend, by comparing real runs."""

@@ -1,4 +1,4 @@
-"""The checks: each reads what runs recorded, and answers with the numbers that it compared."""
+"""Check the records of a proof's runs; each check returns the numbers that it compared."""
 
 import json
 import math
@@ -15,11 +15,11 @@ from finetune.verification.proofs.proof import Check, Grid, Tolerance
 from finetune.verification.proofs.runs import steps_of
 
 UNEVEN = 1.25
-"""A shard may be larger than its equal share by rows and pieces that do not divide."""
+"""Maximum size of a shard relative to an equal share, as rows and pieces may not divide evenly."""
 
 
 def check_realised(kind: str, plan: Plan, run: Run) -> Check:
-    """Elements of parameters, gradients and optimizer state on each rank against the promise."""
+    """Compare elements of parameters, gradients and optimizer state per rank with the promise."""
     realised = json.loads(run.realised.read_text())
     stored, ranks = realised["stored"], realised["ranks"]
     wrong: list[str] = []
@@ -52,7 +52,7 @@ _HELD = ("parameters", "gradients", "optimizer")
 
 
 def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
-    """Fewest elements over all ranks together, and most on one of them."""
+    """Minimum number of elements over all ranks, and maximum on one rank."""
     backend, mesh = plan.backend, plan.mesh
     zero = plan.traits.masters
     sharded = {
@@ -64,8 +64,8 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     if plan.traits.shards_all:  # SHARD_GRAD_OP reshards after the backward pass
         sharded = _HELD
     if what not in sharded:
-        # ZeRO-1 in fp32 reduces each rank's part only; that is less than it promises to hold. In
-        # bf16 it holds each gradient twice: as it came, and in fp32, to add them up.
+        # ZeRO-1 in fp32 reduces only each rank's part, which is less than it promises to hold. In
+        # bf16 it holds each gradient twice: as computed, and in fp32 for accumulation.
         # Its flat buffers end with padding.
         copies = 2 if what == "gradients" and backend.precision == "bf16" else 1
         return (
@@ -76,9 +76,9 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
 
 
 def _promise_of_division(plan: Plan, what: str, whole: int, stored: dict[str, int]) -> int:
-    """Most elements on one process: a stage's layers, and the tables of the first or last stage.
+    """Maximum elements on one process: a stage's layers, and the first or last stage's embeddings.
 
-    Tensor parallel keeps norms whole, and the gradient of a table arrives whole (torch 2.13).
+    Tensor parallelism replicates norms, and the gradient of an embedding is unsharded (torch 2.13).
     """
     mesh, tables = plan.mesh, min(stored["tables"], whole)
     layers = math.ceil(UNEVEN * (whole - tables) / mesh.pipeline / mesh.tensor)
@@ -96,9 +96,9 @@ def check_equal(
     steps: int,
     scale: float = 0.0,
 ) -> Check:
-    """Every step's loss and gradient norm, the evaluation and the weights against one process.
+    """Compare each step's loss and gradient norm, evaluation and weights with one process.
 
-    Of an online method its completions and rewards too. `scale` is that of `compare_steps`.
+    For online methods also completions and rewards. `scale` is that of `compare_steps`.
     """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
     wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance, scale)
@@ -129,9 +129,9 @@ def _row(step: int, alone: Steps, here: Steps, scale: float) -> tuple[int | floa
 
 
 def apart_by(first: float | None, second: float | None, scale: float = 0.0) -> float:
-    """Difference relative to the first, or to `scale` where that is more.
+    """Difference relative to the larger of `first` and `scale`.
 
-    Infinite where one is missing or not finite.
+    Infinite if one value is missing or, as null, not finite.
     """
     if first is None or second is None:
         return math.inf
@@ -143,14 +143,14 @@ def apart_by(first: float | None, second: float | None, scale: float = 0.0) -> f
 def compare_steps(
     alone: Steps, here: Steps, numbers: range, tolerance: Tolerance, scale: float = 0.0
 ) -> tuple[list[str], tuple[float, float]]:
-    """What is out of tolerance, and the largest differences of loss and gradient norm.
+    """Values out of tolerance, and the largest differences of loss and gradient norm.
 
     Args:
-        alone: on one process.
-        here: on the backend.
-        numbers: of the steps.
-        tolerance: the largest differences.
-        scale: of the terms of a loss that add up to nearly nothing, which it is measured by.
+        alone: steps on one process.
+        here: steps on the backend.
+        numbers: step numbers to compare.
+        tolerance: maximum differences.
+        scale: size of the terms of a loss that nearly cancel; its difference is relative to that.
     """
     wrong: list[str] = []
     worst = [0.0, 0.0]
@@ -170,7 +170,7 @@ def compare_steps(
 
 
 def weights_apart(reference: Run, run: Run, steps: int) -> float:
-    """Distance of two runs' trained weights, over how far the reference moved since its middle.
+    """Distance of two runs' trained weights, relative to the reference's change since its middle.
 
     Both are Euclidean norms over all trained elements in fp32.
     """
@@ -195,7 +195,7 @@ def _square(values: torch.Tensor) -> float:
 
 
 def _evaluation_differs(reference: Run, run: Run, steps: int, tolerance: Tolerance) -> list[str]:
-    """The memory of evaluations at the end: the best loss and where, the evaluations since."""
+    """Differences in the final evaluation state: best loss, its step, evaluations since."""
     if not (run.checkpoint(steps) / "manifest.json").is_file():
         return [f"no checkpoint of step {steps}"]
     alone, here = (progress_of(each.checkpoint(steps)) for each in (reference, run))
@@ -210,7 +210,7 @@ def _evaluation_differs(reference: Run, run: Run, steps: int, tolerance: Toleran
 
 
 def check_same_bits(kind: str, backend: str, killed: Path, run: Run, middle: int) -> Check:
-    """The steps that a run took between its checkpoint and the kill, and took again afterwards."""
+    """Compare bit for bit the steps between a checkpoint and the kill with their repetition."""
     before, after = steps_of(killed), steps_of(run.metrics)
     again = [step for step in before if step > middle]
     keys = ("loss", "grad_norm", "lr")
@@ -250,9 +250,9 @@ def check_elsewhere(
     steps: range,
     scale: float = 0.0,
 ) -> Check:
-    """A checkpoint of one place continued in another, against one process that never stopped.
+    """Compare a run resumed on another backend with one process that was never interrupted.
 
-    `places` are where it was written and where it went on, as `zero2 on 2`.
+    `places` are where the checkpoint was written and where it was resumed, such as `zero2 on 2`.
     """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
     wrong, worst = compare_steps(alone, here, steps, tolerance, scale)

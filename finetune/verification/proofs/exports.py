@@ -1,4 +1,4 @@
-"""The end of the way: results exported, merged, and loaded by a process without this project."""
+"""Export and merge results, and load them in a process without this package."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ PLAIN = Path(__file__).with_name("plain_loader.py")
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """A finished run whose result is to be loaded elsewhere."""
+    """A finished run whose result is loaded with plain libraries."""
 
     kind: str
     backend: str
@@ -34,7 +34,7 @@ class Delivery:
 
 
 def check_deliveries(deliveries: Sequence[Delivery], tolerance: Tolerance) -> list[Check]:
-    """Export each, load all of them in one other process, and judge what that answered."""
+    """Export each result, load all of them in one separate process, and check its answers."""
     checks: list[Check] = []
     tasks: list[tuple[Delivery, dict[str, Any]]] = []
     for delivery in deliveries:
@@ -68,7 +68,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         "revision": model.revision,
         "quantization": model.quantization,
         "bf16": delivery.bf16,
-        # An adapter on a model from scratch has no base that PEFT could load.
+        # The base of an adapter on a model from scratch cannot be loaded by PEFT.
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
         "scores": None if recipe.scores is None else recipe.scores.config,
@@ -82,7 +82,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
 
 
 def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run plain.py by its path, isolated from this project (-P: not even its own folder)."""
+    """Run plain_loader.py by path, isolated from this package (-P: without its own folder)."""
     done = subprocess.run(
         [sys.executable, "-P", str(PLAIN)],
         input=json.dumps(tasks),
@@ -97,9 +97,9 @@ def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_loss(record: dict[str, Any]) -> float:
-    """The mean cross-entropy over the trained tokens of an evaluation, whatever its loss is.
+    """Mean cross-entropy over the trained tokens of an evaluation, independent of the method.
 
-    Of a model that scores the mean score; of an online method the mean reward.
+    For a model with a score head the mean score; for an online method the mean reward.
     """
     metrics = record.get("metrics") or {}
     for name in ("reward", "mean_score", "mean_reward", "nll", "token_loss"):
@@ -109,7 +109,7 @@ def _token_loss(record: dict[str, Any]) -> float:
 
 
 def judge(delivery: Delivery, answer: dict[str, Any], tolerance: Tolerance) -> Check:
-    """Nothing missing, the loss that training recorded, and merged logits as adapted ones."""
+    """Check for missing tensors, and compare the loss with training and the merged logits."""
     run = delivery.run
     step = run.best_step() or run.newest()
     recorded = {r["step"]: _token_loss(r) for r in run.read_metrics("eval")}

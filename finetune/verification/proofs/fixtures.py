@@ -1,4 +1,4 @@
-"""Generated tokenizer and data for proofs on machines without the real ones."""
+"""Generate a tokenizer and data for proofs on machines without the real ones."""
 
 import json
 import random
@@ -13,11 +13,11 @@ from finetune.rewards.builtin import Completion, text_of
 ROWS = 64
 VOCABULARY = 512
 LONGEST = 40
-"""Words of the longest answer; the shortest has one, so that masks are uneven."""
+"""Words of the longest answer; the shortest has one, so that rows differ in trained tokens."""
 
 
 def conversations() -> Iterator[dict[str, object]]:
-    """Orders as the quickstart words them, answered in one to forty of their words."""
+    """Orders of the quickstart, answered with one to forty random words of them."""
     source = random.Random("proof")
     orders = list(instructions(seed=1, rows=4 * ROWS))
     words = " ".join(_question(row) for row in orders).split()
@@ -38,10 +38,10 @@ def write_data(
     data_format: Literal["messages", "text", "preference", "labelled", "prompts"],
     label: Callable[[int], Any] | None = None,
 ) -> None:
-    """Write the rows as JSONL: conversations, answers as documents, pairs, with labels, or prompts.
+    """Write the rows as JSONL in a format: conversations, texts, pairs, labelled rows or prompts.
 
-    The rejected answer of a pair is that of the row before it. `label` gives that of a row's
-    number.
+    The rejected answer of a pair is the answer of the previous row. `label` maps a row number to
+    its label.
     """
     rows: list[dict[str, object]] = list(conversations())
     said: list[Any] = [row["messages"] for row in rows]
@@ -62,7 +62,10 @@ def write_data(
 
 
 def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """The share of letters that are vowels, 0 without any: it differs where texts of chance do."""
+    """Reward function: share of vowels among the letters, 0 without letters.
+
+    It differs between random texts.
+    """
     found: list[float] = []
     for text in map(text_of, completions):
         letters = [each for each in text.lower() if each.isalpha()]

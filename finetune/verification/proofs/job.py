@@ -1,4 +1,4 @@
-"""A proof from the first process to the verdict: reference, kill, resume, elsewhere, result."""
+"""Run a proof from the first process to the verdict: reference, kill, resume, other backends."""
 
 import contextlib
 import dataclasses
@@ -39,11 +39,11 @@ from finetune.verification.proofs.proof import Check, Name, Proof, write_proof
 
 FEWEST_STEPS = 6
 MARKER = ".finetune-proof"
-"""Lies in a folder that a proof wrote, so that no other folder is ever emptied."""
+"""Marker file in a folder that a proof wrote, so that no other folder is ever deleted."""
 
 
 def carry_out(request: Request, cache: Path, say: Say) -> Proof:
-    """Show every asked pair, and write `proof.json` and `proof.html` into the output.
+    """Prove every requested pair, and write `proof.json` and `proof.html` to the output folder.
 
     Raises:
         FinetuneError: the request cannot be honoured; nothing was started.
@@ -88,7 +88,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
 
 
 def _claim(request: Request) -> None:
-    """An empty folder, or one that an earlier proof marked as its own, which is replaced."""
+    """Create the output folder; replaces a folder that an earlier proof has marked."""
     output = request.output
     if request.precision == "bf16" and isinstance(request.recipe, Online):
         raise FinetuneError(
@@ -111,11 +111,11 @@ def _claim(request: Request) -> None:
         raise FinetuneError(f"{output}: cannot be written ({error.strerror})") from None
 
 
-# The answers -------------------------------------------------------------------------------------
+# Checks ------------------------------------------------------------------------------------------
 
 
 def _answered(pair: Pair, name: Name, work: Callable[[], Check]) -> Check:
-    """The answer to a question; a record that cannot be read is an answer too."""
+    """The result of a check, which fails if a record cannot be read."""
     try:
         return work()
     except FinetuneError as error:
@@ -172,7 +172,7 @@ def _check_all(
 
 
 def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
-    """Counts for the backend that was asked for, where the other only helps."""
+    """Check a crossing; it counts for the backend that was requested, not for `single`."""
     written, continued = crossing.written, crossing.continued
     run, reference = shop.crossing(crossing), shop.reference(written.kind)
     lost = shop.failed.get(run.root) or shop.failed.get(writer_of(shop, crossing).root)

@@ -1,4 +1,4 @@
-"""The launches of a proof: one process alone, each pair killed and continued, here or elsewhere."""
+"""Launch the runs of a proof: one process, and each pair killed and resumed, here and elsewhere."""
 
 import contextlib
 import dataclasses
@@ -22,19 +22,19 @@ from finetune.verification.proofs.runs import Launches, Trial, carry_out, cut
 from finetune.verification.proofs.small_recipe import Kind, Subject, make_subject, of_kind
 
 KILL_AFTER = 2
-"""Steps after the checkpoint at which a run is killed."""
+"""Steps after the checkpoint when a run is killed."""
 
 Say = Callable[[str], None]
 
 
 class Workshop:
-    """Where the runs of a proof lie, and what became of each."""
+    """The folders of a proof's runs, and the errors of failed runs."""
 
     def __init__(self, request: Request, cache: Path, say: Say) -> None:
         self.request = request
         self.say = say
         self.failed: dict[Path, str] = {}
-        """Runs that could not be carried out, and why."""
+        """Error of each run that failed."""
         self.launches = 0
         self.under_way = Launches(request.jobs)
         self.subjects: dict[Kind, Subject] = {}
@@ -80,7 +80,7 @@ class Workshop:
         )
 
     def carry_out(self, what: str, trial: Trial) -> None:
-        """Do a trial and say so; a failure is kept for the checks that need the run."""
+        """Run a trial and report it; a failure is stored for the checks that need the run."""
         begun = time.perf_counter()
         name = "-".join(trial.run.root.parts[-2:]) + ("-resume" if trial.resume else "")
         try:
@@ -95,7 +95,7 @@ class Workshop:
         self.launches += 1
 
     def each(self, works: Iterable[Callable[[], None]]) -> None:
-        """Do works, as many at a time as were asked for; what was started ends with this."""
+        """Run works, `jobs` at a time; on an error, end everything that was started."""
         with ThreadPoolExecutor(self.request.jobs) as pool:
             try:
                 for done in [pool.submit(work) for work in works]:
@@ -109,7 +109,7 @@ class Workshop:
 
 @contextlib.contextmanager
 def deaf() -> Iterator[None]:
-    """Within it, no further signal interrupts what is left to do."""
+    """Ignore further signals inside this context."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS} if main else {}
     try:
@@ -123,7 +123,7 @@ def deaf() -> Iterator[None]:
 
 
 def start_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
-    """One process that never stops for each kind, and every pair until it is killed."""
+    """Run one uninterrupted process for each kind, and every pair until it is killed."""
     kill = shop.request.shape.middle + KILL_AFTER
 
     def reference(kind: Kind) -> None:
@@ -140,14 +140,14 @@ def start_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
 
 
 def writer_of(shop: Workshop, crossing: Crossing) -> Run:
-    """The run whose checkpoint is continued: the reference stands for `single`."""
+    """The run whose checkpoint is resumed; for `single`, the reference."""
     written = crossing.written
     alone = written.plan.traits.alone
     return shop.reference(written.kind) if alone else shop.run(written)
 
 
 def cut_all(shop: Workshop, crossings: Sequence[Crossing]) -> None:
-    """Take the copies before the killed runs go on and prune what they do not need."""
+    """Copy the checkpoints before the killed runs are resumed and prune them."""
     for crossing in crossings:
         source = writer_of(shop, crossing)
         if source.root not in shop.failed:
@@ -171,7 +171,7 @@ def continue_all(shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Cros
 
 
 def packed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    """Each backend once, over the kinds in turn: packing is a matter of data and attention."""
+    """One pair for each backend, cycling over kinds: packing depends on data and attention only."""
     if not packing.available():
         return []
     names = list(dict.fromkeys(pair.backend for pair in pairs))
@@ -183,7 +183,7 @@ def packed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def pack_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
-    """Packed rows under each backend, and the same rows by themselves on one process."""
+    """Train packed rows on each backend, and the same rows unpacked on one process."""
 
     def unpacked(kind: Kind) -> None:
         single = single_of(next(pair for pair in pairs if pair.kind == kind)).plan

@@ -1,4 +1,4 @@
-"""The pairs of kind and backend that a proof runs, and whose checkpoint each continues."""
+"""Choose the pairs of kind and backend that a proof runs, and the checkpoints that each resumes."""
 
 import dataclasses
 import importlib.util
@@ -18,19 +18,20 @@ from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
 from finetune.version import install
 
 Crossings = Literal["each", "ring", "all"]
-"""Whose checkpoints are continued elsewhere: each pair's by another backend and `single`'s by each
-pair; every backend's by two others, over the kinds in turn; or between every two backends."""
+"""Which checkpoints are resumed elsewhere. `each`: each pair's by another backend, and `single`'s
+by each pair; `ring`: every backend's by two others, cycling over kinds; `all`: between every two
+backends."""
 
 FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
-"""About ten times what ten steps of small models were seen to be apart."""
+"""About ten times the differences observed in ten steps of small models."""
 DISK = Tolerance(loss=1e-4, norm=1e-3, weights=5e-2, answers=5e-6)
-"""Of fp32 offloaded to a disk: DeepSpeed 0.19 steps each piece there with another kernel."""
+"""fp32 offloaded to a disk: DeepSpeed 0.19 updates each piece there with a different kernel."""
 BF16 = Tolerance(loss=2e-2, norm=1e-1, weights=5e-1, answers=2e-2)
-"""bf16 has 8 bits: each engine rounds weights, sums and gradients at other places."""
+"""bf16 has 8 bits, and each engine rounds weights, sums and gradients in different places."""
 
 
 def tolerance_of(backend: backends.Backend) -> Tolerance:
-    """How far a backend, in the precision that it runs in, may be from one process."""
+    """Tolerance for a backend in its precision, compared with one process."""
     if backend.precision == "bf16":
         return BF16
     return DISK if backend.device == "nvme" else FP32
@@ -38,7 +39,7 @@ def tolerance_of(backend: backends.Backend) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be proved."""
+    """The request of a proof."""
 
     recipe: Recipe
     backends: tuple[str, ...]
@@ -48,9 +49,9 @@ class Request:
     precision: backends.Precision = "fp32"
     crossings: Crossings = "each"
     jobs: int = 1
-    """Launches at a time."""
+    """Concurrent launches."""
     named: bool = True
-    """Whether the backends were asked for by name, not as `all`."""
+    """Whether the backends were requested by name, not as `all`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +75,26 @@ class Pair:
 
 
 def narrowest(pairs: Sequence[Pair]) -> Tolerance:
-    """The tolerance of the pairs that have no reason for a wider one."""
+    """The smallest tolerance of the pairs."""
     return min((pair.tolerance for pair in pairs), key=lambda tolerance: tolerance.loss)
 
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """A checkpoint that one place wrote and another continues."""
+    """A checkpoint that one pair writes and another resumes."""
 
     written: Pair
-    """On the reference's one process where its backend is `single`."""
+    """The writer; the reference run if its backend is `single`."""
     continued: Pair
 
     @property
     def tolerance(self) -> Tolerance:
-        """The wider of the two."""
+        """The larger tolerance of the two pairs."""
         return max(self.written.tolerance, self.continued.tolerance, key=lambda t: t.loss)
 
 
 def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair], list[Refused]]:
-    """Pairs that the planner lets run, and the others with its reasons."""
+    """Pairs that the planner accepts, and refused pairs with reasons."""
     pairs: list[Pair] = []
     refused: list[Refused] = []
     for kind, subject in subjects.items():
@@ -113,7 +114,7 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
 
 
 def processes_of(machine: backends.Backend, asked: int) -> int:
-    """Processes of a backend's runs: one, those asked for, or as many as several copies take."""
+    """Processes of a backend's runs: one, `asked`, or at least as many as its mesh needs."""
     if TRAITS[machine.engine].alone:
         return 1
     if machine.axes.any:
@@ -122,14 +123,14 @@ def processes_of(machine: backends.Backend, asked: int) -> int:
 
 
 def divisor(request: Request) -> int:
-    """The smallest number of rows that divides among the processes of every backend."""
+    """The smallest number of rows that is divisible by every backend's number of processes."""
     asked = request.shape.processes
     machines = [backends.load(name) for name in request.backends]
     return math.lcm(asked, *(processes_of(machine, asked) for machine in machines))
 
 
 def _missing(machine: backends.Backend) -> str | None:
-    """What a backend needs of this machine besides Python packages that are always there."""
+    """What this machine lacks for a backend, as text; None if nothing."""
     package = TRAITS[machine.engine].package
     if package is not None and importlib.util.find_spec(package.lower()) is None:
         return f"{machine.name} needs {package}: {install(package.lower())}"
@@ -138,7 +139,7 @@ def _missing(machine: backends.Backend) -> str | None:
     return None
 
 
-# Who continues whom -------------------------------------------------------------------------------
+# Crossings ----------------------------------------------------------------------------------------
 
 
 def crossings_of(request: Request, pairs: Sequence[Pair]) -> list[Crossing]:
@@ -150,8 +151,8 @@ def crossings_of(request: Request, pairs: Sequence[Pair]) -> list[Crossing]:
 
 
 def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Crossing]:
-    """Each backend's checkpoint under another backend and number of processes, and one of
-    `single` under each backend."""
+    """Resume each backend's checkpoint on another backend and number of processes, and one of
+    `single` on each backend."""
     for pair in pairs:
         alike = [other for other in pairs if other.kind == pair.kind and other != pair]
         alike = alike[pairs.index(pair) % len(alike) :] + alike if alike else []
@@ -166,13 +167,13 @@ def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Cros
 
 
 def single_of(pair: Pair) -> Pair:
-    """The same recipe on one process of `single`."""
+    """The same recipe on `single`, with one process."""
     precision = pair.plan.backend.precision
     return Pair(pair.kind, plan(pair.plan.recipe, backends.load("single"), 1, precision))
 
 
 def _on(pair: Pair, processes: int) -> Pair | None:
-    """The same backend with another number of processes, where it can."""
+    """The same backend with another number of processes; None if it is refused."""
     try:
         return Pair(pair.kind, plan(pair.plan.recipe, pair.plan.backend, processes))
     except FinetuneError:
@@ -180,7 +181,7 @@ def _on(pair: Pair, processes: int) -> Pair | None:
 
 
 def _ring(count: int) -> Iterator[tuple[int, int]]:
-    """Each of so many is followed by two others, no two alike: neighbours often share an engine."""
+    """Edges from each of `count` to two others, not to neighbors, which often share an engine."""
     strides = [stride for stride in range(1, count) if math.gcd(stride, count) == 1]
     far = [stride for stride in strides if 2 < stride < count / 2]
     for stride in (far or strides)[:2]:
@@ -188,7 +189,7 @@ def _ring(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _between(pairs: Sequence[Pair], edges: Iterable[tuple[int, int]]) -> Iterator[Crossing]:
-    """A crossing for each two backends, over the kinds in turn, every other one on one process."""
+    """A crossing for each edge, cycling over kinds, every other one resumed on one process."""
     kinds = list(dict.fromkeys(pair.kind for pair in pairs))
     names = list(dict.fromkeys(pair.backend for pair in pairs))
     by = {(pair.kind, pair.backend): pair for pair in pairs}

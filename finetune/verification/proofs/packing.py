@@ -21,9 +21,9 @@ ROWS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Packable:
-    """One recipe twice: every step sees all rows equally often, a row at a time or packed.
+    """A recipe in two variants: every step sees all rows equally often, unpacked or packed.
 
-    Completions that are sampled are not packed: padded, or side by side.
+    Sampled completions are not packed; their variants are padded and padding-free.
     """
 
     unpacked: Recipe
@@ -31,16 +31,16 @@ class Packable:
 
 
 def available() -> bool:
-    """Whether recipes can pack."""
+    """Whether recipes support packing."""
     return FIELD in {field.name for field in dataclasses.fields(Batch)}
 
 
 def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
-    """The subject with steps that go over the whole of a few rows.
+    """The subject with steps that each cover all of a few rows.
 
-    So many rows or packs make a step that both see each document equally often, and that they
-    divide among the processes: documents x 2 x processes, and packs x 2 x processes. Nothing is
-    dropped: which inputs are depends on where a row lies.
+    Rows per step are chosen so that both variants see each document equally often and divide among
+    the processes: documents x 2 x processes, and packs x 2 x processes. Dropout is off, because its
+    mask depends on the position of a row.
     """
     adapter = subject.recipe.adapter
     recipe = dataclasses.replace(
@@ -70,7 +70,7 @@ def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
 
 
 def absent(kind: str, backend: str) -> Check:
-    """The answer where recipes cannot pack."""
+    """The check's result if recipes do not support packing."""
     reason = f"not available: recipes have no batch.{FIELD}"
     return Check(kind, backend, "packing", None, reason)
 
@@ -78,8 +78,8 @@ def absent(kind: str, backend: str) -> Check:
 def check_packing(
     kind: str, backend: str, unpacked: Run, packed: Run, limits: Tolerance, scale: float = 0.0
 ) -> Check:
-    """Losses, gradient norms and trained tokens of each step, packed on the backend against
-    unpacked on one process. They agree only where no token sees another document."""
+    """Compare each step's loss, gradient norm and trained tokens, packed on the backend and
+    unpacked on one process. They agree only if no token attends to another document."""
     alone, together = steps_of(unpacked.metrics), steps_of(packed.metrics)
     wrong, worst = compare_steps(alone, together, range(1, STEPS + 1), limits, scale)
     columns = ("step", "loss", "packed", "norm", "packed norm", "tokens", "packed tokens")

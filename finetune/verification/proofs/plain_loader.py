@@ -1,22 +1,22 @@
-"""Load results as anybody would: with transformers and PEFT alone, in a process of its own.
+"""Load results as any user would: with transformers and PEFT only, in a separate process.
 
-    python plain.py < TASKS.json > ANSWERS.json
+    python plain_loader.py < TASKS.json > ANSWERS.json
 
-Run as a file, never imported: nothing of this project may help it. A task is a mapping:
+Run as a script, never imported: it must not use this package. A task is a mapping:
 
-    base          folder or name of the base model, null for a whole model
-    revision, quantization ("none" | "nf4" | "int8"), bf16: how the base was held in training
-    result        folder of the adapter, or of the whole model
+    base          folder or name of the base model, null for a complete model
+    revision, quantization ("none" | "nf4" | "int8"), bf16: how the base was loaded in training
+    result        folder of the adapter or of the complete model
     merged        folder of the merged model, or null
     rows          [[ids, trained], ...]: rows of token ids, and which of them have a loss
-    scores        null, or the fields of config.json that a model with a score head needs: then the
-                  loss is the mean score
-    limit         null, or the most tokens of a completion: then rows are prompts, which are
-                  completed greedily up to `eos`, an id
+    scores        null, or fields of config.json for a model with a score head: then the loss is the
+                  mean score
+    limit         null, or the maximum tokens of a completion: then rows are prompts, which are
+                  completed greedily up to the token id `eos`
 
 An answer is {"loss": mean loss over the rows, "completions": null or ids of each, "difference":
-largest difference of the logits of `result` and `merged` in fp32 relative to the largest logit,
-"tensors": how many, "problems": []}.
+largest difference between the logits of `result` and `merged` in fp32 relative to the largest
+logit, "tensors": their number, "problems": []}.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def answer(task):
 
 
 def stored(folder):
-    """Shape of every tensor of a folder's weights."""
+    """Shape of every tensor in a folder's weight files."""
     shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -74,7 +74,7 @@ def stored(folder):
 
 
 def open_as_trained(task, problems):
-    """The result on its base as training held it."""
+    """The result on its base, loaded as in training."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     if task["base"] is None:
         return whole(task, task["result"], dtype, problems)
@@ -122,7 +122,7 @@ def auto(task):
 
 
 def numbered(fields):
-    """Fields of a config.json, whose keys of `id2label` JSON makes texts."""
+    """Fields of a config.json, with the keys of `id2label`, which are strings in JSON, as ints."""
     names = fields.get("id2label")
     return (
         fields if names is None else {**fields, "id2label": {int(n): v for n, v in names.items()}}
@@ -140,7 +140,7 @@ def whole(task, folder, dtype, problems):
 
 @torch.inference_mode()
 def mean_loss(model, rows):
-    """Mean cross-entropy over the trained tokens of all rows, a row at a time."""
+    """Mean cross-entropy over the trained tokens of all rows, one row at a time."""
     total, terms = 0.0, 0
     for ids, trained in rows:
         labels = torch.tensor([i if t else -100 for i, t in zip(ids, trained, strict=True)][1:])
@@ -152,14 +152,14 @@ def mean_loss(model, rows):
 
 @torch.inference_mode()
 def mean_score(model, rows):
-    """Mean of all scores of all rows, a row at a time."""
+    """Mean of all scores of all rows, one row at a time."""
     found = [model(input_ids=torch.tensor([ids])).logits.float().mean().item() for ids, _ in rows]
     return sum(found) / max(1, len(found))
 
 
 @torch.inference_mode()
 def complete(model, prompt, task):
-    """Ids of the likeliest completion, with the token that ends it."""
+    """Token ids of the greedy completion, including the stop token."""
     ends = model.generation_config.eos_token_id
     ends = {task["eos"], *(ends if isinstance(ends, list) else [ends])}
     ids = list(prompt)

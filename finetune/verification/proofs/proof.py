@@ -13,7 +13,7 @@ Name = Literal["realised", "equal", "packing", "resume", "end to end"]
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Numbers behind a check: rows under named columns."""
+    """The numbers of a check: rows under named columns."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str | int | float | None, ...], ...]
@@ -21,56 +21,56 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One question about one recipe on one backend, and its answer."""
+    """One check of one recipe on one backend, and its result."""
 
     kind: str
-    """What is trained: `own` (as the recipe says), `lora`, `qlora` or `full`."""
+    """What is trained: `own` (the recipe unchanged), `lora`, `qlora` or `full`."""
     backend: str
     name: Name
     passed: bool | None
     """None: not available here."""
     summary: str
-    """What was measured against which tolerance, or what is wrong."""
+    """Measured values and tolerances, or what is wrong."""
     grid: Grid | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A pair that was not tried, with the reason."""
+    """A pair that was not run, with the reason."""
 
     kind: str
     backend: str
     reason: str
     missing: bool = False
-    """This machine lacks what the backend needs; else the planner refuses the pair."""
+    """Whether this machine lacks something for the backend; otherwise the planner refuses it."""
     named: bool = False
-    """The backend was asked for by its name: where something is missing, that is a failure."""
+    """Whether the backend was requested by name, so that something missing is a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The largest differences to one process that rounding explains."""
+    """Maximum differences from one process that rounding explains."""
 
     loss: float
-    """Of a step's loss, relative to it."""
+    """Relative difference of a step's loss."""
     norm: float
-    """Of a step's gradient norm, relative to it."""
+    """Relative difference of a step's gradient norm."""
     weights: float
-    """Of the trained weights, relative to how far the second half of the steps moved them."""
+    """Distance of the trained weights, relative to their change in the second half of the steps."""
     answers: float
-    """Of the loss that plain transformers computes from the saved result, relative to it."""
+    """Relative difference of the loss that plain transformers computes from the saved result."""
     logits: float = 1e-4
-    """Of merged and adapted logits in fp32, relative to the largest."""
+    """Difference of merged and adapted logits in fp32, relative to the largest logit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """A proof as `proof.json` holds it."""
+    """Contents of `proof.json`."""
 
     recipe: dict[str, Any]
-    """The recipe as it was asked for, with its method."""
+    """The requested recipe, with its method."""
     notes: dict[str, tuple[str, ...]]
-    """What the subject of each kind differs in from the recipe."""
+    """Differences of each kind's subject from the recipe."""
     settings: dict[str, Any]
     tolerance: Tolerance
     checks: tuple[Check, ...]
@@ -85,13 +85,13 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """Nothing failed, nothing that was named is missing, and something was shown."""
+        """Whether at least one check passed, none failed, and no named backend was missing."""
         lacking = any(each.missing and each.named for each in self.refused)
         return not self.failures and not lacking and any(check.passed for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """The proof in a sentence."""
+        """The result in one sentence."""
         pairs = len({(check.kind, check.backend) for check in self.checks})
         passed = sum(check.passed is True for check in self.checks)
         rest = "".join(f"; {part}" for part in self._not_tried())

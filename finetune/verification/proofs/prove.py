@@ -1,4 +1,4 @@
-"""Prove that backends change nothing of what a recipe learns, with progress while it runs."""
+"""Prove that training is equivalent on every backend, and show progress."""
 
 from pathlib import Path
 
@@ -31,9 +31,9 @@ def prove(
     jobs: int = 1,
     console: Console | None = None,
 ) -> Proof:
-    """Show that backends (names with commas, or `all`) change nothing of what a recipe learns.
+    """Prove that training is equivalent on `backends` (comma-separated names, or `all`).
 
-    The words are those of `finetune prove`; `proof.json` and `proof.html` go to `output`.
+    The arguments are those of `finetune prove`; `proof.json` and `proof.html` go to `output`.
 
     Raises:
         FinetuneError: the request cannot be honoured; nothing was started.
@@ -61,9 +61,9 @@ def prove(
 
 
 def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str, ...]:
-    """`all`, names with commas, or by default the recipe's own (`ddp` where that is `single`)."""
+    """Backends of `all` or comma-separated names; by default the recipe's (`ddp` for `single`)."""
     if words == "all":
-        # Those that divide a model are proved by name.
+        # Backends that divide the model must be named.
         return tuple(name for name in known.names() if not known.load(name).axes.any)
     if words is None:
         several = shape.processes > 1 and recipe.backend == "single"
@@ -77,7 +77,7 @@ def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str
 
 
 def named_kinds(words: str) -> tuple[Kind, ...]:
-    """`own`, or some of lora, qlora and full with commas."""
+    """Kinds of `own`, or of a comma-separated list of lora, qlora and full."""
     chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
     unknown = [word for word in chosen if word not in KINDS]
     if unknown:

@@ -1,4 +1,4 @@
-"""The runs of a proof: started through `accelerate launch`, killed, copied, and continued."""
+"""Start the runs of a proof through `accelerate launch`; kill, copy and resume them."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from finetune.process import warm
 from finetune.runs.run import Run, write_json
 
 LIMIT_SECONDS = 1800
-"""A start that compiles an operator of DeepSpeed takes minutes; none takes so long."""
+"""Seconds for one run; a start that compiles a DeepSpeed operator takes minutes."""
 SHOWN_LINES = 40
 POLL_SECONDS = 0.01
 KILL_TRIES = 3
@@ -29,7 +29,7 @@ KILL_TRIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One start of processes."""
+    """One launch of a run."""
 
     recipe: Path
     backend: str
@@ -42,23 +42,23 @@ class Trial:
 
     @property
     def killed_record(self) -> Path:
-        """What the metrics were when the run was killed."""
+        """Copy of the metrics file when the run was killed."""
         return self.run.root / "killed.jsonl"
 
 
 class Launches:
-    """The launches under way. They have sessions of their own: no signal reaches them by itself."""
+    """The running launches, in their own sessions, so that terminal signals do not reach them."""
 
     def __init__(self, jobs: int = 1) -> None:
         self.jobs = jobs
-        """How many there are at a time; the machine's cores are divided among their processes."""
+        """Concurrent launches; the machine's cores are divided among their processes."""
         self.closed = False
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[bytes]] = []
         self._warm: warm.Warm | None = None
 
     def begin(self, trial: Trial, log: Path) -> subprocess.Popen[bytes]:
-        """Start one; raises TrainingFailure once `end_all` was called."""
+        """Start a launch; raises TrainingFailure after `end_all` was called."""
         with self._lock:
             if self.closed:
                 raise TrainingFailure("not started: the proof was interrupted")
@@ -70,34 +70,34 @@ class Launches:
             return process
 
     def _python(self) -> str:
-        """Where it can be, one that has imported everything: that is most of a short launch."""
+        """A warm interpreter if available, because imports dominate a short launch."""
         if self._warm is None and warm.available():
             self._warm = warm.Warm(warm.TRAINING)
         return sys.executable if self._warm is None else self._warm.python
 
     def close(self) -> None:
-        """Begin no more."""
+        """Refuse further launches."""
         self.closed = True
         if self._warm is not None:
             self._warm.close()
 
     def end_all(self) -> None:
-        """End every one with all that it started, and let no other begin."""
+        """Kill all launches with their child processes, and refuse further ones."""
         with self._lock:
             self.closed = True
             for process in self._running:
                 if process.poll() is None:
                     for each in reversed(family_of(process.pid)):
                         with contextlib.suppress(psutil.NoSuchProcess):
-                            each.suspend()  # so that none starts another behind the list below
+                            each.suspend()  # so that none starts a process missing from the list
                     end(family_of(process.pid))
 
 
 def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
-    """Run to the end, or to the kill.
+    """Run a trial to its end or until it is killed.
 
     Raises:
-        TrainingFailure: it ended otherwise; with the last lines of what it printed.
+        TrainingFailure: the run failed; with the last lines of its output.
     """
     for _ in range(KILL_TRIES if trial.kill_after is not None else 1):
         process = launches.begin(trial, log)
@@ -127,7 +127,7 @@ def _words(trial: Trial) -> list[str]:
 
 
 def _killed(process: subprocess.Popen[bytes], trial: Trial, step: int, log: Path) -> bool:
-    """SIGKILL a run after a step; False where its next checkpoint was complete by then."""
+    """SIGKILL a run after a step; False if a later checkpoint was already complete."""
     _await_step(process, trial.run, 1, log)
     family = family_of(process.pid)  # looked up now: the kill itself must be quick
     _await_step(process, trial.run, step, log)
@@ -141,7 +141,7 @@ def _killed(process: subprocess.Popen[bytes], trial: Trial, step: int, log: Path
 
 
 def _await_step(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:
-    """Until a step is on record and, after the first, a checkpoint is complete."""
+    """Wait until a step is recorded and, except for step 1, a checkpoint is complete."""
     until = time.monotonic() + LIMIT_SECONDS
     while not _reached(run, step) or (step > 1 and run.newest() is None):
         if process.poll() is not None:
@@ -156,7 +156,7 @@ def _reached(run: Run, step: int) -> bool:
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """A process after all that it started: torch gives each worker a session of its own."""
+    """A process and its descendants, which come first; torch gives each worker its own session."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
@@ -169,7 +169,7 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 
 def end(family: list[psutil.Process]) -> None:
-    """SIGKILL, all at once."""
+    """SIGKILL all processes of a family."""
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -181,14 +181,14 @@ def _last_words(status: int | None, log: Path) -> str:
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if said and status == FinetuneError.exit_status:
         return "; ".join(said)
-    # A crash: what the launcher says of it does not tell why; the lines before it do.
+    # A crash: the launcher's report does not have the reason, but the lines before it do.
     return "\n".join([f"ended with status {status}; the end of {log}:", *lines[-SHOWN_LINES:]])
 
 
 def cut(source: Run, target: Run, step: int) -> None:
-    """A copy of a run as a kill after the checkpoint of a step leaves it.
+    """Copy a run as it is left by a kill after the checkpoint of a step.
 
-    Weights are linked, not copied: no run writes into a file of a complete checkpoint.
+    Weights are hard-linked, because no run writes to a file of a complete checkpoint.
     """
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir(parents=True)
@@ -216,7 +216,7 @@ def _link(source: str, target: str) -> None:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, float]]:
-    """The optimizer steps on a metrics file, by their number; a torn last line is left out."""
+    """Optimizer steps in a metrics file by step number, without an incomplete last line."""
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):

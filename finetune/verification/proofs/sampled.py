@@ -1,4 +1,4 @@
-"""Compare the completions and rewards of online methods, and score those of a plain library."""
+"""Compare completions and rewards of online methods, and score those of plain transformers."""
 
 import json
 import math
@@ -19,18 +19,18 @@ from finetune.verification.proofs.proof import Tolerance
 from finetune.verification.proofs.small_recipe import Subject
 
 NOT_COMPARED = ("sampling/", "clip_ratio/")
-"""Numbers of the clock, and shares that change by a whole token at the edge of a range."""
+"""Prefixes of metrics that measure time, or jump by a whole token at the edge of a range."""
 SCALE = 1.0
-"""Size of an advantage: those of a group add up to nothing, and so does the loss."""
+"""Size of an advantage; the advantages of a group sum to zero, and so does the loss."""
 
 
 def scale_of(recipe: Recipe) -> float:
-    """What a method's loss is measured by where it is near zero by construction."""
+    """Scale for differences of a loss that is near zero by construction; 0 for other methods."""
     return SCALE if isinstance(recipe, Online) else 0.0
 
 
 def differences(reference: Run, run: Run, tolerance: Tolerance) -> list[str]:
-    """Completions, rewards and measures of samplings that are not those of the reference."""
+    """Completions, rewards and metrics of samplings that differ from the reference."""
     if not reference.completions.is_file():
         return []
     wrong = _of_texts(_completions(reference), _completions(run))
@@ -59,7 +59,7 @@ def _completions(run: Run) -> list[dict[str, Any]]:
 
 
 def _measures(run: Run) -> dict[int, dict[str, float]]:
-    """What each step measured of its completions."""
+    """Metrics of each step, without those of `NOT_COMPARED`."""
     return {
         each["step"]: {
             name: value
@@ -73,12 +73,12 @@ def _measures(run: Run) -> dict[int, dict[str, float]]:
 def mean_reward(
     subject: Subject, tokenizer: PreTrainedTokenizerBase, said: Sequence[list[int]]
 ) -> float:
-    """Mean reward of a completion of each held-out prompt, as an evaluation takes it.
+    """Mean reward of one completion per held-out prompt, as in an evaluation.
 
     Args:
-        subject: of an online method.
-        tokenizer: of its model.
-        said: token ids of each completion, with the token that ended it.
+        subject: subject of an online method.
+        tokenizer: tokenizer of its model.
+        said: token ids of each completion, including the stop token.
     """
     recipe, rows = subject.recipe, subject.data.eval
     assert isinstance(recipe, Online)

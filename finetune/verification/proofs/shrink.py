@@ -1,7 +1,7 @@
-"""Shrink an architecture to two narrow layers that keep what an engine can get wrong.
+"""Shrink an architecture to two narrow layers with the features that an engine can get wrong.
 
-Whether key heads are shared, embeddings are tied, layers are of several types and experts are
-routed stays as it is; widths and counts become small.
+Grouped key heads, tied embeddings, several types of layers and routed experts are kept; widths and
+counts become small.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ WIDTH = 64
 HEADS = 4
 HEAD = 16
 SHORTEST = 256
-"""Tokens: fewest positions of a shrunk model."""
+"""Tokens; minimum number of positions of a shrunk model."""
 
 MOST: dict[str, int] = {
     # layers and widths
@@ -40,7 +40,7 @@ MOST: dict[str, int] = {
     "mamba_d_state": HEAD, "ssm_state_size": HEAD,
     "state_size": HEAD, "mamba_dt_rank": 8, "lru_width": WIDTH, "chunk_size": 16,
 }  # fmt: skip
-"""Fields of a config, with the most that they are in a shrunk model; attention heads see below."""
+"""Fields of a config and their maximum in a shrunk model; attention heads are handled below."""
 
 PARTS = ("text_config", "vision_config", "audio_config")
 DROPPED = ("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures")
@@ -51,9 +51,9 @@ def shrink(config: dict[str, Any], vocabulary: int, length: int) -> dict[str, An
     """A config of the same architecture with two narrow layers.
 
     Args:
-        config: Fields of a `config.json`; those of a model of several parts may be nested.
-        vocabulary: Rows of the table of tokens.
-        length: Most tokens of a row that the shrunk model has to take.
+        config: Fields of a `config.json`, nested for a model of several parts.
+        vocabulary: Rows of the token embedding.
+        length: Maximum tokens of a row that the shrunk model must support.
     """
     fields = _shrunk(config, length)
     for name in PARTS:
@@ -76,13 +76,13 @@ def _shrunk(config: dict[str, Any], length: int) -> dict[str, Any]:
         fields["num_attention_heads"] = HEADS
         if keys is not None:
             fields["num_key_value_heads"] = HEADS if keys == heads else min(keys, 2)
-    if "expand" in fields and "num_heads" in fields:  # Mamba 2: its heads fill the inner width
+    if "expand" in fields and "num_heads" in fields:  # Mamba 2: heads add up to the inner width
         fields |= {"num_heads": WIDTH * fields["expand"] // HEAD}
     _cut_lists(config, fields)
     for name, value in fields.items():
         if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             fields[name] = {key: each for key, each in value.items() if int(key) < LAYERS}
-    for name in ("rope_scaling", "rope_parameters"):  # factors by the width of the real heads
+    for name in ("rope_scaling", "rope_parameters"):  # their factors depend on the real head width
         rope = fields.get(name)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
             del fields[name]
@@ -94,7 +94,7 @@ def _shrunk(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _cut_lists(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Lists with an entry for each layer keep two of them, of two kinds where there are two."""
+    """Cut lists with one entry per layer to two entries, of different kinds if there are any."""
     name = next((n for n in LAYER_COUNTS if isinstance(config.get(n), int)), None)
     if name is None:
         return

@@ -1,6 +1,6 @@
-"""Shrink a recipe's model for a proof, on this machine's copy of its tokenizer and data.
+"""Shrink a recipe's model for a proof, with this machine's copy of its tokenizer and data.
 
-What the machine does not have is stood in for, and every such thing is said in a note.
+Replacements for what this machine does not have are listed in notes.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ Kind = Literal["own", "lora", "qlora", "full"]
 Format = Literal["messages", "text", "preference", "labelled", "prompts"]
 
 SMALL_BYTES = 16 * 2**20
-"""Weights of at most so many bytes are proved as they are."""
+"""Bytes; models with at most this size are used without shrinking."""
 ROWS, EVAL_ROWS, LENGTH = 200, 8, 256
 FEWEST_ROWS = 16
 COMPLETIONS, COMPLETION_LENGTH = 4, 12
-"""Of each prompt of an online method, and their tokens at most."""
+"""Completions per prompt of an online method, and their maximum tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How large a proof is."""
+    """Size of a proof."""
 
     processes: int
     steps: int
@@ -47,13 +47,13 @@ class Shape:
 
     @property
     def middle(self) -> int:
-        """The step of the checkpoint that other runs continue from."""
+        """Step of the checkpoint that other runs resume from."""
         return self.steps // 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A recipe that this machine can run in seconds, and what it differs in from the one asked."""
+    """A recipe that this machine can run in seconds, and its differences from the request."""
 
     recipe: Recipe
     notes: tuple[str, ...]
@@ -62,14 +62,14 @@ class Subject:
 
     @property
     def trained_tokens(self) -> tuple[int, int]:
-        """Fewest and most tokens with a loss in a row: where they differ, masks are uneven."""
+        """Minimum and maximum trained tokens of a row; uneven rows test how the loss is divided."""
         rows = self.data.train
         counts = [int(rows.row(index)[1].sum()) for index in range(len(rows))]
         return min(counts), max(counts)
 
 
 def of_kind(recipe: Recipe, kind: Kind) -> Recipe:
-    """The recipe as it stands, or with LoRA, QLoRA or whole weights trained in its place."""
+    """The recipe unchanged, or changed to LoRA, QLoRA or full fine-tuning."""
     if kind == "own":
         return recipe
     if kind == "full":
@@ -80,15 +80,15 @@ def of_kind(recipe: Recipe, kind: Kind) -> Recipe:
 
 
 def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Subject:
-    """Write what the recipe needs into `folder` and point the recipe to it.
+    """Write what the recipe needs to `folder`, and return a recipe that uses it.
 
     Raises:
-        FinetuneError: its data cannot be read, or with `whole` something is not on this machine.
+        FinetuneError: the data cannot be read, or with `whole` something is not on this machine.
     """
     notes: list[str] = []
     tokenizer = _tokenizer(recipe.model, shape, folder / "tokenizer", notes)
     model = _model(recipe, shape, tokenizer, folder, notes)
-    if (folder / "tokenizer").exists():  # that of the proof
+    if (folder / "tokenizer").exists():  # a generated tokenizer
         model = dataclasses.replace(model, chat_template=None, chat_template_kwargs={})
     recipe = dataclasses.replace(
         recipe,
@@ -113,7 +113,7 @@ def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Sub
 def _prepared(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, notes: list[str]
 ) -> Subject:
-    """Read the data once here: its rows are what the check of the result is made with."""
+    """Prepare the data once here; its rows are also used to check the result."""
     chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     found = prepare(recipe, chat, cache)
     if len(found.train) < FEWEST_ROWS and recipe.batch.overlong == "drop":
@@ -190,7 +190,7 @@ def _model(
 
 
 def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> Recipe:
-    """A small teacher in place of the recipe's, where it is taught; stored ones are refused."""
+    """Replace a recipe's teacher, or its stored log-probabilities, by a small model."""
     if not recipe.teaches or shape.whole:
         return recipe
     home = folder / "teacher"
@@ -201,12 +201,12 @@ def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) 
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
     tokenizer.save_pretrained(home)
     notes.append("the teacher is one of random weights, in the student's shrunk shape")
-    changed: Any = recipe  # a method with a field of that name
+    changed: Any = recipe  # a method with a `teacher` field
     return dataclasses.replace(changed, teacher=Teacher(str(home.resolve())), teacher_logps=None)
 
 
 def _with_rewards(recipe: Recipe, shape: Shape, notes: list[str]) -> Recipe:
-    """Few short completions, and a reward that differs between those of random weights."""
+    """Use few short completions, and a reward that differs between random completions."""
     if not isinstance(recipe, Online) or shape.whole:
         return recipe
     reward = Reward("finetune.verification.proofs.fixtures:vowels")
@@ -219,18 +219,18 @@ def _with_rewards(recipe: Recipe, shape: Shape, notes: list[str]) -> Recipe:
 
 
 def _attention(model: Model) -> Literal["sdpa", "eager"]:
-    """The recipe's own where every machine has it; else sdpa."""
+    """The recipe's attention if every machine supports it, otherwise sdpa."""
     return "eager" if model.attention == "eager" else "sdpa"
 
 
 def _weight_bytes(folder: Path) -> float:
-    """Size of a local folder's weights; infinite where there are none."""
+    """Bytes of a local folder's weights; infinite if there are none."""
     files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
     return sum(file.stat().st_size for file in files) if files else float("inf")
 
 
 def _config(model: Model, notes: list[str]) -> dict[str, Any]:
-    """The architecture's fields: the recipe's, this machine's, the published ones, or a Llama's."""
+    """The architecture's fields: the recipe's, this machine's, published ones, or a Llama's."""
     if model.config is not None:
         return AutoConfig.for_model(**model.config).to_dict()
     assert model.name is not None
@@ -261,7 +261,7 @@ def _adapter(adapter: LoRA | None, shape: Shape) -> LoRA | None:
 
 
 def _batch(batch: Batch, shape: Shape) -> Batch:
-    """Two rows at a time and two micro-batches a process, or the recipe's own batch."""
+    """Two micro-batches of two rows per process, or the recipe's own batch."""
     if shape.own_batch:
         return batch
     length = batch.max_length if shape.whole else min(batch.max_length, LENGTH)
@@ -281,7 +281,7 @@ def _optim(optim: Optim, notes: list[str]) -> Optim:
 
 
 def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> Recipe:
-    """The first rows of the recipe's data and evaluation data, or generated ones."""
+    """Use the first rows of the recipe's training and evaluation data, or generated ones."""
     train, held_out = _local(recipe.data, ROWS), _local(recipe.eval_data, EVAL_ROWS)
     if not train:
         named = ", ".join(data.source for data in recipe.data)
@@ -303,7 +303,7 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
 
 
 def _label(recipe: Recipe, number: int) -> Any:
-    """A label for a generated row of a method that learns labels."""
+    """Label of a generated row, for methods that learn labels."""
     assert recipe.scores is not None
     names, kind = recipe.scores.names, recipe.scores.problem_type
     if kind == "regression":
@@ -313,7 +313,7 @@ def _label(recipe: Recipe, number: int) -> Any:
 
 
 def _local(section: Iterable[Data], rows: int) -> tuple[Data, ...]:
-    """A section's sources with their first rows; nothing where one is not on this machine."""
+    """A section's sources limited to their first rows; empty if one is not on this machine."""
     found: list[Data] = []
     for data in section:
         try:
