@@ -1,7 +1,8 @@
-"""Read backends: YAML files that `accelerate launch --config_file` reads.
+"""Read backends: the YAML files for `accelerate launch --config_file`.
 
-Accelerate ignores a misspelt nested key without a word, so a file is read strictly here, and what
-the launched process was really given (`launched`) is compared with it before anything is built.
+Accelerate silently ignores a misspelled nested key. Files are therefore read strictly here, and the
+settings that reach the launched process (`launched`) are compared with them before anything is
+built.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
 MIXED: dict[Precision, str] = {ours: theirs for theirs, ours in PRECISIONS.items()}
-"""What Accelerate calls each."""
+"""Accelerate's name of each precision."""
 ENGINES: dict[str, Engine] = {
     "NO": "single",
     "MULTI_GPU": "ddp",
@@ -63,27 +64,27 @@ OURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Engine, sharding, offload and precision: all of a machine that training depends on."""
+    """Engine, sharding, offload and precision: the machine settings that training depends on."""
 
     name: str
     engine: Engine
     shard: Shard = "none"
     offload: Offload = "none"
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where offloaded state lives."""
+    """Device for offloaded state."""
     precision: Precision = "bf16"
     processes: int = 1
-    """Processes that the file starts when none are asked for."""
+    """Default number of processes."""
     zero_init: bool = False
-    """ZeRO-3: partition pretrained weights while they are loaded."""
+    """ZeRO-3: partition pretrained weights while loading them."""
     shard_size: int | None = None
-    """Hybrid sharding: processes that hold one copy of the model together; None: all of them."""
+    """Hybrid sharding: processes over which one copy of the model is sharded; None for all."""
     axes: Axes = UNDIVIDED
-    """How the model is divided over processes that train on the same rows."""
+    """Division of the model over processes that train on the same rows."""
     path: Path | None = None
 
     def same_as(self, other: "Backend") -> list[str]:
-        """What differs, as `field: this != that`; name, path and processes do not count."""
+        """Differences as `field: this != that`, ignoring name, path and processes."""
         fields = (
             "engine", "shard", "offload", "device", "precision", "zero_init", "shard_size", "axes",
         )  # fmt: skip
@@ -92,22 +93,22 @@ class Backend:
 
 
 def folders() -> list[Path]:
-    """Where backends are looked for: the working directory's own, then those that are shipped."""
+    """Folders to search for backends: that of the working directory, then the shipped ones."""
     package = Path(__file__).parents[1]
-    shipped = package / "accelerate_configs"  # in a wheel; beside the package in a checkout
+    shipped = package / "accelerate_configs"  # in a wheel; next to the package in a checkout
     return [Path("accelerate_configs"), shipped, package.parent / "accelerate_configs"]
 
 
 def names() -> list[str]:
-    """Names of the backends that can be asked for."""
+    """Names of all available backends."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
 
 
 def find(name: str) -> Path:
-    """The YAML of a backend, by name or path.
+    """The YAML file of a backend, by name or path.
 
     Raises:
-        FinetuneError: there is none.
+        FinetuneError: there is no such backend.
     """
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
@@ -123,7 +124,7 @@ def find(name: str) -> Path:
 
 
 def describe(name: str) -> str:
-    """The comment that a backend's file begins with; of one that cannot be read, the reason."""
+    """The comment in the first line of a backend's file, or the reason why it cannot be read."""
     try:
         first = find(name).read_text(encoding="utf-8").split("\n")[0]
     except (OSError, ValueError) as error:
@@ -135,7 +136,7 @@ def load(name: str) -> Backend:
     """Read a backend strictly: an unknown key, which Accelerate would ignore, is an error.
 
     Raises:
-        FinetuneError: with every problem of the file.
+        FinetuneError: contains every problem of the file.
     """
     path = find(name)
     try:
@@ -207,7 +208,7 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
 
 
 def _from_config(path: Path, config: dict[str, Any]) -> Backend:
-    """Where a file and the environment of a launched process meet: both become these variables."""
+    """Convert a file to the variables of a launched process, and these to a backend."""
     environment = {"ACCELERATE_MIXED_PRECISION": str(config["mixed_precision"])}
     if fsdp := config.get("fsdp_config"):
         environment |= {"ACCELERATE_USE_FSDP": "true"}
@@ -229,7 +230,7 @@ def _from_config(path: Path, config: dict[str, Any]) -> Backend:
 
 
 def from_environment(environment: Mapping[str, str], name: str = "launched") -> Backend:
-    """The backend that `accelerate launch` handed to a process, from the variables it set."""
+    """The backend that `accelerate launch` passed to a process in environment variables."""
 
     def given(key: str, default: str = "none") -> str:
         return environment.get(key, default).lower()
@@ -300,14 +301,14 @@ def _data_size(environment: Mapping[str, str], axis: str) -> int:
 def divided(
     backend: Backend, processes: int | None, sizes: Mapping[str, int | str | None]
 ) -> tuple[Backend, int]:
-    """The backend with the axes of a job, and the job's processes.
+    """The backend with the axes of a job, and the number of processes of the job.
 
     Args:
-        processes: of the job; None for those of the backend's file, times what an axis grew.
-        sizes: of the axes, and the schedule, by the fields of `Axes`; None keeps the file's.
+        processes: number of processes; None scales those of the backend's file with the axes.
+        sizes: axis sizes and schedule, by the fields of `Axes`; None keeps that of the file.
 
     Raises:
-        FinetuneError: with every axis that the backend does not have, or that is too small.
+        FinetuneError: contains every axis that the backend does not have or that is too small.
     """
     asked: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
     problems: list[str] = []
@@ -326,7 +327,7 @@ def divided(
         raise FinetuneError(*problems)
     changed = dataclasses.replace(backend, axes=dataclasses.replace(backend.axes, **asked))
     data = backend.processes // backend.axes.processes
-    if backend.shard != "none":  # more experts than processes so far lie over more of them
+    if backend.shard != "none":  # a larger experts axis may need more data parallel processes
         data = math.lcm(data, changed.axes.experts) if "experts" in asked else data
     return changed, data * changed.axes.processes if processes is None else processes
 
@@ -341,15 +342,15 @@ def sized(
 ) -> Backend:
     """The backend with the shard size of a job.
 
-    Under hybrid sharding each node of several holds a copy, unless another size is asked for; on
-    one node it is the size of the backend's file.
+    By default, hybrid sharding keeps one copy per node, or uses the size in the backend's file on a
+    single node.
 
     Args:
-        nodes: machines of the job.
-        shard_size: processes that hold one copy together.
+        nodes: number of machines of the job.
+        shard_size: processes over which one copy is sharded.
 
     Raises:
-        FinetuneError: no such size divides the processes, or a copy would cross nodes.
+        FinetuneError: the size does not divide the processes, or a copy would cross nodes.
     """
     if backend.shard_size is None or backend.axes.any:
         if shard_size is None:
@@ -377,12 +378,12 @@ def sized(
 
 
 def launched() -> Backend | None:
-    """The backend this process was launched with, or None when Accelerate did not launch it.
+    """The backend with which this process was launched; None if not launched by Accelerate.
 
-    Where the launcher was given a file, what arrived is compared with what the file says.
+    If the launcher was given a file, the settings that reached this process are compared with it.
 
     Raises:
-        FinetuneError: the file is wrong, or something in it was lost on the way.
+        FinetuneError: the file is invalid, or one of its settings was lost.
     """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
@@ -396,7 +397,7 @@ def launched() -> Backend | None:
     arguments = launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
     asked = load(named[0]) if named else None
-    # What Accelerate forgets of the file, and `finetune launch` may have set otherwise.
+    # Settings that Accelerate drops from the file, unless `finetune launch` set them.
     forgotten = {} if asked is None else asked.axes.variables()
     arrived = from_environment({**forgotten, **os.environ})
     _refuse_other_product(arrived)
@@ -408,7 +409,7 @@ def launched() -> Backend | None:
         "parallelism_config_dp_shard_size": "shard_size",
         **{f"parallelism_config_{key}_size": "axes" for key in model_axes.KEYS},
     }
-    if arrived.axes.variables() != forgotten:  # by `finetune launch`
+    if arrived.axes.variables() != forgotten:  # set by `finetune launch`
         overridden["config_file"] = "axes"
     lost = [
         difference
@@ -424,7 +425,7 @@ def launched() -> Backend | None:
 
 
 def _refuse_other_product(arrived: Backend) -> None:
-    """The sizes that arrived must multiply to the processes that were started."""
+    """Raise FinetuneError unless the product of the axis sizes is the number of processes."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return
     copies, shard = (_data_size(os.environ, axis) for axis in ("REPLICATE", "SHARD"))

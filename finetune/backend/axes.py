@@ -1,4 +1,4 @@
-"""Sizes of the axes that divide a model and not the rows, from a file or a launched process."""
+"""Axes that divide the model instead of the rows, read from a file or a launched process."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from finetune.errors import did_you_mean
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
 SCHEDULES: tuple[Schedule, ...] = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""Schedules of `torch.distributed.pipelining` that a pipeline may run, by torch's names."""
+"""Supported schedules of `torch.distributed.pipelining`, with torch's names."""
 
 SECTION = "parallelism_config"
 DATA_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
@@ -21,7 +21,7 @@ KEYS = {
     "tp": "tensor",
     "ep": "experts",
 }
-"""Key in the section and in Accelerate's variables -> field of `Axes`."""
+"""Maps the key in the section and in Accelerate's variables to the field of `Axes`."""
 FLAGS = {
     "pipeline": "stages of a pipeline, each with some of the layers",
     "context": "processes that share the tokens of a row, and gather its keys and values",
@@ -29,61 +29,61 @@ FLAGS = {
     "tensor": "processes that share each layer",
     "experts": "processes that share the experts of a layer",
 }
-"""Field of `Axes` -> what it is, for the command line."""
+"""Maps the field of `Axes` to its description on the command line."""
 OURS = ("pp", "ep")
-"""Keys that Accelerate 1.15 takes in a file and forgets; `finetune launch` sets their variables."""
+"""Keys that Accelerate 1.15 reads and then drops; `finetune launch` sets their variables."""
 SCHEDULE = "pp_schedule"
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Processes along each axis that divides a model; the others read rows of their own."""
+    """Number of processes along each axis that divides the model; the rest is data parallel."""
 
     pipeline: int = 1
-    """Stages, each with some of the layers."""
+    """Pipeline stages, each with some of the layers."""
     context: int = 1
-    """Processes that share the tokens of a row, and gather its keys and values."""
+    """Processes that split the tokens of a row and gather its keys and values."""
     sequence: int = 1
-    """Processes that share the tokens of a row, and exchange them for heads (Ulysses)."""
+    """Processes that split the tokens of a row and exchange them for heads (Ulysses)."""
     tensor: int = 1
-    """Processes that share each layer."""
+    """Processes that split each layer."""
     experts: int = 1
-    """Processes that share the experts of a layer: those that share rows, and others besides."""
+    """Processes over which the experts of a layer are divided, which may read different rows."""
     schedule: Schedule = "1F1B"
-    """Order in which a pipeline takes its micro-batches."""
+    """Order of the micro-batches in a pipeline."""
 
     @property
     def any(self) -> bool:
-        """Whether some axis divides the model."""
+        """Whether any axis divides the model."""
         return self.processes * self.experts > 1
 
     @property
     def processes(self) -> int:
-        """Processes that train on the same rows."""
+        """Number of processes that train on the same rows."""
         return self.pipeline * self.parts * self.tensor
 
     @property
     def parts(self) -> int:
-        """Processes that share the tokens of a row."""
+        """Number of processes that split the tokens of a row."""
         return self.context * self.sequence
 
     @property
     def chunks(self) -> int:
-        """Parts of the model that each stage has."""
+        """Number of model parts per stage."""
         return 2 if self.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Processes along each axis that divides the model, by its field."""
+        """Sizes of the axes larger than 1, by field."""
         found = {field: getattr(self, field) for field in KEYS.values()}
         return {field: size for field, size in found.items() if size > 1}
 
     def words(self) -> str:
-        """Such as `pipeline 2 x tensor 2`."""
+        """The axes as text, such as `pipeline 2 x tensor 2`."""
         return " x ".join(f"{field} {size}" for field, size in self.sizes.items())
 
     def variables(self) -> dict[str, str]:
-        """What Accelerate does not hand to a process, as variables of its kind."""
+        """Environment variables, named as by Accelerate, for settings that it does not pass on."""
         found = {_variable(f"{key}_size"): str(getattr(self, KEYS[key])) for key in OURS}
         return {**found, _variable(SCHEDULE): self.schedule}
 
@@ -92,12 +92,12 @@ UNDIVIDED = Axes()
 
 
 def keys() -> set[str]:
-    """Keys of the section that this toolkit reads."""
+    """Keys that are read from the section."""
     return DATA_KEYS | {f"{SECTION}_{key}_size" for key in KEYS} | {f"{SECTION}_{SCHEDULE}"}
 
 
 def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the sizes and the schedule of a file's section."""
+    """Problems with the sizes and the schedule in a file's section."""
     for key in KEYS:
         name = f"{SECTION}_{key}_size"
         size = section.get(name, 1)
@@ -112,7 +112,7 @@ def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def mesh_problems(config: dict[str, Any]) -> list[str]:
-    """Sizes are whole numbers, and `num_processes` is their product."""
+    """Problems of a file's section: sizes must be integers with the product `num_processes`."""
     sizes = cast(dict[str, Any], config[SECTION])
     problems = list(problems_of_sizes(sizes))
     divided = not problems and _divides(sizes)
@@ -154,7 +154,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
 
 
 def _expert_problems(sizes: Mapping[str, Any]) -> list[str]:
-    """Experts lie over the processes of the tensor axis, and over shards besides."""
+    """Problems with the number of processes over which experts are divided."""
     key = f"{SECTION}_ep_size"
     tensor, shard = (sizes.get(f"{SECTION}_{axis}_size", 1) for axis in ("tp", "dp_shard"))
     problem = experts_problem(sizes.get(key, 1), tensor, shard)
@@ -162,7 +162,10 @@ def _expert_problems(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def experts_problem(experts: int, tensor: int, shard: int) -> str | None:
-    """Why the experts of a layer cannot be divided among so many processes."""
+    """Why the experts of a layer cannot be divided over `experts` processes; None if they can.
+
+    Experts are divided over the processes of the tensor axis, and then over shards.
+    """
     if experts == 1 or not (experts % tensor or tensor * shard % experts):
         return None
     whole = tensor * shard
@@ -179,7 +182,7 @@ def _divides(sizes: Mapping[str, Any]) -> bool:
 
 
 def from_variables(environment: Mapping[str, str]) -> Axes:
-    """The axes of a process, by the variables that its launcher set."""
+    """The axes of a process, from the environment variables set by its launcher."""
     sizes = {
         field: int(environment.get(_variable(f"{key}_size"), "1")) for key, field in KEYS.items()
     }

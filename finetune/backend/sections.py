@@ -1,4 +1,4 @@
-"""Checks of the sections of a backend's file that belong to FSDP and to DeepSpeed."""
+"""Check the FSDP and DeepSpeed sections of a backend's file."""
 
 from typing import Any, Literal
 
