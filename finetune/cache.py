@@ -1,4 +1,4 @@
-"""Folders that are kept between runs, below FINETUNE_CACHE, else the user's cache folder."""
+"""Cache folders, under FINETUNE_CACHE or the user's cache folder."""
 
 import os
 from collections.abc import Callable
@@ -10,14 +10,15 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def cache(kind: str) -> Path:
-    """The folder of a kind of things: `data` for prepared rows, `compiled` for kernels.
+    """The cache folder for a kind of files: `data` for prepared rows, `compiled` for kernels.
 
-    Raises FinetuneError for a user without a home folder where no other one is named.
+    Raises:
+        FinetuneError: the user has no home folder, and FINETUNE_CACHE is not set.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
     try:
         return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind
-    except RuntimeError:  # a container that runs as a user without an entry
+    except RuntimeError:  # in a container whose user has no passwd entry
         raise FinetuneError(
             "there is no place for the cache: this user has no home folder; set FINETUNE_CACHE to "
             "a folder that it may write to"
@@ -25,17 +26,17 @@ def cache(kind: str) -> Path:
 
 
 def keep_compiled(usual: Callable[[], str]) -> None:
-    """Let TorchInductor keep its code there, unless a person has named another folder.
+    """Make TorchInductor use `cache("compiled")`, unless the user has set another folder.
 
     Args:
-        usual: gives PyTorch's own, in the machine's temporary files, which TorchInductor names when
-            it is imported; asked only where one is named, because that import takes a second.
+        usual: returns PyTorch's default folder, in temporary files, which TorchInductor sets when
+            it is imported. Called only if a folder is set, because the import takes a second.
     """
     if COMPILED not in os.environ or os.environ[COMPILED] == usual():
         os.environ[COMPILED] = str(cache("compiled"))
 
 
 def hub_cache() -> Path:
-    """Where the Hugging Face hub keeps what was downloaded."""
+    """The folder of downloads from the Hugging Face hub."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

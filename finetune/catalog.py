@@ -1,4 +1,4 @@
-"""Recipes by name or file, with overrides: defaults, then the file, then key=value."""
+"""Load recipes by name or file, with overrides: defaults, then the file, then key=value."""
 
 import ast
 import contextlib
@@ -30,14 +30,14 @@ FREE_TO_CHANGE = {
     "model.activation_checkpointing", "model.attention", "model.pickle",
     "optim.on_nonfinite", "optim.max_skipped",
 }  # fmt: skip
-"""Fields that a continued run may change: no step computes anything else from its rows.
+"""Fields that may change on resume, because they do not affect what a step computes from its rows.
 
-`max_steps` and `epochs` move the end of the schedule, and so the learning rate of later steps.
+`max_steps` and `epochs` move the end of the schedule and thus the learning rate of later steps.
 """
 
 
 class ExactNumbers(yaml.SafeLoader):
-    """YAML 1.1 reads 2e-4 as text; here it is the number that it is in Python and JSON."""
+    """YAML loader that reads 2e-4 as a number, as Python and JSON do; YAML 1.1 reads a string."""
 
 
 ExactNumbers.add_implicit_resolver(
@@ -48,13 +48,13 @@ ExactNumbers.add_implicit_resolver(
 
 
 def folders() -> list[Path]:
-    """Where recipes are looked for: the working directory's own, then those that are shipped."""
+    """Folders to search for recipes: that of the working directory, then the shipped ones."""
     package = Path(__file__).parent
     return [Path("recipes"), package / "recipes", package.parent / "recipes"]
 
 
 def names() -> dict[str, Path]:
-    """Recipes that can be named, with their files."""
+    """Files of the available recipes, by name."""
     found: dict[str, Path] = {}
     for folder in folders():
         for path in sorted(folder.glob("*")):
@@ -64,9 +64,9 @@ def names() -> dict[str, Path]:
 
 
 def describe(path: Path) -> str:
-    """The first line of a recipe's docstring or leading comment, without running it.
+    """The first line of a recipe's docstring or leading comment, without running the recipe.
 
-    Of a file that cannot be read, which must not hide the others from a list: the reason.
+    For a file that cannot be read, the reason, so that a list still shows the others.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -79,10 +79,10 @@ def describe(path: Path) -> str:
 
 
 def resolve(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a name or file, with `key=value` overrides on dotted paths.
+    """Load a recipe by name or file, with `key=value` overrides on dotted paths.
 
     Raises:
-        FinetuneError: with every problem of the file and the overrides.
+        FinetuneError: contains every problem of the file and the overrides.
     """
     recipe = load(find(str(name)))
     return override(recipe, overrides) if overrides else recipe
@@ -92,7 +92,7 @@ def find(name: str) -> Path:
     """The file of a recipe.
 
     Raises:
-        FinetuneError: there is none.
+        FinetuneError: there is no such recipe.
     """
     if name.endswith((".py", ".yaml", ".yml", ".json")):
         if os.path.isfile(name):
@@ -107,10 +107,10 @@ def find(name: str) -> Path:
 
 
 def load(path: Path) -> Recipe:
-    """Read a recipe from Python (the one Recipe that it defines), YAML or JSON.
+    """Read a recipe from a Python file (the single Recipe that it defines), YAML or JSON.
 
     Raises:
-        FinetuneError: with every problem of the file.
+        FinetuneError: contains every problem of the file.
     """
     if path.suffix == ".py":
         return _from_python(path)
@@ -127,7 +127,7 @@ def _from_python(path: Path) -> Recipe:
         defined = runpy.run_path(str(path))
     except FinetuneError as error:
         raise FinetuneError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    except (Exception, SystemExit) as error:  # whatever a user's program raises is about it
+    except (Exception, SystemExit) as error:  # any exception of the user's code
         lines = [line for name, line in _places(error) if name == str(path)]
         where = f"{path}:{lines[-1]}" if lines else str(path)
         raise FinetuneError(f"{where}: {type(error).__name__}: {error}") from None
@@ -147,17 +147,17 @@ def _places(error: BaseException) -> Iterator[tuple[str, int | None]]:
 
 
 def to_fields(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain values, with its method: what JSON and YAML hold."""
+    """A recipe as plain values for JSON and YAML, including its method."""
     kind = type(recipe)
     name = recipe.method if METHODS.get(recipe.method) is kind else extensions.name_of(kind)
     return {"method": name} | to_jsonable_python(recipe)
 
 
 def from_fields(fields: Any, where: str = "recipe") -> Recipe:
-    """The inverse of `to_fields`.
+    """Build a recipe from plain values, the inverse of `to_fields`.
 
     Raises:
-        FinetuneError: with every problem, each with its path.
+        FinetuneError: contains every problem with its path.
     """
     if not isinstance(fields, dict):
         raise FinetuneError(f"{where}: expected keys and values, got {type(fields).__name__}")
@@ -176,10 +176,10 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
 
 
 def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:
-    """The recipe with `key=value` applied on dotted paths (`optim.lr=1e-4`, `data.0.first=100`).
+    """Apply `key=value` overrides on dotted paths (`optim.lr=1e-4`, `data.0.first=100`).
 
     Raises:
-        FinetuneError: a pair is not of that form, or the result is not a recipe.
+        FinetuneError: a pair does not have this form, or the result is not a valid recipe.
     """
     fields = to_fields(recipe)
     wrong = [problem for pair in pairs if (problem := _apply(fields, type(recipe), pair))]
@@ -193,7 +193,7 @@ def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:
 
 
 def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
-    """Set one value in place; returns the problem, if there is one."""
+    """Set one value in place; returns the problem, or None."""
     path, equals, text = pair.partition("=")
     if not equals or not path:
         is_adapter = os.path.isfile(f"{pair}/adapter_config.json")
@@ -226,7 +226,7 @@ def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
 
 
 def _hint_within(hint: Any, part: str) -> Any:
-    """The type of a field, an element or a value of a type; Any where none is known."""
+    """The type of a field, an element or a value within a type; Any if unknown."""
     if hint is Any:
         return Any
     for kind in _alternatives(hint):
@@ -247,9 +247,9 @@ def _hint_within(hint: Any, part: str) -> Any:
 
 
 def _value_of_dict(hint: Any) -> tuple[Any] | None:
-    """The type of the values of a dictionary whose values have no keys of their own.
+    """The type of the values of a dictionary whose values are not nested; None for other types.
 
-    Its keys are names of modules, which have dots.
+    The keys of such a dictionary are module names, which contain dots.
     """
     for kind in _alternatives(hint):
         if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
@@ -267,9 +267,9 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A value from the command line: its first reading that the field accepts.
+    """Parse a value from the command line: the first interpretation that the field accepts.
 
-    Where the field accepts none, the first reading stays, for the error message.
+    If the field accepts none, the first interpretation is returned, for the error message.
     """
     readings = list(_readings(text, hint))
     adapter = TypeAdapter(hint, config=None if _is_section(hint) else _LENIENT)
@@ -289,11 +289,10 @@ def _is_section(hint: Any) -> bool:
 
 
 def _readings(text: str, hint: Any) -> Iterator[Any]:
-    """What a text can mean, most specific first.
+    """Possible interpretations of a text, most specific first.
 
-    A word that the field lists, as it is listed; true, false, null or none; JSON; a number;
-    `[a, b]` without quotes; `(a, b)` of Python; the text itself; and, for a list, values that
-    commas separate.
+    A literal of the field; true, false, null or none; JSON; a number; `[a, b]` without quotes; a
+    Python tuple `(a, b)`; the text itself; and a list of comma-separated values.
     """
     words = {"true": True, "false": False, "null": None, "none": None}
     listed = [kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal]
@@ -320,7 +319,7 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
 
 
 def differences(recipe: Recipe, other: Recipe) -> list[str]:
-    """Fields that change the mathematics and differ, as `field: value -> other value`."""
+    """Differing fields that affect training, as `field: value -> other value`."""
     mine, theirs = _flatten(to_fields(recipe)), _flatten(to_fields(other))
     changed = [key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)]
     return [

@@ -1,7 +1,7 @@
-"""The `with_...` methods of a recipe: each returns a changed copy.
+"""The `with_...` methods of a recipe, each of which returns a modified copy.
 
-Their signatures repeat the fields of the sections, for editors and type checkers; a test compares
-the two.
+Their signatures repeat the fields of the sections for editors and type checkers; a test compares
+them.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ class _Unchanged:
 
 
 UNCHANGED: Any = _Unchanged()
-"""Default of an argument of `with_...`: the field keeps its value."""
+"""Default of the arguments of `with_...`: the field keeps its value."""
 
 
 def _fields_of(section: str, quantization: str | None = None) -> Callable[[Method], Method]:
-    """Make a method from its signature: the keywords that are given become fields of `section`.
+    """Build a method from its signature: keyword arguments become fields of `section`.
 
-    An adapter starts from the defaults, any other section from the recipe's own. A keyword that is
-    not in the signature is passed on, so that the section reports it with "did you mean".
+    An adapter starts from the defaults, and other sections from those of the recipe. A keyword that
+    is not in the signature is passed on, so that the section reports it with "did you mean".
     """
 
     def make(method: Method) -> Method:
@@ -55,10 +55,10 @@ def _fields_of(section: str, quantization: str | None = None) -> Callable[[Metho
 
 
 class Changes:
-    """What a recipe offers to change a copy of itself."""
+    """The methods of a recipe that return a modified copy."""
 
     adapter_kind: ClassVar[type]
-    """The section of an adapter."""
+    """Class of the adapter section."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -66,11 +66,11 @@ class Changes:
         eval_data: tuple[Data, ...]
 
     def with_model(self, model: "Model") -> Self:
-        """Train another model."""
+        """Change the model."""
         return dataclasses.replace(self, model=model)
 
     def with_data(self, *data: "Data", eval_data: "tuple[Data, ...] | Data" = ()) -> Self:
-        """Train on these sources; `eval_data` replaces the held-out ones where it is given."""
+        """Train on these sources; `eval_data`, if given, replaces the evaluation sources."""
         held_out = eval_data if isinstance(eval_data, tuple) else (eval_data,)
         return dataclasses.replace(self, data=data, eval_data=held_out or self.eval_data)
 
@@ -119,7 +119,7 @@ class Changes:
         rank_pattern: dict[str, int] = {},  # noqa: B006
         alpha_pattern: dict[str, float] = {},  # noqa: B006
     ) -> Self:
-        """Train a new LoRA adapter on a base in NF4 with double quantisation (arXiv:2305.14314).
+        """Train a new LoRA adapter on a base in NF4 with double quantization (arXiv:2305.14314).
 
         Raises:
             FinetuneError: an unknown field or a wrong value.
@@ -127,7 +127,7 @@ class Changes:
         ...
 
     def with_full_weights(self) -> Self:
-        """Train all weights: no adapter, no quantisation."""
+        """Train all weights, without an adapter or quantization."""
         model = dataclasses.replace(self.model, quantization="none")
         return dataclasses.replace(self, adapter=None, model=model)
 
@@ -186,7 +186,7 @@ class Changes:
         pointwise: Literal["auto", "compiled", "eager"] = UNCHANGED,
         allocator: Literal["auto", "pooled", "plain"] = UNCHANGED,
     ) -> Self:
-        """Change how the same mathematics is computed; see `Kernels`.
+        """Change how the computation is implemented; see `Kernels`.
 
         Raises:
             FinetuneError: an unknown field or a wrong value.
@@ -232,7 +232,7 @@ class Changes:
         ...
 
     def with_epochs(self, epochs: float) -> Self:
-        """Train for a number of passes over the data, instead of a number of steps."""
+        """Train for a number of passes over the data instead of a number of steps."""
         return dataclasses.replace(self, epochs=epochs, max_steps=None)
 
     def with_steps(self, max_steps: int) -> Self:
@@ -244,5 +244,5 @@ class Changes:
         return dataclasses.replace(self, seed=seed)
 
     def with_backend(self, name: str) -> Self:
-        """Name the backend that is used when a command names none."""
+        """Change the default backend of `finetune launch`."""
         return dataclasses.replace(self, backend=name)

@@ -1,4 +1,4 @@
-"""The vocabulary of failure: what a person did wrong, and what went wrong while training."""
+"""Exceptions for user errors and failed trainings, and the format of their messages."""
 
 import dataclasses
 import difflib
@@ -16,10 +16,10 @@ from pydantic_core import ArgsKwargs
 
 
 class FinetuneError(Exception):
-    """A person's mistake, or a request that cannot be honoured: exit status 2, no traceback.
+    """A user error, or a request that cannot be satisfied: exit status 2, no traceback.
 
-    Carries every problem that was found, so that all of them can be mended at once. Each says
-    what is wrong, where, what was got, and what to write instead.
+    Contains every problem that was found, so that all of them can be fixed at once. Each problem
+    states what is wrong, where, the value, and what to write instead.
     """
 
     exit_status = 2
@@ -29,29 +29,29 @@ class FinetuneError(Exception):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
-        return type(self), self.problems  # between processes too, each problem is a line
+        return type(self), self.problems  # keeps the problems separate when pickled
 
 
 class TrainingFailure(FinetuneError):
-    """Training was started and could not go on: exit status 1."""
+    """Training started and could not continue: exit status 1."""
 
     exit_status = 1
 
 
 class Interrupted(FinetuneError):
-    """A signal asked for the end; what was trained is saved: exit status 75 (EX_TEMPFAIL).
+    """Training was stopped by a signal and has been saved: exit status 75 (EX_TEMPFAIL).
 
-    A scheduler may start the same command again, with `--resume auto`.
+    A scheduler may run the same command again with `--resume auto`.
     """
 
     exit_status = 75
 
 
 def of_a_file(error: OSError) -> str | None:
-    """`FILE: Permission denied` and its like; None where no file of a user is to blame.
+    """A message such as `FILE: Permission denied`; None if the error is not about a user's file.
 
-    An error without a file, and one of a file of this package, is a mistake of the toolkit; but a
-    full disk often comes without the name of the file.
+    Errors without a file name, or about a file of this package, are bugs; only errors about a full
+    or read-only disk are reported without a file name.
     """
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return f"{error.strerror}: a file could not be written"
@@ -64,16 +64,16 @@ def of_a_file(error: OSError) -> str | None:
 
 
 LONG = 400
-"""Characters of a file's name that a message shows."""
+"""Maximum number of characters of a file name in a message."""
 LONGEST = 4000
-"""Characters of a problem that are told, whatever it quotes."""
+"""Maximum number of characters in a problem, including quoted values."""
 
 
 def one_line(problem: str) -> str:
-    """A problem in one line that a terminal shows as it is, its middle left out where it is long.
+    """A problem on one line that is safe to print, with its middle left out if it is long.
 
-    Names, values and errors of libraries come from files of strangers: they hold line ends, half
-    characters, and codes that would move a terminal's cursor.
+    Names, values and messages of libraries come from untrusted files: they may contain line breaks,
+    unpaired surrogates, and terminal control codes.
     """
     if len(problem) > LONGEST:
         cut = LONGEST // 2
@@ -93,7 +93,7 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-# A recipe's fields: pydantic's errors, in Python as for files.
+# Fields of a recipe: pydantic's errors, for recipes in Python and in files.
 
 FURTHER = "to train an adapter further, set model.adapter=FOLDER"
 ADAPTER_OF_OTHERS = re.compile(
@@ -101,13 +101,13 @@ ADAPTER_OF_OTHERS = re.compile(
     r"|(adapter|lora|peft)_?(name|path|dir|model|checkpoint|weights|resume|init)"
     r"|(resume|init|start|load|continue).*(adapter|lora|peft)"
 )
-"""Keys by which users mean an adapter that was trained before, some of them of other toolkits."""
+"""Keys, some from other toolkits, with which users try to name an existing adapter."""
 
 
 class Checked(type):
-    """Metaclass of a recipe and its sections: a wrong field raises FinetuneError, not pydantic's.
+    """Metaclass of recipes and their sections that raises FinetuneError for invalid fields.
 
-    Validation of nested values does not pass through here, so that each error is reported once.
+    Nested values are validated by pydantic directly, so each error is reported once.
     """
 
     if not TYPE_CHECKING:  # a type checker reads the signature of the dataclass
@@ -120,7 +120,7 @@ class Checked(type):
 
 
 def problems(error: ValidationError, kind: type | None, where: str) -> list[str]:
-    """Each problem of a validation as `where: path: what is wrong, got ..., instead`."""
+    """The problems of a validation, each as `where: path: what is wrong, got ..., instead`."""
     found: list[str] = []
     for item in error.errors(include_url=False):
         place = ".".join(str(part) for part in _named(item["loc"], kind)) or "recipe"
@@ -146,7 +146,7 @@ def problems(error: ValidationError, kind: type | None, where: str) -> list[str]
 
 
 def _named(path: Sequence[int | str], kind: type | None) -> Sequence[int | str]:
-    """The path, with the name of a field that was given by its position."""
+    """The path, with a positional argument replaced by the name of its field."""
     if path and isinstance(path[0], int):
         names = known_fields(kind, ())
         if path[0] < len(names):
@@ -155,7 +155,7 @@ def _named(path: Sequence[int | str], kind: type | None) -> Sequence[int | str]:
 
 
 def _quoted(listed: str) -> list[str]:
-    """The words of pydantic's "'a', 'b' or 'c'"."""
+    """The quoted words of a pydantic message, "'a', 'b' or 'c'"."""
     return re.findall(r"'([^']*)'", listed)
 
 

@@ -1,4 +1,4 @@
-"""Names that stand for code: those of this package, and `module:attribute` of anybody else's."""
+"""Look up code by name: built-in names, or `module:attribute` outside this package."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from finetune.errors import FinetuneError, did_you_mean
 
 
 def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What a name stands for.
+    """Look up a name.
 
     Args:
-        field: how an error calls it, such as `method` or `--format`.
-        name: one of `known`, or `module:attribute`; the module must be installed, or lie in a
+        field: name of the setting in error messages, such as `method` or `--format`.
+        name: one of `known`, or `module:attribute`; the module must be installed or be in a
             folder on PYTHONPATH.
-        known: values by name; a text `module:attribute` is imported when it is asked for.
+        known: values by name; a string `module:attribute` is imported on lookup.
 
     Raises:
-        FinetuneError: no such name, or its module or attribute cannot be imported.
+        FinetuneError: the name is unknown, or its module or attribute cannot be imported.
     """
     if name in known:
         value = known[name]
