@@ -1,4 +1,4 @@
-"""Import the configuration of another toolkit: the recipe that means the same, and what differs."""
+"""Convert the configuration of another toolkit to a recipe, and report what differs."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -14,20 +14,20 @@ KINDS = {
     "base_model": ("axolotl", axolotl.translate),
     "model_name_or_path": ("LLaMA-Factory", llamafactory.translate),
 }
-"""The key by which a file is recognised, with its toolkit."""
+"""The key that identifies a file, with its toolkit and translator."""
 
 ORDER: tuple[Outcome, ...] = ("no counterpart", "differs", "translated", "not needed")
 
 
 def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, str]:
-    """The recipe of a file, what became of each of its keys, and the toolkit's name.
+    """The recipe of a file, the outcome of each of its keys, and the name of the toolkit.
 
     Args:
-        path: YAML of axolotl or of LLaMA-Factory.
-        processes: that the file is meant for, which it does not say.
+        path: YAML file of axolotl or LLaMA-Factory.
+        processes: number of processes that the file is meant for, which it does not contain.
 
     Raises:
-        FinetuneError: the file is of neither kind, or means what no recipe can.
+        FinetuneError: the file is of neither kind, or no recipe can express it.
     """
     try:
         read = read_yaml(path.read_text(encoding="utf-8"), catalog.ExactNumbers)
@@ -54,7 +54,7 @@ def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, 
 
 
 def explain(job: Translation) -> list[str]:
-    """Lines that say what became of each key, the most important first."""
+    """Lines with the outcome of each key, the most important first."""
     lines = list[str]()
     for outcome in ORDER:
         found = {key: told for key, (kind, told) in job.outcomes.items() if kind == outcome}

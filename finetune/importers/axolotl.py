@@ -1,4 +1,4 @@
-"""Translate an axolotl configuration; its names are those of axolotl's configuration reference."""
+"""Translate an axolotl configuration, with the names of axolotl's configuration reference."""
 
 import re
 from pathlib import Path
@@ -50,10 +50,10 @@ NOT_NEEDED = {
 
 
 def translate(job: Translation, folder: Path) -> None:
-    """Fill the fields of a recipe; `folder` is that of the file, for those that it names.
+    """Fill the fields of a recipe; `folder` is the folder of the file, for relative paths.
 
     Raises:
-        FinetuneError: the training is of a kind that no method here is.
+        FinetuneError: no method here matches the kind of training.
     """
     _method(job)
     _model(job)
@@ -332,7 +332,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
 
 
 def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str, Any]) -> None:
-    """A prompt of the user's own: its columns have a counterpart, its text has none."""
+    """Translate a custom prompt: its columns have a counterpart, its text does not."""
     data["format"] = "alpaca"
     names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
     names["field_system"] = "system"

@@ -1,4 +1,4 @@
-"""The verb `finetune import`."""
+"""The command `finetune import`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from finetune.importers import explain, import_recipe, recipe_file
 
 
 def run(file: Path, output: str | None, processes: int) -> int:
-    """Write the recipe of a file, and print what became of each of its keys."""
+    """Write the recipe of a file, and print the outcome of each of its keys."""
     name = output or file.stem
     path = recipe_file.path_of(name)
     recipe, job, toolkit = import_recipe(file, processes)

@@ -1,4 +1,4 @@
-"""Translate a LLaMA-Factory configuration with the data sets of its dataset_info.json."""
+"""Translate a LLaMA-Factory configuration, including data sets from its dataset_info.json."""
 
 import json
 from collections.abc import Mapping
@@ -43,10 +43,10 @@ NOT_NEEDED = {
 
 
 def translate(job: Translation, folder: Path) -> None:
-    """Fill the fields of a recipe; `folder` is that of the file, for those that it names.
+    """Fill the fields of a recipe; `folder` is the folder of the file, for relative paths.
 
     Raises:
-        FinetuneError: the training is of a kind that no method here is, or a data set is not
+        FinetuneError: no method here matches the kind of training, or a data set is not
             described.
     """
     _method(job)
@@ -263,7 +263,7 @@ def _data(job: Translation, folder: Path) -> None:
 
 
 def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
-    """The data sets of dataset_info.json, beside the file or where LLaMA-Factory is started."""
+    """The data sets of dataset_info.json, relative to the file or to the working directory."""
     homes = [folder / place, folder, Path(place)]
     home = next((home for home in homes if (home / INFO).is_file()), None)
     if home is None:
@@ -365,14 +365,14 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
 
 
 def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
-    """The format that reads these tags; a tag that neither reads is named."""
+    """The format for these tags; records tags that no format reads."""
     pair = (tags["role_tag"], tags["content_tag"])
     known = OPENAI_TAGS if pair == ("role", "content") else TAGS
     roles = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}, "system": {"system"}}
     roles |= {"observation": {"observation", "tool"}}
     for tag, value in tags.items():
         same = value == known.get(tag) or value in roles.get(tag.removesuffix("_tag"), ())
-        usual = value == TAGS.get(tag)  # LLaMA-Factory's own, which the data need not have
+        usual = value == TAGS.get(tag)  # LLaMA-Factory's default, which the data may not use
         if same:
             job.say(f"{at}.tags.{tag}", "translated", "as here")
         elif not usual:
@@ -396,7 +396,7 @@ def _mixture(job: Translation) -> None:
         return
     shares = _names(job.get("interleave_probs", ""))
     for source, share in zip(job.fields.get("data", []), shares, strict=False):
-        source["weight"] = share  # the recipe reads the number, or refuses the word
+        source["weight"] = share  # the recipe parses the number or rejects it
     told = "weights of the sources; an epoch is as long as no row comes twice"
     job.say("mix_strategy", "differs", told)
     job.say("interleave_probs", "translated", told)

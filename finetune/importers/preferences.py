@@ -1,4 +1,4 @@
-"""Preference methods of other toolkits: their names, weights and data formats."""
+"""Translate preference methods of other toolkits: names, weights and data formats."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ AXOLOTL = {
     "simpo": {"method": "simpo"},
     "kto": {"method": "kto"},
 }
-"""Fields of a recipe by axolotl's `rl`."""
+"""Recipe fields, by axolotl's `rl`."""
 LLAMA_FACTORY = {
     "sigmoid": {"method": "dpo"},
     "hinge": {"method": "dpo", "loss_type": "hinge"},
@@ -21,7 +21,7 @@ LLAMA_FACTORY = {
     "orpo": {"method": "orpo"},
     "simpo": {"method": "simpo"},
 }
-"""Fields of a recipe by LLaMA-Factory's `pref_loss`."""
+"""Recipe fields, by LLaMA-Factory's `pref_loss`."""
 
 FIELDS = {
     "rl_beta": ("beta", ("dpo", "simpo", "kto")),
@@ -35,7 +35,7 @@ FIELDS = {
     "kto_chosen_weight": ("desirable_weight", ("kto",)),
     "kto_rejected_weight": ("undesirable_weight", ("kto",)),
 }
-"""Keys of both toolkits, with our field and the methods that have it."""
+"""Our field and the methods that have it, by keys of both toolkits."""
 
 PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("preference", {}),
@@ -47,24 +47,24 @@ PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "default": ("preference", {"messages": "prompt"}),
 }
-"""By the end of axolotl's type of a source, such as `chatml.intel`: format and columns."""
+"""Format and columns, by the suffix of axolotl's type of a source, such as `chatml.intel`."""
 JUDGED_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("kto", {"prompt": "question", "completion": "answer"}),
     "intel": ("kto", {"question": "question", "completion": "answer"}),
     "argilla": ("kto", {"instruction": "question", "completion": "answer"}),
     "argilla_chat": ("kto", {"completion": "messages"}),
 }
-"""The same of a source of `rl: kto`."""
+"""Format and columns for `rl: kto`, by the suffix of the type."""
 RANKED = {
     "alpaca": "alpaca_preference",
     "sharegpt": "sharegpt_preference",
     "messages": "preference",
 }
-"""The format of pairs, by that of their prompts."""
+"""The format of pairs, by the format of their prompts."""
 
 
 def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> None:
-    """Set the method of a recipe, and say so of the key that names it."""
+    """Set the method of a recipe, and record the outcome of the key that names it."""
     for field, value in fields.items():
         job.set(field, value)
     told = ", ".join(f"{field}={value}" for field, value in fields.items())
@@ -94,7 +94,7 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
 
 
 def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    """The format and columns of a source by its `type`."""
+    """Set the format and columns of a source from its `type`."""
     kind = values.get("type", "chat_template.default")
     word = text(kind).rpartition(".")[2]
     is_judged = job.fields.get("method") == "kto"
@@ -120,10 +120,10 @@ def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict
 
 
 def refuse_unpaired(at: str, values: Mapping[str, Any], chosen: str) -> None:
-    """Refuse a data set of LLaMA-Factory that its method does not learn from.
+    """Reject a LLaMA-Factory data set that does not fit its method.
 
     Raises:
-        FinetuneError: pairs for supervised tuning, or no pairs for a method that compares them.
+        FinetuneError: pairs for supervised fine-tuning, or no pairs for a method that needs them.
     """
     ranking = bool(values.get("ranking"))
     if chosen in ("sft", "pretrain") and ranking:

@@ -1,4 +1,4 @@
-"""Write a recipe as a YAML file to edit: each field with its value and its meaning."""
+"""Write a recipe as an editable YAML file, with the value and meaning of each field."""
 
 import dataclasses
 import re
@@ -14,13 +14,13 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Data, LoRA, Recipe
 
 WIDTH = 100
-"""Columns of a line; a longer meaning stands on a line before its field."""
+"""Maximum line width; a longer meaning goes on a line before its field."""
 COLUMN = 34
-"""Column at which the meaning of a field begins."""
+"""Column at which the meaning of a field starts."""
 
 
 def init(name: str, origin: str) -> int:
-    """The verb `finetune init`: a file with the fields of another recipe."""
+    """`finetune init`: write a file with the fields of another recipe."""
     path = path_of(name)
     write(path, catalog.resolve(origin), f"{path.stem}, from {origin}.")
     print(f"wrote {path}; `finetune plan {name}` says what it means")
@@ -28,10 +28,10 @@ def init(name: str, origin: str) -> int:
 
 
 def path_of(name: str) -> Path:
-    """The file of a new recipe: a path as it is, a name in the working directory's `recipes/`.
+    """The file of a new recipe: the given path, or a name in `recipes/` of the working directory.
 
     Raises:
-        FinetuneError: the name is none, or the file is there already.
+        FinetuneError: the name is invalid, or the file already exists.
     """
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
@@ -47,10 +47,10 @@ def path_of(name: str) -> Path:
 
 
 def write(path: Path, recipe: Recipe, heading: str, notes: list[str] | None = None) -> None:
-    """Write a new file; one that is there is never overwritten.
+    """Write a new file; an existing file is never overwritten.
 
     Raises:
-        FinetuneError: the file is there.
+        FinetuneError: the file already exists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -61,7 +61,7 @@ def write(path: Path, recipe: Recipe, heading: str, notes: list[str] | None = No
 
 
 def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
-    """The text: fields that differ from their defaults as they are, the others as comments."""
+    """The text of the file; fields with default values are commented out."""
     values = catalog.to_fields(recipe)
     lines = [f"# {heading}", *(f"# {' '.join(note.split())}".rstrip() for note in notes)]
     lines += ["# Lines behind # are the defaults; take the # away to change one.", ""]
@@ -81,7 +81,7 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Defaults of the fields that have one: not every method is whole without its own fields."""
+    """Defaults of the fields that have one; some methods have required fields."""
     fields: dict[str, Any] = kind.__pydantic_fields__
     return {
         name: to_jsonable_python(field.get_default(call_default_factory=True))
@@ -131,7 +131,7 @@ def _field(
     indent: str,
     needed: bool = False,
 ) -> Iterator[str]:
-    """A field with its meaning; it is a comment unless it is needed or not the default."""
+    """Lines of a field with its meaning, commented out if it has its default and is not needed."""
     live = needed or name not in default or values[name] != default[name]
     line = f"{indent if live else f'#{indent}'}{_pair(name, values[name])}"
     meaning = _meaning(kind, name)

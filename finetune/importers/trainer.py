@@ -1,4 +1,4 @@
-"""Translate what axolotl and LLaMA-Factory share: the arguments of transformers' Trainer."""
+"""Translate the keys that axolotl and LLaMA-Factory share: arguments of transformers' Trainer."""
 
 import json
 from pathlib import Path
@@ -40,11 +40,11 @@ NOT_NEEDED = {
     "run_name": "a run is named by its directory",
     "local_rank": "the launcher sets it",
 }
-"""Keys of both toolkits that change nothing of what is learned, and what takes their place."""
+"""Keys of both toolkits that do not affect training, and what replaces them."""
 
 
 def batch(job: Translation, micro: str, default: int) -> None:
-    """Rows of a step: micro-batch x accumulation x processes, and rows of an evaluation."""
+    """Translate the rows per step: micro-batch x accumulation x processes."""
     rows = job.get(micro, default)
     steps = job.get("gradient_accumulation_steps", 1)
     job.set("batch.micro_rows", rows)
@@ -67,7 +67,7 @@ def batch(job: Translation, micro: str, default: int) -> None:
 
 
 def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> None:
-    """Learning rate, warmup, its end, and the optimizer with its constants."""
+    """Translate learning rate, schedule, warmup, and the optimizer with its constants."""
     job.move("learning_rate", "optim.lr")
     name = text(job.get(scheduler, usual))
     job.set("optim.schedule", SCHEDULES.get(name, "cosine"))
@@ -134,7 +134,7 @@ def _optimizer(job: Translation) -> None:
 
 
 def length(job: Translation, epochs: str, usual: float) -> None:
-    """Epochs or steps, and the seed."""
+    """Translate epochs or steps, and the seed."""
     job.set("epochs", job.get(epochs, usual))
     job.move(epochs, "epochs")
     if epochs not in job.source and not _steps(job):
@@ -231,7 +231,7 @@ def trackers(job: Translation) -> None:
 
 
 def backend(job: Translation, folder: Path) -> None:
-    """The backend of a DeepSpeed file, of FSDP's keys, or of the number of processes."""
+    """Choose a backend from a DeepSpeed file, FSDP's keys, or the number of processes."""
     name = "single" if job.processes == 1 else "ddp"
     if job.get("deepspeed"):
         name = _deepspeed(job, folder) or name
@@ -303,7 +303,7 @@ def _fsdp(job: Translation) -> str:
 
 
 def the_rest(job: Translation) -> None:
-    """Keys that change nothing of what is learned."""
+    """Record the keys that do not affect training."""
     for key, told in NOT_NEEDED.items():
         if key not in job.outcomes:
             job.say(key, "not needed", told)

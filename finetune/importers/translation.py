@@ -1,4 +1,4 @@
-"""Record what becomes of each key of another toolkit's configuration."""
+"""Record the outcome of each key of another toolkit's configuration."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,18 +9,18 @@ Outcome = Literal["translated", "differs", "no counterpart", "not needed"]
 
 @dataclasses.dataclass
 class Translation:
-    """A configuration, the fields of the recipe so far, and an outcome for each key."""
+    """A configuration, the recipe fields set so far, and the outcome of each key."""
 
     source: dict[str, Any]
-    """Keys and values; those without a value (null) are left out."""
+    """Keys and values, without keys that are null."""
     processes: int
-    """Processes that the file is assumed to run on: neither toolkit writes them down."""
+    """Assumed number of processes, which the files of neither toolkit contain."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     outcomes: dict[str, tuple[Outcome, str]] = dataclasses.field(
         default_factory=dict[str, tuple[Outcome, str]]
     )
     assumed: list[str] = dataclasses.field(default_factory=list[str])
-    """Values that the file leaves to its toolkit's defaults, which are not ours."""
+    """Values taken from the other toolkit's defaults, which differ from ours."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
@@ -34,7 +34,7 @@ class Translation:
         place[last] = value
 
     def move(self, key: str, path: str, change: Callable[[Any], Any] | None = None) -> None:
-        """Translate a key, where it is given, to a field with the same meaning."""
+        """Translate a key, if it is given, to a field with the same meaning."""
         if key in self.source:
             value = self.source[key] if change is None else change(self.source[key])
             self.set(path, value)
@@ -46,20 +46,20 @@ class Translation:
             self.outcomes[key] = (outcome, text)
 
     def refuse_flag(self, key: str, text: str) -> None:
-        """A switch without a counterpart: off is the same here, on is named."""
+        """Record a switch without a counterpart: not needed if off, no counterpart if on."""
         if key in self.source:
             off = self.source[key] in (False, "false", "none", "no", 0, "", [], {})
             self.say(key, "not needed" if off else "no counterpart", text)
 
     def finish(self) -> None:
-        """Name every key that nothing was said of."""
+        """Record every key without an outcome as one without a counterpart."""
         for key in self.source:
             if not any(said.split(".")[0] == key for said in self.outcomes):
                 self.say(key, "no counterpart", "no field here means this")
 
 
 def shown(value: Any) -> str:
-    """A value as `key=value` on the command line would have it, cut where it is long."""
+    """A value as in `key=value` on the command line, truncated if it is long."""
     text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
     text = str(value) if text is None else text
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -70,5 +70,5 @@ def _is_word(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """A value that must be a word: a switch written as YAML's true or false stays readable."""
+    """A value as a string; YAML booleans become `true` and `false`."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Launchers by name: each starts the processes of a job."""
+"""Launchers, which start the processes of a job, by name."""
 
 LAUNCHERS: dict[str, str] = {"accelerate": "finetune.launchers.accelerate:run"}
-"""`module:function` of each, imported when it is used."""
+"""`module:function` of each launcher, imported on use."""

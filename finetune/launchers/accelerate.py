@@ -1,4 +1,4 @@
-"""Carry out a job through `accelerate launch`: a plan becomes a command, and the command a run."""
+"""Run a job with `accelerate launch`: build the command, start it, and report failed workers."""
 
 import contextlib
 import itertools
@@ -28,36 +28,36 @@ from finetune.process.signals import heeded
 from finetune.runs.run import Run, write_json
 
 LAUNCHER = "FINETUNE_LAUNCHER"
-"""Variable with the process number of the launcher: when that is gone, a worker ends."""
+"""Environment variable with the process id of the launcher; workers exit when it is gone."""
 
 SECONDS_TO_SAVE = 600
-"""How long workers may take from a signal to their end, before torch's agent kills them."""
+"""Seconds from a signal until torch's agent kills workers that have not exited."""
 
 RECORDED_COLLECTIVES = 500
-"""Length of torch's flight recorder, in which a lost rank can be seen."""
+"""Number of collectives in torch's flight recorder, which shows a lost rank."""
 
 ARGUMENTS_REFUSED = 2
-"""Exit status of `accelerate launch` itself for words that it cannot read."""
+"""Exit status of `accelerate launch` itself for invalid arguments."""
 
 REPORT = re.compile(r"^Traceback \(most recent call last\)|torch/distributed/elastic/")
-"""How the report of torch's agent, and of `accelerate launch` itself, begins."""
+"""Start of the report of torch's agent, or of `accelerate launch` itself."""
 
 FAILED_WORKER = re.compile(
     r"rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)"
 )
-"""A worker that failed, in the report of torch's agent; below 0: by that signal (torch 2.13)."""
+"""A failed worker in the report of torch's agent; a negative exit code is a signal (torch 2.13)."""
 
 FAILED_ALONE = re.compile(r"CalledProcessError: .* died with <Signals\.(\w+): \d+>")
-"""The only process, in the report of `accelerate launch` (accelerate 1.15)."""
+"""A single process ended by a signal, in the report of `accelerate launch` (accelerate 1.15)."""
 
 
 def run(job: Job) -> None:
-    """Carry out a job through `accelerate launch`.
+    """Run a job with `accelerate launch`.
 
     Raises:
-        FinetuneError: a process refused its words; nothing was trained.
+        FinetuneError: a process rejected its arguments; nothing was trained.
         TrainingFailure: the processes ended with an error.
-        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
+        Interrupted: stopped by SIGTERM, SIGINT or SIGHUP; training progress is saved.
     """
     flags = list(job.flags)
     if job.max_restarts:
@@ -79,10 +79,13 @@ def run(job: Job) -> None:
 def begin(
     words: Sequence[str], log: Path, threads: int = 1, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
-    """Start `finetune launch` with `words` in a session of its own, writing to `log`; no waiting.
+    """Start `finetune launch` in a new session, without waiting for it.
 
-    `threads` are those of each of its processes, where the environment does not say; `python` is
-    the interpreter.
+    Args:
+        words: arguments of `finetune launch`.
+        log: file for its output.
+        threads: threads per process, unless set in the environment.
+        python: the interpreter.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name != STATUS_FILE}
@@ -98,10 +101,10 @@ def begin(
 
 
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """The `accelerate launch` of a plan, running `finetune` with `words` in every process.
+    """The `accelerate launch` command of a plan, which runs `finetune` with `words` in each process.
 
-    As a module of its own, which keeps ports on the loopback: the script `accelerate` loads all its
-    other commands too, with transformers, which is a second of processor time.
+    It runs `finetune.process.loopback`, which binds ports to the loopback interface. The script
+    `accelerate` would import its other commands and transformers, a second of CPU time.
     """
     command = interpreter.python("-m", "finetune.process.loopback")
     command += ["--config_file", str(settled.backend.path)]
@@ -122,19 +125,19 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
 
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""First and last port that Linux gives to connections by itself."""
+"""First and last ephemeral port of Linux."""
 PORTS = 20_000
 _searches = itertools.count()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, nor will until a job does that starts now.
+    """A free port that is likely to stay free until a job that starts now uses it.
 
-    Seconds lie between this and the job's own use of it, in which the system may give any port of
-    its own range to a connection, and another launch may look for one: the search keeps below that
-    range, and starts from the number of this process.
+    This takes seconds, in which the system may assign any ephemeral port to a connection, and
+    another launch may search for a port. The search therefore stays below the ephemeral range and
+    starts at a position derived from the id of this process.
     """
-    with contextlib.suppress(OSError, ValueError, IndexError):  # another system than Linux
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux
         first = int(EPHEMERAL.read_text().split()[0])
         candidates = range(max(first - PORTS, 1024), first)
         if len(candidates) == PORTS:
@@ -164,12 +167,12 @@ def _run(
     threads: int,
     starts_again: bool,
 ) -> None:
-    """Run to the end, passing its output on; a worker's own error is raised as such.
+    """Run the command until it ends, forward its output, and raise a worker's error.
 
-    `axes` are variables of what Accelerate does not hand on to a worker.
+    `axes` are environment variables for settings that Accelerate does not pass to workers.
 
-    A signal to this process goes on to the job, which has a session of its own: torch's agent
-    hands it to each worker and waits for them, by default for 30 s, too short for a large
+    A signal to this process is forwarded to the job, which runs in its own session. Torch's agent
+    forwards it to each worker and waits for them, by default 30 s, which is too short for a large
     checkpoint (torch 2.13).
     """
     environment = {
@@ -177,7 +180,7 @@ def _run(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE),
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES),
     }
-    # What a scheduler or another launch left would be taken for this launch's own.
+    # Variables left by a scheduler or another launch would be mistaken for those of this launch.
     left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {name: value for name, value in os.environ.items() if name not in left}
     environment |= inherited | axes | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
@@ -187,9 +190,9 @@ def _run(
         for line in process.stderr:
             if report or REPORT.search(line):
                 report.append(line)
-            # What torch's agent prints after a worker has said what is wrong, or after a signal, is
-            # a traceback of its own, of no use to a person. What may be its report of a lost worker
-            # is held back until that is known.
+            # After a worker has reported an error, or after a signal, torch's agent prints its own
+            # traceback, which does not help the user. Lines that may be its report of a lost worker
+            # are held back until this is known.
             if not status.exists() and not heard:
                 held.append(line)
                 if starts_again or not report:
@@ -222,19 +225,22 @@ def _run(
 
 
 def lost_worker(report: str) -> str | None:
-    """Which worker a signal ended that nobody here has sent, by the report of torch's agent.
+    """Find the worker that was ended by a signal from outside, in the report of torch's agent.
 
-    The agent ends the others with SIGTERM, and a worker whose collective fails may abort: those
-    are no causes while there is another.
+    The agent ends the other workers with SIGTERM, and a worker whose collective fails may abort;
+    these are not the cause if there is another.
 
     Args:
-        report: what the agent, or `accelerate launch` of a single process, wrote to stderr.
+        report: stderr of the agent, or of `accelerate launch` with a single process.
+
+    Returns:
+        A description of the worker and the signal, or None.
     """
     found = [tuple(map(int, worker)) for worker in FAILED_WORKER.findall(report)]
     lost = [worker for worker in found if worker[1] < 0 and -worker[1] != signal.SIGTERM]
     aborted = [worker for worker in lost if -worker[1] == signal.SIGABRT]
     if aborted == lost and any(code > 0 for _, code, _ in found):
-        return None  # its own error is above
+        return None  # the worker's own error is above
     if lost:
         rank, code, pid = min(lost, key=aborted.__contains__)
         who = f"rank {rank} (process {pid} on {socket.gethostname()})"
@@ -256,10 +262,11 @@ def _name_of(number: int) -> str:
 def _started(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
-    """A job. Within it, signals to this process go to the job instead; at its end, it has ended.
+    """Start a job, forward signals of this process to it, and make sure that it ends.
 
-    Yields it with the names of the signals that came. Torch's agent hands one on by itself; what
-    starts a single process in its place does not, and would leave it behind: that process gets it.
+    Yields the process and the names of the signals received. Torch's agent forwards signals to its
+    workers. The launcher of a single process does not and would leave it running, so the signal is
+    sent to that process directly.
     """
     heard: list[str] = []
     jobs: list[subprocess.Popen[str]] = []
@@ -277,7 +284,7 @@ def _started(
             start_new_session=True,
         )  # fmt: skip
         jobs.append(process)
-        if heard:  # before it was there
+        if heard:  # the signal came before the process was started
             process.terminate()
         yield process, heard
     finally:
@@ -290,7 +297,7 @@ def _started(
 
 
 def worker_alone(pid: int) -> psutil.Process | None:
-    """The one process that `accelerate launch` runs without torch's agent, once it is there."""
+    """The single process that `accelerate launch` runs without torch's agent; None if not there."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children():
             if os.getpgid(child.pid) == pid and "train" in child.cmdline():

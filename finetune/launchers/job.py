@@ -1,4 +1,4 @@
-"""A job: a plan, its run directory, and the words that each process of it is started with."""
+"""A job: a plan, its run directory, and the arguments of its processes."""
 
 import dataclasses
 import itertools
@@ -17,22 +17,22 @@ from finetune.training.preflight import check
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a launcher carries out."""
+    """The work of a launcher."""
 
     plan: Plan
     run: Run
     resume: Resume
     precision: backends.Precision | None
-    """Instead of the backend's."""
+    """Overrides the precision of the backend; None keeps it."""
     arguments: tuple[str, ...]
-    """Words for `finetune train`, besides the recipe, the run directory and `--resume`."""
+    """Arguments of `finetune train` other than the recipe, the run directory and `--resume`."""
     flags: tuple[str, ...]
-    """Words for the launcher itself."""
+    """Arguments of the launcher itself."""
     max_restarts: int
 
 
 Launcher = Callable[[Job], None]
-"""Starts the processes of a job, waits for their end, and raises what ended them."""
+"""Starts the processes of a job, waits for them, and raises an exception if they failed."""
 
 
 def launch(
@@ -50,23 +50,23 @@ def launch(
     shard_size: int | None = None,
     axes: Mapping[str, int | str | None] | None = None,
 ) -> Run:
-    """Train in processes of their own, through `accelerate launch`, and wait for the end.
+    """Train in new processes with `accelerate launch`, and wait for them.
 
     Args:
-        arguments: words for `finetune train`.
-        flags: words for `accelerate launch`, those of several machines too.
-        max_restarts: how often all processes start anew after a failure, from the newest
-            checkpoint.
-        shard_size: under hybrid sharding the processes that hold one copy of the model together;
-            by default those of one machine.
-        axes: processes along the axes that divide the model, by the fields of
+        arguments: arguments of `finetune train`.
+        flags: arguments of `accelerate launch`, including those for several machines.
+        max_restarts: maximum number of restarts of all processes after a failure, each from the
+            newest checkpoint.
+        shard_size: processes over which hybrid sharding shards one copy of the model; by default
+            those of one machine.
+        axes: sizes of the axes that divide the model, by the fields of
             `finetune.backend.axes.Axes`; by default those of the backend's file.
-        launcher: a name of `finetune.launchers.LAUNCHERS`, or `module:function` of a `Launcher`.
+        launcher: a name in `finetune.launchers.LAUNCHERS`, or `module:function` of a `Launcher`.
 
     Raises:
-        FinetuneError: the request cannot be honoured; nothing was started.
+        FinetuneError: the request cannot be satisfied; nothing was started.
         TrainingFailure: the processes ended with an error.
-        Interrupted: by SIGTERM, SIGINT or SIGHUP; what was trained is saved.
+        Interrupted: stopped by SIGTERM, SIGINT or SIGHUP; training progress is saved.
     """
     start: Launcher = extensions.find("--launcher", launcher, LAUNCHERS)
     machine = backends.load(backend or recipe.backend)
@@ -78,8 +78,8 @@ def launch(
         print(f"{run.root}: complete, nothing to resume", flush=True)
         return run
     if max_restarts:
-        # A process that starts anew has the words of the first one: `auto` serves both, once it is
-        # known here that the first one may begin.
+        # A restarted process gets the same arguments as the first. `auto` works for both, once it
+        # is checked here that the first may start.
         claim(run, plan, resume)
         resume = "auto"
     start(Job(plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts))
@@ -87,7 +87,7 @@ def launch(
 
 
 def machines(flags: Sequence[str]) -> int:
-    """How many machines the job runs on, by the flags of `accelerate launch`."""
+    """Number of machines of a job, from the flags of `accelerate launch`."""
     words = " ".join(flags).replace("=", " ").replace("-", "_").split()
     given = [number for name, number in itertools.pairwise(words) if name == "__num_machines"]
     return int(given[-1]) if given and given[-1].isdigit() else 1
