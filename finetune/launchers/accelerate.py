@@ -101,7 +101,7 @@ def begin(
 
 
 def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """The `accelerate launch` command of a plan, which runs `finetune` with `words` in each process.
+    """The `accelerate launch` command of a plan, which runs `finetune WORDS` in each process.
 
     It runs `finetune.process.loopback`, which binds ports to the loopback interface. The script
     `accelerate` would import its other commands and transformers, a second of CPU time.
