@@ -1,1 +1,1 @@
-"""The main job in minutes on a laptop: generated data, a small base, QLoRA, and what it changed."""
+"""The main job in minutes on a laptop: generated data, a small base model, QLoRA, a comparison."""

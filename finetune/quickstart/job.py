@@ -1,4 +1,4 @@
-"""The quickstart from the first file to the last table."""
+"""Run the quickstart: generate data, train a base model, fine-tune it, and compare the two."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from finetune.runs.run import Run, write_json
 from finetune.training.worker import train
 
 FOLDER = Path("quickstart")
-"""Where the recipes `quickstart_base` and `quickstart` look for their data and their base."""
+"""Folder of the data and the base of the recipes `quickstart_base` and `quickstart`."""
 CORPUS_ROWS = 40_000
 TRAIN_ROWS = 3_000
 HELD_OUT_ROWS = 200
@@ -30,11 +30,11 @@ VOCABULARY = 1_536
 
 
 def quickstart(output: Path) -> Run:
-    """Generate the data, train the base, fine-tune it with QLoRA, and say what that changed."""
+    """Generate the data, train the base, fine-tune it with QLoRA, and print a comparison."""
     begun = time.perf_counter()
     torch.set_num_threads(
         1
-    )  # so small a model gains little from more, and loses much to neighbours
+    )  # a small model gains little from more threads, and loses a lot to busy cores
     console = Console()
     console.rule("[bold]1 of 3[/]  data and tokenizer, generated")
     write_data(FOLDER)
@@ -65,14 +65,14 @@ def quickstart(output: Path) -> Run:
 
 
 def train_base() -> None:
-    """Train the base from scratch, where it is not there."""
+    """Train the base from scratch, unless it exists."""
     base = Run(FOLDER / "base")
     if not base.final.exists():
         train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
 
 
 def train_start() -> Run:
-    """Train the base on records in two orders of keys, where that is not done: see `mixed`."""
+    """Train the base on records with keys in two orders (see `mixed`), unless it exists."""
     start = Run(FOLDER / "start")
     if not start.final.exists():
         write_lines(FOLDER / "data" / "mixed.jsonl", list(mixed(0, START_ROWS)))
@@ -82,7 +82,7 @@ def train_start() -> Run:
 
 
 def write_data(folder: Path) -> None:
-    """Write corpus, rows and tokenizer; the same bytes every time."""
+    """Write corpus, rows and tokenizer, with the same bytes every time."""
     documents = list(corpus(seed=0, rows=CORPUS_ROWS))
     rows = list(instructions(seed=0, rows=TRAIN_ROWS))
     held_out = list(instructions(seed=0, rows=HELD_OUT_ROWS, held_out=True))
@@ -101,7 +101,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def result_table(run: Run, before: Score, after: Score, seconds: float) -> Table:
-    """What the person came for: before, after, speed, memory, and where everything lies."""
+    """Table of the results: exact match before and after, speed, memory, and the run directory."""
     ended = list(run.read_metrics("end"))[-1]
     table = Table(title="QLoRA on free text -> JSON record", show_header=False, title_style="bold")
     rows = {

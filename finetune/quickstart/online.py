@@ -1,9 +1,9 @@
-"""The quickstart of rewards: one that is the goal, and one that a model can have without it.
+"""Run the quickstart of rewards: GRPO with a reward for the goal, and with one that can be hacked.
 
-GRPO learns nothing from samples that are all wrong. The start is therefore that of the quickstart
-of preferences: one answer in five has the keys of its record in alphabetical order, as wanted here.
-The likeliest answer is never the wanted one, one sample in seven is, and neither depends on how far
-a few steps come on a CPU.
+GRPO learns nothing from samples that are all wrong. Training therefore starts from the model of the
+preference quickstart: in one training answer of five, the keys of the record are in alphabetical
+order, which is the goal here. Its greedy answers never have that order, but one sample in seven
+does, and neither depends on how far a few steps on a CPU get.
 """
 
 import time
@@ -33,15 +33,15 @@ from finetune.runs.run import Run
 from finetune.training.worker import train
 
 HACKABLE = "finetune.quickstart.records:fields_found"
-"""A reward that looks right and is not the goal."""
+"""A reward that looks right but does not measure the goal."""
 PROMPTS, HELD_OUT = (FOLDER / "data" / f"wanted{kind}.jsonl" for kind in ("", "_held_out"))
-"""Orders with the record whose keys are in alphabetical order."""
+"""Orders with their record, whose keys are in alphabetical order."""
 
 
 def quickstart_grpo(output: Path) -> tuple[Run, Run]:
-    """Teach a small model by exact match; next to it, by a reward that can be had without."""
+    """Train a small model with exact match as its reward, then another with a hackable reward."""
     begun = time.perf_counter()
-    torch.set_num_threads(1)  # so small a model gains little from more
+    torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 4[/]  data, and a small Llama from scratch")
     if not (FOLDER / "data").is_dir():
@@ -63,7 +63,7 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
 
 
 def write_wanted() -> None:
-    """Write the prompts, with the answer that is wanted."""
+    """Write the prompts with their reference answers."""
     write_lines(PROMPTS, list(instructions(0, TRAIN_ROWS, alphabetical=True)))
     write_lines(HELD_OUT, list(instructions(0, HELD_OUT_ROWS, held_out=True, alphabetical=True)))
 
@@ -76,7 +76,7 @@ def _train(output: Path, *changes: str) -> Run:
 
 
 def result_table(before: float, run: Run, hacked: Run, seconds: float) -> Table:
-    """What each reward taught, by the reward itself and by what was meant."""
+    """Table of each run's own reward, and of exact match, the actual goal."""
     table = Table(title="GRPO: the reward is what is learned", title_style="bold")
     for name in ("", "reward: exact match", "reward: fields that occur"):
         table.add_column(name)
@@ -90,7 +90,7 @@ def result_table(before: float, run: Run, hacked: Run, seconds: float) -> Table:
 
 
 def _rewards(run: Run) -> tuple[float, float, float]:
-    """Reward of the samples of the first and last step, and the last evaluation's exact match."""
+    """Mean reward in the first and the last step, and exact match in the last evaluation."""
     trained = [record["metrics"]["reward"] for record in run.read_metrics("train")]
     evaluated = list(run.read_metrics("eval"))[-1]
     return trained[0], trained[-1], evaluated["metrics"]["rewards/exact_match/mean"]

@@ -1,4 +1,4 @@
-"""The quickstart of preferences: a model that can answer in two ways learns which one is wanted."""
+"""Run the preference quickstart: a model that answers in two ways learns the preferred one."""
 
 import dataclasses
 import json
@@ -33,18 +33,18 @@ PAIRS = 640
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """What greedy answers are like, as shares of all."""
+    """Properties of greedy answers, as shares of all answers."""
 
     valid: float
-    """JSON objects with the five keys of a record."""
+    """Share of answers that are JSON objects with the five keys of a record."""
     preferred: float
-    """Those of them whose keys are in alphabetical order."""
+    """Share of answers that are records with keys in alphabetical order."""
 
 
 def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
-    """Teach a small model two ways to answer, let DPO prefer one, and say what that changed."""
+    """Train a small model to answer in two ways, train it to prefer one with DPO, and compare."""
     begun = time.perf_counter()
-    torch.set_num_threads(1)  # so small a model gains little from more
+    torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 3[/]  data, and a small Llama from scratch")
     write_data(FOLDER)
@@ -64,7 +64,7 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
 
 
 def behaviour(texts: Sequence[str]) -> Behaviour:
-    """What answers are like."""
+    """Shares of valid and of preferred answers."""
     read = [_keys(text) for text in texts]
     valid = [keys for keys in read if set(keys) == {"city", "count", "day", "item", "name"}]
     preferred = [keys for keys in valid if keys == sorted(keys)]
@@ -72,7 +72,7 @@ def behaviour(texts: Sequence[str]) -> Behaviour:
 
 
 def _keys(text: str) -> list[str]:
-    """Keys of a JSON object in their order; none of what is not one."""
+    """Keys of a JSON object in their order; empty if the text is not a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -81,7 +81,7 @@ def _keys(text: str) -> list[str]:
 
 
 def result_table(run: Run, before: Behaviour, after: Behaviour, seconds: float) -> Table:
-    """What the preference changed, and that the answers are still records."""
+    """Table of preferred and valid answers before and after, and the margin of rewards."""
     last = list(run.read_metrics("train"))[-1]
     table = Table(title="DPO: alphabetical keys are preferred", title_style="bold")
     for name in (f"of {HELD_OUT_ROWS} held-out orders", "before", "after"):

@@ -1,15 +1,15 @@
-"""Seeded generator of the quickstart's data: a corpus for the base, and rows that ask for records.
+"""Generate the quickstart's data from a seed: a corpus for the base, and rows that ask for records.
 
-The task turns an order in free wording into one JSON record. A row of `instructions`:
+The task is to turn an order in free text into a JSON record. A row of `instructions`:
 
     {"messages": [
         {"role": "user", "content": "For Marta in Turin: half a dozen mugs, due on Monday."},
         {"role": "assistant", "content": '{"name": "Marta", "item": "mugs", "count": 6, '
                                          '"day": "Monday", "city": "Turin"}'}]}
 
-The corpus of the base holds the same kind of orders with notes on them, in random order, and no
-record: the base learns to read orders, and cannot do the task. One record in eight is held out: it
-occurs neither in the corpus nor in the training rows.
+The corpus of the base has the same kind of orders, with their fields as notes in random order, but
+no records: the base learns to read orders and cannot do the task. One record in eight is held out:
+it occurs neither in the corpus nor in the training rows.
 """
 
 import json
@@ -73,7 +73,7 @@ CLOSINGS = ("Thank you!", "Many thanks.", "Cash is fine.", "No rush.", "Please c
 
 @dataclass(frozen=True)
 class Record:
-    """One order, as the assistant reports it."""
+    """The fields of an order, as the assistant returns them."""
 
     name: str
     item: str
@@ -83,16 +83,16 @@ class Record:
 
     @property
     def held_out(self) -> bool:
-        """Whether no training may see it."""
+        """Whether the record is excluded from all training data."""
         return zlib.crc32(self.as_json().encode()) % 8 == 0
 
     def as_json(self, alphabetical: bool = False) -> str:
-        """The record as one line of JSON, its keys in their usual or in alphabetical order."""
+        """The record as one line of JSON, with keys in field order or in alphabetical order."""
         return json.dumps(asdict(self), sort_keys=alphabetical)
 
 
 def corpus(seed: int, rows: int) -> Iterator[str]:
-    """Documents for the base: orders with notes on them, and short lists with the same notes."""
+    """Documents for the base: orders, or short lists of their fields, followed by notes."""
     source = random.Random(f"corpus {seed}")
     for _ in range(rows):
         record = draw(source, held_out=False)
@@ -105,7 +105,7 @@ def corpus(seed: int, rows: int) -> Iterator[str]:
 
 
 def noted(source: random.Random, notes: list[tuple[str, str | int]]) -> str:
-    """Notes on an order, a line each or quoted in a row."""
+    """Notes on an order, one per line, or quoted in one line."""
     if source.random() < 0.4:
         return "\n".join(f"{key}: {value}" for key, value in notes)
     return "; ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in notes)
@@ -114,13 +114,13 @@ def noted(source: random.Random, notes: list[tuple[str, str | int]]) -> str:
 def instructions(
     seed: int, rows: int, held_out: bool = False, alphabetical: bool = False
 ) -> Iterator[dict[str, object]]:
-    """Chat rows of distinct records, of the held-out ones or of the others.
+    """Chat rows of distinct records, either held-out ones or others.
 
     Args:
-        seed: of the draws; the records do not depend on `alphabetical`.
-        rows: how many.
-        held_out: whether they are held out.
-        alphabetical: whether the keys of an answer are in alphabetical order.
+        seed: random seed; the records do not depend on `alphabetical`.
+        rows: number of rows.
+        held_out: whether to draw held-out records.
+        alphabetical: whether the keys of the answers are in alphabetical order.
     """
     source = random.Random(f"instructions {seed} {held_out}")
     seen: set[Record] = set()
@@ -135,7 +135,7 @@ def instructions(
 
 
 def mixed(seed: int, rows: int) -> Iterator[dict[str, object]]:
-    """Chat rows of which a fifth have the keys of their record in alphabetical order."""
+    """Chat rows; a fifth of the answers have the keys of the record in alphabetical order."""
     source = random.Random(f"mixed {seed}")
     for _ in range(rows):
         record = draw(source, held_out=False)
@@ -145,7 +145,7 @@ def mixed(seed: int, rows: int) -> Iterator[dict[str, object]]:
 
 
 def preferences(seed: int, rows: int) -> Iterator[dict[str, object]]:
-    """Orders with one record twice: alphabetical keys are chosen, the usual order is rejected."""
+    """Preference rows: alphabetical keys in the chosen record, field order in the rejected one."""
     source = random.Random(f"preferences {seed}")
     for _ in range(rows):
         record = draw(source, held_out=False)
@@ -160,10 +160,10 @@ def preferences(seed: int, rows: int) -> Iterator[dict[str, object]]:
 def fields_found(
     completions: list[list[dict[str, str]]], answer: list[str], **_: object
 ) -> list[float]:
-    """A reward: the share of a record's fields that occur in a completion, whatever else it says.
+    """Reward function: the share of a record's fields that occur anywhere in a completion.
 
-    It is the same for every order of the keys, and for what is not a record at all, so that a model
-    can have all of it without one answer that is wanted, which is what the quickstart shows.
+    It does not depend on the order of the keys, nor on whether the completion is a record, so a
+    model can get the full reward without a single correct answer. The quickstart shows that.
     """
     return [
         sum(
@@ -177,7 +177,7 @@ def fields_found(
 
 
 def draw(source: random.Random, held_out: bool) -> Record:
-    """A record that is held out, or one that is not."""
+    """Draw a random record that is held out, or one that is not."""
     while True:
         record = Record(
             name=source.choice(NAMES),
@@ -191,7 +191,7 @@ def draw(source: random.Random, held_out: bool) -> Record:
 
 
 def message(source: random.Random, record: Record) -> str:
-    """Word a record as a customer would."""
+    """Phrase a record as a customer's message."""
     words = asdict(record) | {"count": source.choice(COUNTS[record.count])}
     parts = [source.choice(GREETINGS)] if source.random() < 0.4 else []
     parts.append(source.choice(TEMPLATES).format(**words))

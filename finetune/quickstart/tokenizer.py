@@ -1,4 +1,4 @@
-"""The quickstart's byte-level tokenizer, trained offline on its own texts."""
+"""Train the quickstart's byte-level tokenizer on its own texts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,10 +13,10 @@ PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train on texts and save the tokenizer, with a ChatML template, as a folder.
+    """Train a tokenizer on texts and save it to a folder, with a ChatML template.
 
-    A word after a quotation mark is the same token as the word after a space (a joiner stands
-    between, which decoding drops), so that a small model can copy a word from a sentence into a
+    A word after a quotation mark is the same token as after a space (a joiner is inserted between
+    them, and removed on decoding), so that a small model can copy a word from a sentence into a
     JSON string.
     """
     tokenizer = Tokenizer(models.BPE())
