@@ -1,4 +1,4 @@
-"""The command line: one file for each verb."""
+"""The command line, with one file per command."""
 
 from finetune.cli.main import run
 

@@ -1,4 +1,4 @@
-"""`finetune chat`: talk to a run's model."""
+"""`finetune chat`: chat with a run's model."""
 
 import argparse
 import sys

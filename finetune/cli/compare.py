@@ -1,4 +1,4 @@
-"""`finetune compare`: several runs beside each other."""
+"""`finetune compare`: compare several runs."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`finetune doctor`: check a model or a recipe in seconds, before a GPU is rented."""
+"""`finetune doctor`: check a model or a recipe in seconds, before renting a GPU."""
 
 import argparse
 import dataclasses
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe this machine, or examine a model or a recipe; returns the exit status.
+    """Describe this machine, or check a model or a recipe.
 
-    That is 1 where an answer is no.
+    Returns the exit status, which is 1 if a check failed.
     """
     from finetune.cache import cache
     from finetune.verification.doctor.examination import Examination

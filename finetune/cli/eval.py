@@ -1,4 +1,4 @@
-"""`finetune eval`: measure a model, and compare it with another one."""
+"""`finetune eval`: evaluate a model, and compare it with another one."""
 
 import argparse
 import json
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure a model on held-out rows, beside its base or another model"
 SHOWN = 3
-"""Examples that are printed."""
+"""Number of printed examples."""
 WIDTH = 200
-"""Characters of a printed text."""
+"""Maximum characters of a printed text."""
 PASSED, FAILED = 0, 1
 
 
@@ -118,7 +118,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what can be seen before anything is imported."""
+    """Refuse mistakes that can be found before slow imports."""
     from finetune.runs.run import open_run
 
     if arguments.rows_of is not None:

@@ -1,4 +1,4 @@
-"""`finetune export`: write a run's result as a model that loads everywhere."""
+"""`finetune export`: write a run's result as a model for other libraries."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "write a run's result as a model that loads everywhere"
 EVALUATION = "export"
-"""Name of the evaluation that `--require` writes."""
+"""Name of the evaluation written for `--require`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gate(run: "Run", text: str) -> "Gate":
-    """What measures a checkpoint on the run's held-out rows, and refuses one that falls short."""
+    """A function that evaluates a checkpoint on the held-out rows, and raises if it falls short."""
     from finetune.evaluation import gate, results
     from finetune.evaluation.evaluation import NO_COMPARISON, Request, evaluate
 

@@ -1,4 +1,4 @@
-"""`finetune import`: the recipe that means the same as a file of another toolkit."""
+"""`finetune import`: convert a config file of another toolkit to a recipe."""
 
 import argparse
 from pathlib import Path

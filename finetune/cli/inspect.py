@@ -1,4 +1,4 @@
-"""`finetune inspect`: rows as the model sees them, and what is trained."""
+"""`finetune inspect`: show rows as the model sees them, and which tokens are trained."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`finetune launch`: train in processes that `accelerate launch` starts."""
+"""`finetune launch`: train in processes started by `accelerate launch`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`finetune list`: recipes and backends that can be named."""
+"""`finetune list`: list the available recipes and backends."""
 
 import argparse
 import json

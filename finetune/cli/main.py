@@ -1,7 +1,7 @@
-"""The command line: finds the verb, whose module of this folder parses its words and runs.
+"""Run the command line: find the command's module in this folder, parse its arguments and run it.
 
-A verb's module has `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, the exit status. It
-imports what is slow inside `run`, so that `list`, `show` and `plan` answer at once.
+A command's module has `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns the
+exit status. Slow imports are inside `run`, so that `list`, `show` and `plan` are fast.
 """
 
 import argparse
@@ -25,18 +25,18 @@ VERBS = {
     "export": "export", "chat": "chat", "serve": "serve", "eval": "eval", "compare": "compare",
     "prove": "prove", "doctor": "doctor", "report": "report", "quickstart": "quickstart",
 }  # fmt: skip
-"""Modules of this folder by verb, in the order of `finetune --help`."""
+"""Modules of this folder by command, in the order of `finetune --help`."""
 OUTLAST_READERS = ("train", "launch", "prove", "export", "quickstart")
-"""Verbs that go on where nobody reads their output any more."""
+"""Commands that continue when their output is closed."""
 READER_GONE = 141
-"""Exit status where the reader of an answer has gone before its end, as shells tell of SIGPIPE."""
+"""Exit status if the output is closed before its end, the status of SIGPIPE in shells."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status.
 
-    That is 0, 1 (training failed), 2 (a person's mistake), 75 (interrupted, and saved) or 141 (the
-    reader of an answer has gone).
+    This is 0, 1 (training failed), 2 (a user's mistake), 75 (interrupted, progress saved) or 141
+    (output closed by its reader).
     """
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(_spell_out_resume(words))
@@ -67,17 +67,17 @@ def _tell(error: FinetuneError) -> int:
 
 
 def run() -> NoReturn:
-    """`main` as a process of its own, which ends without taking the interpreter down.
+    """Run `main` and exit the process without finalizing the interpreter.
 
-    While Python 3.11 is taken down, a thread that comes back from a library and asks for Python's
-    lock is unwound; C++ below it then aborts the process ("terminate called without an active
-    exception"), and a rank whose work is done and saved would count as failed. torch's store,
-    gloo and their like have such threads.
+    While Python 3.11 finalizes, a thread that returns from a library and requests the GIL is
+    unwound; C++ frames below it then abort the process ("terminate called without an active
+    exception"), and a rank whose work is done and saved would count as failed. torch's store and
+    gloo, for example, have such threads.
     """
     status = main()
-    threading._shutdown()  # ends pools of threads, and waits for threads that are not daemons
+    threading._shutdown()  # ends thread pools and waits for non-daemon threads
     atexit._run_exitfuncs()
-    with contextlib.suppress(ValueError):  # it is closed
+    with contextlib.suppress(ValueError):  # the stream is closed
         try:
             sys.stdout.flush()
         except BrokenPipeError:
@@ -86,13 +86,13 @@ def run() -> NoReturn:
             status = status or 1
             with contextlib.suppress(OSError):
                 print(f"error: standard output: {error.strerror}", file=sys.stderr)
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+    with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
         sys.stderr.flush()
     os._exit(status)
 
 
 def _spell_out_resume(words: Sequence[str] | None) -> list[str]:
-    """`--resume auto` as one word, and `--resume` with its value: a recipe may stand behind it."""
+    """Write `--resume auto` as one word and `--resume` with a value, as a recipe may follow it."""
     given = list(sys.argv[1:] if words is None else words)
     spelt: list[str] = []
     for word in given:
@@ -104,7 +104,7 @@ def _spell_out_resume(words: Sequence[str] | None) -> list[str]:
 
 
 def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
-    """Give `key=value` words that stand behind options to the recipe, other flags to `launch`."""
+    """Assign `key=value` words after options to the recipe, and unknown flags to `launch`."""
     after_flag = [False, *(word.startswith("--") and "=" not in word for word in unknown)]
     pairs = [
         word

@@ -1,4 +1,4 @@
-"""Options that several verbs of the command line share, and the types of their values."""
+"""Options shared by several commands, and the types of their values."""
 
 import argparse
 import contextlib
@@ -65,7 +65,7 @@ def axes_words(parser: argparse.ArgumentParser) -> None:
 
 
 def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
-    """The sizes of axes and the schedule that are given, by the fields of `Axes`."""
+    """Given sizes of axes and schedule, by the fields of `Axes`."""
     from finetune.backend.axes import FLAGS
 
     return {field: getattr(arguments, field) for field in (*FLAGS, "schedule")}
@@ -92,7 +92,7 @@ def run_words(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(arguments: argparse.Namespace) -> Path:
-    """The run directory that is named, or that of the recipe."""
+    """The given run directory, or the default of the recipe."""
     return arguments.output or Path("runs") / Path(arguments.recipe).stem
 
 
@@ -101,7 +101,7 @@ def resume_of(arguments: argparse.Namespace) -> "Resume":
 
 
 def without_bars() -> None:
-    """Keep transformers' own progress bars out of an answer."""
+    """Disable transformers' own progress bars and warnings."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

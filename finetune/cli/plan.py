@@ -1,4 +1,4 @@
-"""`finetune plan`: what a recipe means on a backend and on a machine, or why it cannot run."""
+"""`finetune plan`: derive the plan of a recipe on a backend and a machine, or why it cannot run."""
 
 import argparse
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """The machine that is planned for; without `--gpu` the one that this runs on."""
+    """Add options that describe the machine to plan for; without `--gpu` it is this machine."""
     parser.add_argument("--gpu", help="name of the GPU, such as H100-80, A100-40, RTX4090")
     parser.add_argument("--gpus", type=int, help="GPUs of the whole job")
     parser.add_argument("--nodes", type=int, default=1, help="machines that hold them")
@@ -59,6 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rate(precision: str) -> float:
-    from finetune.kernels.matmul_rate import rate_of_products  # torch: seconds
+    from finetune.kernels.matmul_rate import rate_of_products  # imports torch, which takes seconds
 
     return rate_of_products(precision)

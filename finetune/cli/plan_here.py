@@ -1,4 +1,4 @@
-"""The plan on this machine's CPU: memory, and the time of a step at its measured rate."""
+"""Plan on this machine's CPU: memory, and the time of a step at the measured rate."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,7 @@ def plain(
     verify: Verify | None,
     measure: Measure | None,
 ) -> int:
-    """The plan on this machine's CPU, as far as the shapes are known."""
+    """Print the plan on this machine's CPU; returns the exit status."""
     processes = arguments.processes or arguments.gpus
     machine = backends.load(arguments.backend or recipe.backend)
     machine, count = backends.divided(machine, processes, axes_of(arguments))
@@ -74,7 +74,7 @@ def plain(
 
 
 def status(found: Verification | None) -> int:
-    """The exit status: 1 where a trace found the plan's numbers wrong."""
+    """Exit status: 1 if a trace disagrees with the plan's numbers."""
     return 0 if found is None or found.agrees else 1
 
 
@@ -93,7 +93,7 @@ def _prediction(
     rows: int | None = None,
     row_tokens: int | None = None,
 ) -> Prediction:
-    """What a plan takes on this machine's CPU; `workload` says that it is one."""
+    """Prediction of a plan on this machine's CPU; `workload` is one for a CPU."""
     option, timeline = advice.option(workload, machine), memory.timeline(workload)
     return Prediction(
         plan, machine, model_source(plan.recipe), workload, timeline,
@@ -106,7 +106,7 @@ def _prediction(
 def _page(
     timeline: memory.Timeline, processes: int, available: int, prediction: Prediction | None
 ) -> str:
-    """Memory and time of a plan on a machine without a GPU."""
+    """Text on memory and time of a plan on a machine without a GPU."""
     peak = timeline.peak
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)

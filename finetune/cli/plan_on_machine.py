@@ -1,4 +1,4 @@
-"""`finetune plan`: what is asked of the planner about a machine, and what is printed of it."""
+"""`finetune plan`: plan for the machine given by the arguments, and print the result."""
 
 import argparse
 import dataclasses
@@ -34,16 +34,16 @@ from finetune.planner.shapes.read_config import READERS
 from finetune.recipe import Recipe
 
 SHOWN = 8
-"""Rows of the ranking that are printed."""
+"""Number of printed rows of the ranking."""
 SIZES = (1, 2, 4, 8, 16, 32)
-"""Rows of the micro-batches that are tried."""
+"""Rows of a micro-batch to try."""
 
 
 def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
-    """The machine that the words describe, or None when they name none.
+    """The machine described by the arguments; None if they do not describe one.
 
     Raises:
-        FinetuneError: a word is not known, or a number is missing or not positive.
+        FinetuneError: a name is not known, or a number is missing or not positive.
     """
     return described(
         arguments.gpu, count, arguments.nodes, arguments.link, arguments.network,
@@ -59,14 +59,14 @@ def run(
     trace: Verify | None = None,
     measure: Measure | None = None,
 ) -> int:
-    """Print the plan of a recipe, and where a machine is named, what it takes there.
+    """Print the plan of a recipe, and its memory and time on a machine if one is given.
 
     Args:
-        verify: given where the formulas are to be held against a trace.
-        trace: what traces a model that the formulas do not know.
-        measure: how fast this machine's CPU multiplies matrices.
+        verify: compares the formulas with a trace; None to skip this.
+        trace: traces a model without formulas.
+        measure: measures the matrix-product rate of this machine's CPU.
 
-    Returns the exit status: 1 where `verify` finds the plan's numbers wrong.
+    Returns the exit status: 1 if `verify` disagrees with the plan's numbers.
     """
     whole_numbers(
         gpus=arguments.gpus, nodes=arguments.nodes, rows=arguments.rows,
@@ -83,7 +83,7 @@ def run(
         )  # fmt: skip
     if machine is None:
         without_machine(
-            nodes=None if verify else arguments.nodes,  # ranks that are rehearsed lie anywhere
+            nodes=None if verify else arguments.nodes,  # traced ranks may be on any node
             link=arguments.link, network=arguments.network, host_ram=arguments.host_ram,
             price=arguments.price,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def run(
         return _traced(arguments, recipe, machine, tracer)
     if machine is None:
         return plain(arguments, recipe, verify, measure)
-    # What is traced is one backend: the recipe's own where none is named.
+    # A trace is of one backend; without a name it is the recipe's.
     named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
@@ -114,23 +114,23 @@ def run(
 def on(
     machine: hardware.Machine, name: str, arguments: argparse.Namespace | None = None
 ) -> backends.Backend:
-    """A backend with the shard size that it has on a machine."""
+    """A backend with its shard size on a machine."""
     asked = None if arguments is None else arguments.shard_size
     return backends.sized(backends.load(name), machine.count, machine.nodes, asked)
 
 
 def _is_unknown(recipe: Recipe) -> bool:
-    """Whether a model's config can be read, and is of a kind that the formulas do not know."""
+    """Whether a model's config can be read and its type has no formulas."""
     try:
         return str(config_of(recipe)[0].get("model_type")) not in READERS
     except FinetuneError:
-        return False  # told where the shapes are needed
+        return False  # reported later, when the shapes are needed
 
 
 def _divided(
     arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine, verify: Verify | None
 ) -> int:
-    """A backend that divides the model."""
+    """Plan a backend that divides the model."""
     chosen, _ = backends.divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
@@ -148,7 +148,7 @@ def _grid(
     ways: int,
     stages: int,
 ) -> int:
-    """Tensor, pipeline and data parallel."""
+    """Plan a grid of tensor, pipeline and data parallelism."""
     if machine is None:
         raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
     precision = arguments.precision or "bf16"
@@ -160,7 +160,7 @@ def _grid(
 def _predicted(
     arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine
 ) -> Prediction:
-    """The plan on a machine, over the rows that are named or counted."""
+    """The prediction on a machine, for the given number of rows or those counted in local files."""
     rows = arguments.rows or local_rows(settled.recipe)
     return predict(settled, machine, rows, arguments.row_tokens)
 
@@ -168,7 +168,7 @@ def _predicted(
 def _traced(
     arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None, verify: Verify
 ) -> int:
-    """A model that the formulas do not know: what was traced, and nothing else."""
+    """Print the trace of a model without formulas."""
     processes = arguments.gpus or arguments.processes
     settled = plan(recipe, arguments.backend, processes, arguments.precision)
     found = verify(settled, None)
@@ -201,7 +201,7 @@ def _show(
     record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
     if arguments.html is not None:
-        from finetune.reports import plan_page  # jinja: a quarter of a second
+        from finetune.reports import plan_page  # imports jinja, a quarter of a second
 
         plan_page.write(prediction, Path(arguments.html))
     traced = verify(settled, workload) if verify else None
@@ -244,7 +244,7 @@ def _shortest_words(path: list[dict[str, Any]] | None) -> str:
 
 
 def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
-    """Without a backend: all of them, ranked."""
+    """Without a backend: print a ranking of all backends."""
     precision: backends.Precision = arguments.precision or "bf16"
     source = model_source(recipe)
     base = plan(_one_process(recipe), "single", 1, precision)
@@ -315,12 +315,12 @@ def _divisions(
     machine: hardware.Machine,
     precision: backends.Precision,
 ) -> Iterator[Workload]:
-    """The recipe under every layout that divides its model, of those that the rules allow."""
+    """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
     for backend in divisions.candidates(workload.shape, machine, precision):
         if incompatibilities(alone, backend, machine.count):
             continue
-        if backend.name not in made:  # which kernels run does not depend on the sizes
+        if backend.name not in made:  # the choice of kernels does not depend on the sizes
             settled = plan(alone, backend, machine.count)
             made[backend.name] = workload_of(settled, workload.shape)
         place = of_backend(backend, machine.count)
@@ -330,7 +330,7 @@ def _divisions(
 def _backend_of(
     option: advice.Option, machine: hardware.Machine, precision: backends.Precision
 ) -> backends.Backend:
-    """The backend of an option of the ranking, with its axes."""
+    """The backend of an entry of the ranking, with its axes."""
     axes = option.workload.layout.axes
     found = on(machine, option.name)
     if axes.any:
@@ -339,12 +339,12 @@ def _backend_of(
 
 
 def _missing(option: advice.Option) -> tuple[float, float]:
-    """How much an option lacks: bytes of a GPU before bytes of the host."""
+    """What an option lacks, for sorting: bytes missing on the GPU, then bytes used on the host."""
     return max(0.0, option.peak.total - option.usable), option.host
 
 
 def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
-    """The recipe as an option of the ranking has it, and the words that make it so."""
+    """The recipe of an entry of the ranking, and the arguments that select it."""
     rows, recompute = option.workload.rows, option.workload.checkpointing
     words = [f"--{axis} {size}" for axis, size in option.workload.layout.axes.sizes.items()]
     words.append(f"batch.micro_rows={rows}")
@@ -366,7 +366,7 @@ def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | Non
 
 
 def _one_process(recipe: Recipe) -> Recipe:
-    """The recipe with one row at a time, which divides any batch."""
+    """The recipe with micro-batches of one row, which divide any batch."""
     return recipe.with_batch(micro_rows=1, micro_tokens=None)
 
 
@@ -381,7 +381,7 @@ def _too_few_rows(recipe: Recipe, machine: hardware.Machine) -> str:
 def _possible(
     recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
 ) -> list[advice.Option]:
-    """Without what the rules of recipes and backends forbid, and layouts that have no backend."""
+    """The ranking without options that the rules forbid, and layouts that have no backend."""
     known, kept = backends.names(), list[advice.Option]()
     for option in ranked:
         layout = option.workload.layout

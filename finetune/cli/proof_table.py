@@ -1,4 +1,4 @@
-"""The table of a proof on the terminal, what failed or was refused, and the verdict."""
+"""Print a proof on the terminal: its table, failed and refused pairs, and the verdict."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from finetune.verification.proofs.proof import Proof
 
 
 def tell(proof: Proof, output: Path, console: Console) -> None:
-    """The table of all pairs, what failed or was refused, and the verdict."""
+    """Print the table of all pairs, failed and refused ones, and the verdict."""
     table = overview(read_proof(output / "proof.json"))
     console.print(_drawn(table.columns, table.rows))
     for check in proof.checks:

@@ -1,4 +1,4 @@
-"""`finetune prove`: show that backends change nothing of a recipe."""
+"""`finetune prove`: check that training is equivalent on every backend."""
 
 import argparse
 import json
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Ended(BaseException):
-    """By a signal, whose number it has."""
+    """Raised on a signal, with its number."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prove, tell, and return the exit status: 0 where everything holds, else 1.
+    """Run a proof and print it; returns the exit status: 0 if every check passed, otherwise 1.
 
-    A signal ends every process that was started; the status is then 128 and its number.
+    A signal ends every process that was started; the status is then 128 plus its number.
     """
     from finetune import catalog
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    for number in heeded():  # in a script's background SIGINT would be ignored
+    for number in heeded():  # a script's background job would ignore SIGINT
         signal.signal(number, end)
     try:
         return _prove(arguments, recipe)

@@ -1,4 +1,4 @@
-"""`finetune quickstart`: the main job, offline, in minutes on a CPU."""
+"""`finetune quickstart`: run the main job offline, in minutes on a CPU."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`finetune serve`: answer requests of OpenAI's API, with a chat page."""
+"""`finetune serve`: serve a model with OpenAI's API and a chat page."""
 
 import argparse
 import os

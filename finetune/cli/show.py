@@ -1,4 +1,4 @@
-"""`finetune show`: a recipe with every field."""
+"""`finetune show`: print a recipe with every field."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`finetune train`: train in this process, or as one of those that a launcher started."""
+"""`finetune train`: train in this process, which a launcher may have started."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     error_report.forget_earlier_attempts()
     growing_segments()
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
-    check_here(recipe, arguments.backend, arguments.precision)  # before torch, which takes seconds
+    check_here(recipe, arguments.backend, arguments.precision)  # before importing torch
     with collecting_later(), compiling_later():
         read_models_once()
         from finetune.training.options import Options
