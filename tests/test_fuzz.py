@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import ROOT
 
@@ -207,6 +208,19 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -
             stream.write_batch(batch)
         with pytest.raises(FinetuneError, match="it is not a whole Arrow file"):
             list(read_file(path))
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_a_column_whose_name_is_not_utf8_is_refused(tmp_path: Path, suffix: str) -> None:
+    path, table = tmp_path / f"a.{suffix}", pyarrow.table({"columnname": ["ab"]})
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    path.write_bytes(path.read_bytes().replace(b"columnname", b"columnn\xbame"))
+    with pytest.raises(FinetuneError, match=r"it is not a whole (Arrow|Parquet) file"):
+        list(read_file(path))
 
 
 def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path: Path) -> None:

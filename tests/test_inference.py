@@ -43,6 +43,7 @@ from finetune.exporters.export import export
 from finetune.inference.chat import chat, stream
 from finetune.inference.generate import Loaded, generate, load, load_base, load_folder, turn
 from finetune.methods import SFT
+from finetune.models.load_checks import within_memory
 from finetune.recipe import LoRA, Model
 from finetune.runs.run import write_json
 
@@ -326,7 +327,10 @@ def test_an_exported_folder_answers_as_the_run_does(tmp_path):
     [
         ({"architectures": [1.5, None]}, None),
         ({"architectures": 7}, None),
-        ({"num_hidden_layers": 10**400}, "num_hidden_layers is beyond 10**12, and no model has more than"),
+        (
+            {"num_hidden_layers": 10**400},
+            "num_hidden_layers is beyond 10**12, and no model",
+        ),
     ],
 )
 def test_a_config_of_any_values_is_read_or_refused(tmp_path, changed, told):
@@ -338,6 +342,14 @@ def test_a_config_of_any_values_is_read_or_refused(tmp_path, changed, told):
     else:
         with pytest.raises(FinetuneError, match=re.escape(told)):
             load_folder(folder)
+
+
+def test_memory_that_is_not_enough_is_told_in_one_line():
+    told = r"^m: not enough memory to load it \(.*allocate"
+    with pytest.raises(FinetuneError, match=told), within_memory("m"):
+        torch.empty(2**50, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), within_memory("m"):
+        raise RuntimeError("another")
 
 
 def tiny_gpt2() -> PreTrainedModel:

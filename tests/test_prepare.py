@@ -27,7 +27,7 @@ from finetune.data.encode_pool import ALONE
 from finetune.data.example import Example
 from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
-from finetune.data.store import DocumentWriter, Rows, digest, single_rows
+from finetune.data.store import DocumentWriter, Rows, check_origins, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods import SFT, Pretrain
 from finetune.recipe import STRICT, Data, Recipe
@@ -556,6 +556,17 @@ def test_prepared_data_that_is_damaged_is_refused(tmp_path: Path, name: str):
     damaged.write_bytes(damaged.read_bytes()[:5])
     with pytest.raises(FinetuneError, match=r"the prepared data is damaged .* delete that folder"):
         prepare(recipe, CHAT, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("files", [0, 2])
+def test_documents_come_from_files_that_are_counted(tmp_path: Path, files: int):
+    documents = prepare(
+        recipe_of(write_jsonl(tmp_path / "a.jsonl", PAIRS)), CHAT, tmp_path / "cache"
+    ).train.documents
+    check_origins(documents, 1)
+    elsewhere = dataclasses.replace(documents, origins=documents.origins + np.array([files - 1, 0]))
+    with pytest.raises(ValueError, match=r"^origins.npy names a file that is not one of 1$"):
+        check_origins(elsewhere, 1)
 
 
 @pytest.mark.parametrize(("first", "second"), [("(5, 6)", "(7, 8)"), ("[0 for _ in ids]", "[]")])

@@ -198,6 +198,17 @@ def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny: Tiny, tmp_path: 
     assert losses(cut) == losses(straight)
 
 
+def test_an_id_that_no_table_can_hold_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.model, folder)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    word = next(iter(fields["model"]["vocab"]))
+    fields["model"]["vocab"][word] = 2**31
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
+        load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
+
+
 def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.add_tokens(ADDED)

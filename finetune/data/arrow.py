@@ -25,7 +25,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         table = pyarrow.parquet.ParquetFile(path)
         yield from _numbered(table.iter_batches(batch_size=AT_ONCE))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
 
 
@@ -36,7 +36,7 @@ def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with pyarrow.memory_map(str(path)) as source:
             yield from _numbered(_batches(source))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
 
 

@@ -45,6 +45,7 @@ from finetune.data.store import (
     DocumentWriter,
     Rows,
     TokenColumn,
+    check_origins,
     documents_of_rows,
     open_documents,
     open_rows,
@@ -129,6 +130,7 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
     try:
         counts = _sound_counts(folder, check)
         documents = open_documents(folder / "documents")
+        check_origins(documents, len(counts["files"]))
         train, evaluation = (
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )

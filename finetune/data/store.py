@@ -277,6 +277,15 @@ def open_documents(folder: Path) -> Documents:
     return Documents(ids, trained, offsets, origins, columns, beside, ends)
 
 
+def check_origins(documents: Documents, files: int) -> None:
+    """Raise ValueError unless each document comes from one of so many files."""
+    origins = documents.origins
+    if origins.shape != (len(documents.lengths), 2):
+        raise ValueError(f"origins.npy has shape {origins.shape}")
+    if len(origins) and not 0 <= origins[:, 0].min() <= origins[:, 0].max() < files:
+        raise ValueError(f"origins.npy names a file that is not one of {files}")
+
+
 def save_rows(rows: Rows, folder: Path) -> None:
     folder.mkdir(parents=True)
     np.save(folder / "members.npy", rows.members)

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.checkpoints.pretrained import forget_stored_form
 from finetune.errors import FinetuneError
-from finetune.models.load_checks import reading, unfilled, unread
+from finetune.models.load_checks import reading, unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
@@ -196,7 +196,7 @@ def load_weights(
     """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
-    with reading(_unloadable(name)):
+    with within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         if found := list(limits.sizes(fields)):
             raise FinetuneError(*(f"{name}: {each}" for each in found))

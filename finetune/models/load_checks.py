@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig
 from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError
 
+ON_CPU = "DefaultCPUAllocator"
+"""Found in PyTorch's error when host memory runs out."""
 MOST_NAMED = 5
 """Tensors that are told by name; a whole layer may be missing."""
 
@@ -138,6 +140,34 @@ def reading(told: str) -> Generator[None]:
         if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
             raise  # memory of a CPU is a RuntimeError
         raise FinetuneError(f"{told}: {first}") from None
+
+
+@contextlib.contextmanager
+def within_memory(what: str) -> Generator[None]:
+    """Inside, memory that runs out is an error in one line.
+
+    Args:
+        what: the model or file that is loaded.
+
+    Raises:
+        FinetuneError: memory ran out; with what was asked for.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise FinetuneError(
+            f"{what}: not enough memory to load it ({first_line(error)}); free memory, or use a "
+            "machine with more"
+        ) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host ran out of memory for tensors."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ON_CPU in str(error)
 
 
 def is_of_library(error: BaseException) -> bool:

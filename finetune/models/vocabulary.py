@@ -20,6 +20,10 @@ MOST_NAMED = 10
 """Tokens that a message names."""
 
 
+MOST_TOKENS = 100_000_000
+"""Highest id of a token; published vocabularies end below 300,000."""
+
+
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
     """Add the tokens that a tokenizer lacks, each found in a text as it is written."""
     known = tokenizer.get_vocab()
@@ -33,10 +37,14 @@ def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     encodes each text as no tokens.
 
     Raises:
-        ValueError: it has special tokens at most.
+        ValueError: it has special tokens at most, or a token with an id that no table can have.
     """
-    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+    known = tokenizer.get_vocab()
+    if not set(known) - set(tokenizer.get_added_vocab()):
         raise ValueError("the vocabulary is empty: its files are not there")
+    last = max(known, key=known.__getitem__)
+    if known[last] > MOST_TOKENS:  # tokenizers would hold a place for each id up to that one
+        raise ValueError(f"the token {last!r} has id {known[last]:,}, above {MOST_TOKENS:,}")
     tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of another kind of value
     return tokenizer
 

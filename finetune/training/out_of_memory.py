@@ -1,7 +1,5 @@
 """Explain an out-of-memory error: the prediction, what to change, and where to resume."""
 
-import torch
-
 from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.planner.estimate.changes import changes
@@ -9,8 +7,6 @@ from finetune.planner.estimate.forecast import Forecast
 from finetune.runs import units
 from finetune.training.memory_meter import peak_bytes
 
-ON_CPU = "DefaultCPUAllocator"
-"""Found in PyTorch's error when host memory runs out."""
 MOST_NAMED = 3
 """Maximum number of changes listed in a message."""
 USUAL = (
@@ -18,13 +14,6 @@ USUAL = (
     "a backend that shards",
 )  # fmt: skip
 """Changes to suggest without a prediction."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host ran out of memory for tensors."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and ON_CPU in str(error)
 
 
 def out_of_memory(

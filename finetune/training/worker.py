@@ -18,13 +18,14 @@ from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe
 from finetune.kernels import cpu
+from finetune.models.load_checks import is_out_of_memory
 from finetune.process import rendezvous
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training.options import Options
-from finetune.training.out_of_memory import is_out_of_memory, out_of_memory
+from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.stages import Training
 
