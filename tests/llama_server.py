@@ -32,19 +32,11 @@ def has_quantiser() -> bool:
     return shutil.which("llama-quantize") is not None
 
 
-class Server:
-    """A GGUF file served by llama.cpp, greedily and by one thread."""
+class Client:
+    """Asks llama.cpp's server at a URL, greedily."""
 
-    def __init__(self, path: Path, context: int) -> None:
-        import xllamacpp
-
-        settings = xllamacpp.CommonParams()
-        settings.model.path = str(path)
-        settings.n_ctx, settings.n_parallel, settings.use_jinja = context, 1, True
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-        settings.warmup, settings.verbosity = False, -1
-        self._server = xllamacpp.Server(settings)
-        self._url = str(self._server.listening_address)
+    def __init__(self, url: str) -> None:
+        self._url = url
 
     def template(self, messages: Sequence[dict[str, Any]]) -> str:
         """The prompt that the server makes of messages."""
@@ -78,3 +70,18 @@ class Server:
         answer = httpx.post(f"{self._url}/{what}", json=fields, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+class Server(Client):
+    """A GGUF file served by llama.cpp in this process, by one thread."""
+
+    def __init__(self, path: Path, context: int) -> None:
+        import xllamacpp
+
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(path)
+        settings.n_ctx, settings.n_parallel, settings.use_jinja = context, 1, True
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+        settings.warmup, settings.verbosity = False, -1
+        self._server = xllamacpp.Server(settings)
+        super().__init__(str(self._server.listening_address))

@@ -30,7 +30,8 @@ class TextStream(BaseStreamer):
     """Writes an answer while it grows, without its stop token and without half a character.
 
     A decoder that may still change the end of a text, as one that joins words does, has what a
-    token adds written with the token after it.
+    token adds written with the token after it. Tokens that are single bytes are written when they
+    have all come: one that makes no character spoils those before it.
     """
 
     def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
@@ -39,6 +40,7 @@ class TextStream(BaseStreamer):
         self._appends = only_appends(loaded.tokenizer)
         self._before = _tail(loaded.tokenizer, prompt) if self._appends else prompt
         """Tokens with some text, that those of `_open` follow."""
+        self._unsettled = unsettled_ids(loaded.tokenizer) if self._appends else frozenset[int]()
         self._open: list[int] = []
         self._settled = self._decoded = ""
         self._begun = False
@@ -56,6 +58,8 @@ class TextStream(BaseStreamer):
         if not self._appends:
             same = os.path.commonprefix([self._decoded, text])  # noqa: RUF071, of characters
             self._show(same.rstrip("\ufffd"))
+        elif self._open and self._open[-1] in self._unsettled:
+            pass
         elif text.strip() and not text.endswith("\ufffd"):
             self._settled += text
             self._before, self._open = self._open, []
@@ -85,9 +89,12 @@ def only_appends(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None or tokenizer.clean_up_tokenization_spaces:
         return False
+    return all(map(_only_appends, _decoders(backend)))
+
+
+def _decoders(backend: Any) -> list[dict[str, Any]]:
     decoder = json.loads(backend.decoder.__getstate__())
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return all(map(_only_appends, steps))
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _only_appends(step: dict[str, Any]) -> bool:
@@ -96,6 +103,19 @@ def _only_appends(step: dict[str, Any]) -> bool:
     if step["type"] == "Strip":
         return step["stop"] == 0
     return step["type"] in APPENDING
+
+
+def unsettled_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens after which the text before them may still change, where a decoder joins bytes.
+
+    They are the single bytes, and special tokens, which are left out between two bytes.
+    """
+    if all(step["type"] != "ByteFallback" for step in _decoders(tokenizer.backend_tokenizer)):
+        return frozenset()
+    known = tokenizer.get_vocab()
+    found = {known[word] for byte in range(256) if (word := f"<0x{byte:02X}>") in known}
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(found | {id for id, token in added if token.special})
 
 
 def _tail(tokenizer: Any, prompt: list[int]) -> list[int]:
