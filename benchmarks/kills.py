@@ -38,7 +38,7 @@ from finetune.planner.engines import TRAITS
 from finetune.process.quiet import quiet
 from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import Run
 from finetune.training.worker import train
 
 BACKENDS = tuple(name for name in backends.names() if backends.load(name).device != "nvme")
@@ -97,7 +97,7 @@ class Bench:
             self.add(earlier)
         self.rng = random.Random(f"{seed} {len(self.parts)}")
         self.background = False
-        self.recipe = write_recipe(folder)
+        self.dense, self.mixture = write_recipes(folder)
         os.environ["DS_ACCELERATOR"] = "cpu"
 
     def go(
@@ -113,6 +113,8 @@ class Bench:
                 run, seconds = Run(self.folder / f"straight-{name}"), time.monotonic()
                 self.attempt(name, run)
                 straight[name] = outcome(run)
+                if len(straight[name]["train"]) != STEPS:
+                    raise SystemExit(f"{name} does not train: {log_of(run).read_text()}")
                 self.counts[name] = dict.fromkeys(KINDS, 0)
                 self.counts[name]["milliseconds"] = int(1e3 * (time.monotonic() - seconds))
             self.one_run(name, number, straight[name], count, until)
@@ -160,7 +162,8 @@ class Bench:
         if machine.shard_size is not None or machine.axes.any:  # as many as its mesh has places
             world = machine.processes
         environments = worker_environments(backend, world)
-        recipe = self.recipe.with_saving(every=2, background=self.background)
+        chosen = self.mixture if machine.axes.experts > 1 else self.dense
+        recipe = chosen.with_saving(every=2, background=self.background)
         os.environ["FINETUNE_CACHE"] = str(self.cache(run))
         workers = [fork(recipe, run, environment) for environment in environments]
         if not kill:
@@ -282,6 +285,11 @@ def card(run: Run) -> list[str]:
     return [line for line in lines if not line.startswith(("| Wall time |", "| Peak memory "))]
 
 
+def log_of(run: Run) -> Path:
+    """What the workers of a run printed."""
+    return run.root.parent / f"{run.root.name}.log"
+
+
 def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
     """Start a worker that trains and ends; returns its process number."""
     sys.stdout.flush()
@@ -291,9 +299,7 @@ def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
     status = 1
     try:
         os.environ.update(environment)
-        silence = os.open(
-            run.root.parent / f"{run.root.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        )
+        silence = os.open(log_of(run), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         train(recipe, None if environment else "single", "fp32", run.root, resume="auto")
@@ -331,6 +337,9 @@ def worker_environments(backend: str, world: int) -> list[dict[str, str]]:
     else:
         shared = prepare_multi_gpu_env(arguments)
     shared = {key: value for key, value in shared.items() if os.environ.get(key) != value}
+    machine = backends.load(backend)
+    if machine.axes.any:
+        shared |= machine.axes.variables()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -358,8 +367,8 @@ def wait(workers: list[int], seconds: float) -> None:
         time.sleep(0.002)
 
 
-def write_recipe(folder: Path) -> Recipe:
-    """A model of 30 thousand parameters with an adapter, uneven rows, and a save every 2 steps."""
+def write_recipes(folder: Path) -> tuple[Recipe, Recipe]:
+    """A model of 30 thousand parameters and one with experts; uneven rows, a save every 2 steps."""
     from finetune.quickstart.records import corpus
     from finetune.quickstart.tokenizer import train_tokenizer
 
@@ -384,5 +393,7 @@ def write_recipe(folder: Path) -> Recipe:
         "saving": {"every": 2},
         "max_steps": STEPS,
     }
-    write_json(folder / "recipe.json", fields)
-    return catalog.load(folder / "recipe.json")
+    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "head_dim": 16}
+    experts |= {"num_experts": 4, "num_experts_per_tok": 2}
+    mixture = fields | {"model": fields["model"] | {"config": config | experts}}
+    return catalog.from_fields(fields), catalog.from_fields(mixture)
