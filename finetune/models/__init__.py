@@ -1,1 +1,1 @@
-"""Load a model, give it adapters, and check that it can be trained."""
+"""Load a model, attach adapters, and check that it can be trained."""

@@ -1,4 +1,4 @@
-"""Put an adapter on a base: PEFT's configuration of it, the modules it names, its first values."""
+"""Attach an adapter to a base: PEFT's configuration, the modules it names, its initial values."""
 
 import re
 import warnings
@@ -27,7 +27,7 @@ def reads_base(adapter: LoRA | None) -> bool:
 
 
 def lora_config(adapter: LoRA, scores: bool = False) -> LoraConfig:
-    """The adapter in PEFT's own words; beside it a score head is trained whole."""
+    """PEFT's configuration of an adapter; for `scores`, PEFT fully trains the score head too."""
     wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     excluded = adapter.exclude_modules
     return LoraConfig(
@@ -55,7 +55,7 @@ def attach(
     grown: range,
     given: LoraConfig | None,
 ) -> PeftModel:
-    """A frozen base with an adapter, and the rows of its tables that are trained."""
+    """Attach an adapter, and the trained rows of its tables, to a frozen base."""
     if given is not None:
         return _with_adapter(model, adapter, given, settled=True)
     config = lora_config(adapter, scores=isinstance(getattr(model, "score", None), nn.Linear))
@@ -69,14 +69,14 @@ def attach(
 def _with_adapter(
     model: PreTrainedModel, adapter: LoRA, config: LoraConfig, settled: bool = False
 ) -> PeftModel:
-    """The base with an adapter; names of a `settled` configuration are taken as PEFT takes them."""
+    """Attach an adapter; names of a `settled` configuration are passed to PEFT unchanged."""
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
         chosen = config if settled else targets.settle(model, config, adapter)
         with warnings.catch_warnings():
-            # PEFT 0.21 looks for the patterns' names among modules only, not among parameters.
+            # PEFT 0.21 matches patterns with the names of modules only, not of parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
             return with_whole_widths(get_peft_model(model, chosen))
     except ValueError as error:
@@ -86,9 +86,9 @@ def _with_adapter(
 
 
 def with_whole_widths(model: PeftModel) -> PeftModel:
-    """Let adapters of divided layers know their complete widths.
+    """Set the unsharded widths of adapters on layers that are divided between processes.
 
-    PEFT 0.21 leaves the width of this process's part in an A that is cut by columns.
+    PEFT 0.21 stores the width of the local shard if A is divided by columns.
     """
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
@@ -99,7 +99,7 @@ def with_whole_widths(model: PeftModel) -> PeftModel:
 
 
 def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
-    """Names in an adapter that no module has: PEFT 0.21 passes over them where another one fits."""
+    """Problems with names that match no module; PEFT 0.21 ignores them if another name matches."""
     modules = [name for name, _ in model.named_modules() if name]
     older = targets.rewritten_names(model)
     parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
@@ -109,7 +109,7 @@ def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
         for word in () if isinstance(given, str) else given:
             if field == "targets" and word.rsplit(".", 1)[-1] in older:
                 continue  # experts were modules of this name in transformers 4
-            end = word if field == "modules_to_save" else f".{word}"  # as PEFT looks for them
+            end = word if field == "modules_to_save" else f".{word}"  # as in PEFT
             if not any(name == word or name.endswith(end) for name in modules):
                 told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
                 here = _linear_modules(model) + targets.expert_words(model)
@@ -127,13 +127,14 @@ def _linear_modules(model: nn.Module) -> str:
 
 
 def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
-    """Draw every LoRA A anew as PEFT does, from a generator of its own.
+    """Initialize every LoRA A as PEFT does, with a separate generator for each parameter.
 
-    That is uniform after He et al. 2015 with a = sqrt(5), or normal with deviation 1 / r
-    (`gaussian`). PEFT draws in the order of construction, which differs between engines.
+    The distribution is Kaiming-uniform (He et al. 2015) with a = sqrt(5), or normal with standard
+    deviation 1 / r (`gaussian`). PEFT draws in the order of construction, which differs between
+    engines.
     """
     ranks = {
-        f"{path}.{part}": rank  # a tensor of experts has one A for all: its rows are more than r
+        f"{path}.{part}": rank  # an expert tensor has one A for all experts, with more than r rows
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer)
         for rank in layer.r.values()
@@ -154,10 +155,10 @@ def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put an adapter into the type that DeepSpeed computes with; its fp32 masters are another copy.
+    """Convert an adapter to DeepSpeed's compute type; its fp32 master weights are a separate copy.
 
-    DeepSpeed 0.19 does so by itself, but not under ZeRO-3 where the base was partitioned while it
-    was loaded: each adapter would then keep its input in fp32.
+    DeepSpeed 0.19 does this itself, except under ZeRO-3 if the base was partitioned while it was
+    loaded: each adapter would then save its input in fp32.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and not partitioned(parameter):

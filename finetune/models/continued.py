@@ -1,4 +1,4 @@
-"""Put the adapter that a training goes on from into the network, before an engine shards it."""
+"""Load the adapter that training starts from into the network, before an engine shards it."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ WRAPPED = (".base_layer", ".original_module", ".token_adapter")
 
 
 def prepare_base(model: PreTrainedModel, recipe: Recipe) -> LoraConfig:
-    """PEFT's configuration of the adapter; the base gets the vocabulary that the adapter has."""
+    """PEFT's configuration of the adapter; grows the base's tables to the adapter's vocabulary."""
     assert recipe.model.adapter is not None
     assert recipe.adapter is not None
     folder = find(recipe.model.adapter)
@@ -33,10 +33,10 @@ def prepare_base(model: PreTrainedModel, recipe: Recipe) -> LoraConfig:
 
 
 def load_adapter(network: PeftModel, recipe: Recipe) -> None:
-    """Give the trained parameters the values of the adapter.
+    """Copy the values of the adapter into the trained parameters.
 
     Raises:
-        FinetuneError: with what the file lacks, has besides, or has in another shape.
+        FinetuneError: with tensors that are missing, unexpected, or have another shape.
     """
     assert recipe.model.adapter is not None
     folder: Path = find(recipe.model.adapter)

@@ -1,4 +1,4 @@
-"""Reports which parts of a model have an adapter, are quantised, or balance their experts."""
+"""Report which parts of a model have an adapter, are quantized, or balance their experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def notes(model: nn.Module, recipe: Recipe) -> list[str]:
 
 
 def planned(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
-    """What an adapter reaches and what is quantised, of the model of a config without weights.
+    """Notes on the adapter and the quantization of a model that is known by its config only.
 
     Raises:
         FinetuneError: the adapter does not fit the model, or transformers cannot build it.
@@ -50,7 +50,7 @@ def planned(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
 
 
 def adapter_notes(model: nn.Module, base: nn.Module, recipe: Recipe) -> list[str]:
-    """What `all-linear` reaches of a model with experts, or leaves out of any other."""
+    """What `all-linear` trains in a model with experts, or leaves out in any other model."""
     if recipe.adapter is None or recipe.adapter.targets != targets.ALL:
         return []
     found = targets.reach(model, base)

@@ -1,4 +1,4 @@
-"""Leave out of what is trained what no gradient reaches, and name it."""
+"""Exclude parameters that get no gradient from training, and report them."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from finetune.models.meta import unreached
 from finetune.recipe import LoRA, Recipe
 
 MOST_NAMED = 6
-"""Groups of tensors that a message names."""
+"""Maximum number of groups of tensors that a message names."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """A layer's number in a name."""
 
@@ -21,17 +21,17 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 def without_unreached(
     model: nn.Module, recipe: Recipe, attach: Callable[[nn.Module, LoRA], nn.Module]
 ) -> tuple[nn.Module, str | None]:
-    """A model less what would be trained in vain, and a note of what that is.
+    """Exclude trained parameters that get no gradient; returns the model and a note.
 
-    An adapter that no gradient reaches is excluded in its configuration, a weight is frozen.
+    An adapter without a gradient is excluded in its configuration, a weight is frozen.
 
     Args:
-        model: with its adapter, before an engine wraps it.
-        recipe: what it is trained with.
-        attach: puts an adapter on the base.
+        model: Model with its adapter, before an engine wraps it.
+        recipe: Recipe of the run.
+        attach: Function that attaches an adapter to the base.
 
     Raises:
-        FinetuneError: the recipe names what no gradient reaches, or nothing else is trained.
+        FinetuneError: the recipe names modules without a gradient, or nothing else is trained.
     """
     names = unreached(model, recipe.batch.max_length)
     if names is None:
@@ -52,7 +52,7 @@ def without_unreached(
 
 
 def left_out(names: list[str], model: nn.Module) -> str:
-    """The note of trained parameters that no gradient reaches: what they are, and how many."""
+    """A note on trained parameters that get no gradient: their names and their number."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     layers = {_layer(name) for name in names}
     found = _roots(layers, {_layer(name) for name in trained} - layers)
@@ -66,12 +66,12 @@ def left_out(names: list[str], model: nn.Module) -> str:
 
 
 def refused(names: list[str], model: nn.Module, adapter: LoRA | None) -> Iterator[str]:
-    """What is wrong where no gradient reaches something that a recipe trains by name, or anything.
+    """Problems if modules that the recipe names, or all trained parameters, get no gradient.
 
     Args:
-        names: what `unreached` found.
-        model: with its adapter.
-        adapter: the recipe's.
+        names: Parameters without a gradient, from `unreached`.
+        model: Model with its adapter.
+        adapter: The recipe's adapter.
     """
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if len(names) == len(trained):
@@ -97,12 +97,12 @@ def refused(names: list[str], model: nn.Module, adapter: LoRA | None) -> Iterato
 
 
 def excluded(names: list[str], model: nn.Module, given: str | tuple[str, ...]) -> str:
-    """The regular expression of `exclude_modules` that leaves these adapters out.
+    """A regular expression for `exclude_modules` that also excludes adapters without a gradient.
 
     Args:
-        names: what `unreached` found.
-        model: with its adapter.
-        given: what the recipe excludes already.
+        names: Parameters without a gradient, from `unreached`.
+        model: Model with its adapter.
+        given: Modules that the recipe already excludes.
     """
     trained = {_layer(name) for name, p in model.named_parameters() if p.requires_grad}
     missed = {_layer(name) for name in names}
@@ -123,7 +123,7 @@ def excluded(names: list[str], model: nn.Module, given: str | tuple[str, ...]) -
 
 
 def grouped(names: Iterable[str]) -> str:
-    """Names with their layers' numbers as N, each once with its count, the most frequent first."""
+    """Names with layer numbers replaced by N, each once with its count, most frequent first."""
     counts: dict[str, int] = {}
     for name in names:
         pattern = NUMBER.sub("N", name)
@@ -135,7 +135,7 @@ def grouped(names: Iterable[str]) -> str:
 
 
 def _roots(missed: set[str], kept: set[str]) -> set[str]:
-    """The outermost modules that hold what is missed and nothing that is kept."""
+    """The outermost modules that contain missed layers and no kept ones."""
     holding = {
         ".".join(parts[:end])
         for parts in (name.split(".") for name in kept)
@@ -150,21 +150,21 @@ def _roots(missed: set[str], kept: set[str]) -> set[str]:
 
 
 def _layer(name: str) -> str:
-    """The layer that an adapter's parameter belongs to; another parameter's plain name."""
+    """The layer of an adapter's parameter; for another parameter, its plain name."""
     return re.sub(r"\.lora_.*$", "", plain_name(name))
 
 
 def _module(name: str) -> str:
-    """The module that a copy of `modules_to_save` stands for."""
+    """The module that a copy in `modules_to_save` replaces."""
     return plain_name(name.split(".modules_to_save.")[0] + ".weight").removesuffix(".weight")
 
 
 def _is_called(layer: str, word: str) -> bool:
-    """Whether PEFT takes a word for a layer."""
+    """Whether a name in PEFT's configuration selects a layer."""
     return layer == word or layer.endswith(f".{word}")
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name in the base, without what adapters and engines put round it."""
+    """A tensor's name in the base, without the wrappers of adapters and engines."""
     name = re.sub(r"^(module\.)?(base_model\.model\.)?", "", name)
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)

@@ -15,15 +15,15 @@ from finetune.errors import FinetuneError
 ON_CPU = "DefaultCPUAllocator"
 """Found in PyTorch's error when host memory runs out."""
 MOST_NAMED = 5
-"""Tensors that are told by name; a whole layer may be missing."""
+"""Maximum number of tensors that a message names."""
 
 
 def unfilled(info: dict[str, Any]) -> list[str]:
-    """What transformers 5.23 fills with random numbers, and only warns of.
+    """Problems with tensors that transformers 5.23 initializes randomly, with only a warning.
 
     Args:
-        info: what `from_pretrained(..., output_loading_info=True)` gives beside the model. Tied
-            weights and buffers that are computed are not among its missing keys.
+        info: Loading info of `from_pretrained(..., output_loading_info=True)`. Tied weights and
+            computed buffers are not among its missing keys.
     """
     problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
     for key, stored, wanted in sorted(info["mismatched_keys"]):
@@ -35,19 +35,19 @@ PACKED = re.compile(
     r"(weight_scale|_scale_inv|input_scale|weight_packed|weight_zero_point|qweight|qzeros|g_idx"
     r"|\.scales|\.SCB|absmax|quant_map|quant_state|_blocks|_scales|weight_format)"
 )
-"""Names of tensors that belong to quantised weights: codes without them are no numbers."""
+"""Names of tensors that belong to quantized weights, whose codes are useless without them."""
 
 
 def unread(info: dict[str, Any], model: nn.Module) -> tuple[list[str], list[str]]:
-    """Tensors of the files that no module takes: (problems, notes).
+    """Tensors of the files that no module uses, as (problems, notes).
 
-    A problem is one without which the result is another model: part of a quantised weight, of a
-    module that the model has, or of a layer beyond those in config.json. Others, such as a vision
-    tower or a head for several tokens, are noted.
+    A tensor is a problem if the model is wrong without it: if it is part of a quantized weight, of
+    a module that the model has, or of a layer beyond those in config.json. Others, such as a vision
+    tower or a multi-token prediction head, are notes.
     """
     config: Any = model.config
     fields = config.get_text_config().to_dict()
-    further = {  # layers that predict tokens further ahead, which transformers does not build
+    further = {  # layers for multi-token prediction, which transformers does not build
         str(fields.get("num_hidden_layers", 0) + ahead)
         for ahead in range(fields.get("num_nextn_predict_layers") or 0)
     }
@@ -70,7 +70,7 @@ def unread(info: dict[str, Any], model: nn.Module) -> tuple[list[str], list[str]
 
 
 def other_shapes(error: RuntimeError) -> list[str]:
-    """The same from the error with which ZeRO-3's own loading ends; none where it is another."""
+    """Shape problems in an error of ZeRO-3's loading; empty for other errors."""
     lines = (line.strip() for line in str(error).splitlines())
     return _first([line.rstrip(".") for line in lines if line.startswith("size mismatch for ")])
 
@@ -81,21 +81,21 @@ def _first(problems: list[str]) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Most tokens of a row, as a configuration states them; None where it names no limit."""
+    """Maximum tokens of a row according to a configuration; None if it names no limit."""
     fields = config.get_text_config().to_dict()
     return fields.get("max_position_embeddings") or fields.get("n_positions")
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Rows of the table of tokens, within what an adapter puts round it; None without a table."""
+    """Rows of the token embedding, also inside an adapter's wrapper; None if there is none."""
     return min((table.num_embeddings for table in _token_tables(model)), default=None)
 
 
 def has_learned_positions(model: nn.Module, context: int) -> bool:
-    """Whether positions are rows of a table of their own, which ends with the context.
+    """Whether positions are stored in a table that ends at the context length.
 
-    OPT and its like have two rows in front of the first position; GPT-J and CodeGen keep angles
-    that were computed once in a buffer of that length (transformers 5.23).
+    OPT and similar models have two rows before the first position; GPT-J and CodeGen store
+    precomputed angles in a buffer of that length (transformers 5.23).
     """
     tokens = _token_tables(model)
     tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
@@ -111,7 +111,7 @@ def _token_tables(model: nn.Module) -> list[nn.Embedding]:
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """As it was before ZeRO-3 partitioned it or bitsandbytes packed it in four bits."""
+    """A parameter's shape before ZeRO-3 partitioned it or bitsandbytes packed it in four bits."""
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
         return state.shape
@@ -120,16 +120,16 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 @contextlib.contextmanager
 def reading(told: str) -> Generator[None]:
-    """Inside, whatever a library raises about files that it reads is a mistake of these files.
+    """Turn any error that a library raises while it reads files into an error about these files.
 
-    transformers, PEFT, tokenizers and safetensors raise what their code happens to raise for a
-    damaged file: KeyError, AttributeError, and types of their own, down to bare Exception.
+    For a damaged file, transformers, PEFT, tokenizers and safetensors raise whatever their code
+    happens to raise: KeyError, AttributeError, their own types, even plain Exception.
 
     Args:
-        told: the file or model, and what cannot be done.
+        told: The file or model, and what failed.
 
     Raises:
-        FinetuneError: with the first line of the error; memory that is lacking is raised on.
+        FinetuneError: with the first line of the error. Out-of-memory errors are raised unchanged.
     """
     try:
         yield
@@ -138,7 +138,7 @@ def reading(told: str) -> Generator[None]:
     except BaseException as error:
         first = first_line(error)
         if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
-            raise  # memory of a CPU is a RuntimeError
+            raise  # out of memory on a CPU is a RuntimeError
         raise FinetuneError(f"{told}: {first}") from None
 
 
@@ -171,13 +171,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_library(error: BaseException) -> bool:
-    """Whether an error is one of a library's code, and not a request to end.
+    """Whether an error comes from a library's code, and is not a request to exit.
 
-    A library in Rust panics where an index of a file is wrong, with an error that is no Exception.
+    A library in Rust panics if an index in a file is wrong, with an error that is not an Exception.
     """
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
+    """The first line of an error's text, or its type if it has none."""
     return str(error).strip().split("\n")[0] or type(error).__name__

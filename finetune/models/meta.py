@@ -1,7 +1,7 @@
-"""Pass a row of text forward and backward through a model on `meta` tensors.
+"""Find trained parameters that get no gradient, by a pass of a model on `meta` tensors.
 
-These have shapes and no numbers: a model of any size, partitioned by ZeRO-3 or packed in four bits,
-is checked in seconds and in no memory for which trained parameters a gradient reaches.
+Meta tensors have shapes but no data, so a model of any size, partitioned by ZeRO-3 or packed in 4
+bits, is checked within seconds and without memory.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ ROWS = 2
 SHORT = 8
 """Tokens of a row in the first pass on `meta` tensors."""
 LONG = 288
-"""Tokens of a row in the second one: compressed attention begins after 128 (DeepSeek-V4)."""
+"""Tokens of a row in the second pass: compressed attention begins after 128 (DeepSeek-V4)."""
 SECONDS = 30.0
-"""Seconds that longer rows may take: a recurrence written as a loop takes long for them."""
+"""Seconds that longer rows may take: a recurrence written as a loop is slow for them."""
 QUANTISED = ("_is_quantized", "_pre_quantization_dtype")
-"""Fields of a configuration that tell a model that it is quantised (Jamba, transformers 5.23)."""
+"""Configuration fields that mark a model as quantized (Jamba, transformers 5.23)."""
 INDEXED_EXPERT = re.compile(r"^(.*?)\.?\bexperts?\.\d+(\.|$)")
-"""A tensor of one expert among several that are modules of their own."""
+"""Name of a tensor of one expert, if the experts are separate modules."""
 
 
 def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
-    """Names of trained parameters that no gradient reaches from the logits of a text.
+    """Names of trained parameters that get no gradient from the logits of a text.
 
-    An expert that gets no token is reached where its router is: it may get one in the next row. A
-    quantised layer counts as the plain layer that it stands for, because a result is also used on
-    the plain base. None where neither `meta` tensors nor real ones could pass through the model.
+    An expert without tokens is not listed if the module that contains it was called: other rows may
+    use it. A quantized layer counts as the plain layer that it replaces, because a result is also
+    used on the plain base. None if neither `meta` nor real tensors can pass through the model.
 
     Args:
-        model: before an engine wraps it; its weights may be partitioned by ZeRO-3.
-        longest: tokens of a row of the training.
+        model: Model before an engine wraps it; its weights may be partitioned by ZeRO-3.
+        longest: Maximum tokens of a training row.
     """
     begun = time.perf_counter()
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -55,8 +55,8 @@ def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
         try:
             with _as_text(model), _seconds_left(model, begun + SECONDS):
                 found = _pass_on_meta(model, wanted, length)
-        except Exception:  # an operation that needs numbers; which one depends on the model
-            if left is not None:  # the shorter row passed
+        except Exception:  # an operation that needs data; which one depends on the model
+            if left is not None:  # the shorter rows passed
                 break
             found = _pass_of_numbers(model, wanted)
         if found is None:
@@ -68,10 +68,9 @@ def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
 
 
 def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] | None:
-    """Parameters among the `wanted` that no gradient reaches in rows of a length.
+    """Parameters among `wanted` that get no gradient from rows of a length; None if unknown.
 
-    Where a branch of the model depends on numbers, what one branch leaves out is tried with real
-    ones.
+    If the model branches on values, parameters without a gradient are tried again with real values.
     """
     leaves = _leaves(model)
     with _entered() as entered, _plain_linear(model), _no_validation(), torch.device("meta"):
@@ -82,14 +81,14 @@ def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] 
     left = {name for name in wanted if leaves[name].grad is None}
     left -= {name for name in left if _may_get_a_token(name, model, entered)}
     packed = any(isinstance(each, Linear4bit | Linear8bitLt) for each in model.modules())
-    if left and pretended.branches and not packed:  # packed numbers do not stand for the plain base
+    if left and pretended.branches and not packed:  # packed weights are not the plain base
         measured = _pass_of_numbers(model, wanted)
         return None if measured is None else left & measured
     return left
 
 
 def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
-    """The same with the model's own weights; None where they are partitioned or it fails."""
+    """`_pass_on_meta` with the model's real weights; None if they are partitioned or it fails."""
     reached = set[str]()
     handles: list[Any] = []
     named = dict(model.named_parameters())
@@ -120,10 +119,10 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
 
 
 def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) -> Any:
-    """A forward pass in which every parameter and buffer is another tensor.
+    """Run a forward pass with all parameters and buffers replaced.
 
-    Each module is given its own once. torch 2.13 would restore a module that two others share (the
-    trained rows of tied tables) to what it was given.
+    The tensors of each module are replaced once: torch 2.13 would not restore a module that two
+    others share (the trained rows of tied tables) if it were replaced twice.
     """
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     other = dict[str, torch.Tensor]()
@@ -138,12 +137,12 @@ def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) 
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits of a forward pass, whatever form its output has.  # (rows, tokens, vocabulary)"""
+    """The logits in an output, which is a tuple or an object.  # (rows, tokens, vocabulary)"""
     return output[0] if isinstance(output, tuple) else output.logits
 
 
 def _leaves(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A tensor without numbers for each parameter, in fp32, with the shape that it stands for."""
+    """A meta tensor in fp32 for each parameter, with its unsharded and unpacked shape."""
     shapes = {
         f"{name}.weight" if name else "weight": torch.Size([layer.out_features, layer.in_features])
         for name, layer in model.named_modules()
@@ -165,15 +164,15 @@ def _empty(shape: torch.Size, dtype: torch.dtype, trained: bool) -> torch.Tensor
 
 
 def _may_get_a_token(name: str, model: nn.Module, entered: set[nn.Module]) -> bool:
-    """Whether a parameter is that of one expert, whose router may choose it for another token."""
+    """Whether a parameter belongs to an expert that a called router may choose for other tokens."""
     found = INDEXED_EXPERT.match(name)
     return found is not None and model.get_submodule(found[1]) in entered
 
 
 class _Pretended(TorchDispatchMode):
-    """Answers for operations that need numbers: a truth is false, a number is 0, all are nonzero.
+    """Returns fixed values where data is needed: booleans are False, numbers are 0, all nonzero.
 
-    `branches` says whether a truth was asked for.
+    `branches` is whether a boolean was read.
     """
 
     def __init__(self) -> None:
@@ -197,7 +196,7 @@ class _Pretended(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """`tolist` gives zeros: it does not pass through the dispatcher."""
+    """Makes `tolist` return zeros, since it bypasses the dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].is_meta:
@@ -208,7 +207,7 @@ class _Lists(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_text(model: nn.Module) -> Generator[None]:
-    """Inside, without dropout and checkpoints, with implementations that take `meta` tensors."""
+    """Disable dropout and checkpointing, and choose implementations that accept `meta` tensors."""
     training = {module: module.training for module in model.modules()}
     chosen = {
         "_attn_implementation_internal": "eager",
@@ -231,7 +230,7 @@ def _as_text(model: nn.Module) -> Generator[None]:
         for key, field in before:
             if field in chosen:
                 configs[key].__dict__[field] = chosen[field]
-            else:  # by it Jamba and Mamba see that they are quantised
+            else:  # Jamba and Mamba check this field for quantization
                 del configs[key].__dict__[field]
         yield
     finally:
@@ -243,7 +242,7 @@ def _as_text(model: nn.Module) -> Generator[None]:
 
 @contextlib.contextmanager
 def _plain_linear(model: nn.Module) -> Generator[None]:
-    """Inside, a quantised layer computes with the plain weight that it is given."""
+    """Make quantized layers compute with a plain weight."""
 
     def plain(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: F.linear(x, layer.weight, layer.bias)
@@ -264,7 +263,7 @@ def _plain_linear(model: nn.Module) -> Generator[None]:
 
 @contextlib.contextmanager
 def _entered() -> Generator[set[nn.Module]]:
-    """The modules whose forward pass begins inside."""
+    """Collect the modules whose forward pass begins inside the context."""
     seen = set[nn.Module]()
     handle = register_module_forward_pre_hook(lambda module, _: seen.add(module))
     try:
@@ -275,7 +274,7 @@ def _entered() -> Generator[set[nn.Module]]:
 
 @contextlib.contextmanager
 def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
-    """Inside, a forward pass that is not done in time ends in a TimeoutError."""
+    """Raise TimeoutError in a forward pass that is not done in time."""
 
     def check(*_: object) -> None:
         if time.perf_counter() > until:
@@ -290,7 +289,7 @@ def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
 
 @contextlib.contextmanager
 def _no_validation() -> Generator[None]:
-    """Inside, distributions of torch do not look at their arguments' values."""
+    """Disable the argument validation of torch's distributions, which reads values."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

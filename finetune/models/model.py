@@ -1,4 +1,4 @@
-"""The network of a recipe: loaded or built, quantised, and given its adapter."""
+"""Build the network of a recipe: load or create it, quantize it, attach its adapter and kernels."""
 
 import dataclasses
 import functools
@@ -56,19 +56,19 @@ FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
     "activation": (fuse_activations, FusedGate, PARTS["activation"]),
     "rotary": (fuse_rotations, FusedRotation, PARTS["rotary"]),
 }
-"""What makes each part of a model one operation, the class that it then has, and its name."""
+"""By kernel option: the function that fuses a model's modules, their class then, and their name."""
 ENDINGS = {"norm": ("Norm",), "activation": ("MLP", "Experts"), "rotary": ("Attention",)}
-"""How transformers ends the names of the classes of each part."""
+"""By kernel option: endings of the class names that transformers gives to the modules."""
 
 ATTENTION_OPERATIONS = ("_scaled_dot_product_", "flash_attn", "varlen_attn", "document_attention")
-"""Parts of the names of operations that are a whole attention: torch's, and one of ours."""
+"""Parts of the names of operators that compute attention: torch's, and the one defined here."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe, with the tokens that the recipe adds.
+    """Load the tokenizer of a recipe, and add the recipe's tokens.
 
     Raises:
-        FinetuneError: there is none where the recipe says.
+        FinetuneError: no tokenizer can be loaded.
     """
     model = recipe.model
     own = tokenizer_of(model.adapter) if model.adapter and not model.tokenizer else None
@@ -83,7 +83,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         vocabulary.check_words(tokenizer)
     except FinetuneError:
         raise
-    except BaseException as error:  # tokenizers has no type for a file that it cannot read
+    except BaseException as error:  # tokenizers has no error type for unreadable files
         if not is_of_library(error):
             raise
         raise FinetuneError(
@@ -95,10 +95,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def build(engine: Engine, seed: int) -> nn.Module:
-    """Model with its adapter, on this rank, before the engine shards it.
+    """Build the model with its adapter on this rank, before the engine shards it.
 
-    Every rank draws the same initial weights, whatever the engine: weights from scratch with one
-    generator, an adapter's with a generator of its own for each parameter name.
+    Every rank and every engine draws the same initial weights: weights from scratch with one
+    generator, those of an adapter with a separate generator for each parameter name.
 
     Raises:
         FinetuneError: the model cannot be loaded, or the adapter does not fit it.
@@ -121,7 +121,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
     if recipe.scores is not None and model.config.get_text_config().pad_token_id is None:
-        # Passes of several rows need one; `scoring.settle_pad` chooses what is saved.
+        # Required for several rows; `scoring.settle_pad` chooses the one that is saved.
         model.config.get_text_config().pad_token_id = 0
     given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
     by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
@@ -134,7 +134,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
         adapted = as_trained(model, recipe, tokenizer, grown, given)
         trained, left_out = adapted, None
-        # A stage has no path from tokens to logits, and a part of a row none without the others.
+        # A pipeline stage, or a part of a row, has no complete path from tokens to logits.
         if plan.mesh.pipeline * plan.mesh.sequence == 1:
             trained, left_out = without_unreached(adapted, recipe, attach)
     engine.notes += [left_out] if left_out is not None else []
@@ -153,16 +153,16 @@ def build(engine: Engine, seed: int) -> nn.Module:
 
 
 def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
-    """Another model than the one that is trained: whole on this process, in inference mode.
+    """Load a frozen model next to the trained one: unsharded on this process, in eval mode.
 
-    It computes losses as the trained one does, in the same precision and by the same operations.
+    It computes losses like the trained model, in the same precision and with the same kernels.
 
     Args:
-        engine: whose plan says how.
-        chosen: the model.
+        engine: Engine whose plan is used.
+        chosen: Model to load.
 
     Raises:
-        FinetuneError: it cannot be loaded, or its layout is not known.
+        FinetuneError: it cannot be loaded, or its architecture does not support the row layout.
     """
     plan = engine.plan
     recipe = dataclasses.replace(plan.recipe, model=chosen, adapter=None)
@@ -186,7 +186,9 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
 
 
 def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Refuse a model that transformers loads as a causal language model, and that is another kind.
+    """Refuse a model that is not a decoder-only language model, or has unusable weights.
+
+    Weights are checked if the initial values of the adapter are computed from them.
 
     Raises:
         FinetuneError: with the reason.
@@ -206,11 +208,13 @@ def as_trained(
     grown: range = range(0),
     given: LoraConfig | None = None,
 ) -> nn.Module:
-    """The base as the recipe trains it: checkpointed, and frozen beside an adapter.
+    """Prepare a base for training: enable checkpointing; freeze it and attach the adapter, if any.
 
     Args:
-        tokenizer: where tokens are named whose rows are trained.
-        grown: rows that the model's tables did not have when it was loaded.
+        model: Base model.
+        recipe: Recipe of the run.
+        tokenizer: Needed if the recipe names tokens whose rows are trained.
+        grown: Table rows that were added after the model was loaded.
         given: PEFT's configuration of an adapter that is trained further.
 
     Raises:
@@ -227,7 +231,7 @@ def as_trained(
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
-    """Let a base, whose adapter is in it, compute as the plan says."""
+    """Install the plan's kernels in a base that already has its adapter."""
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     head = chosen["head"]
@@ -245,7 +249,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def install_fused(model: PreTrainedModel, plan: Plan) -> None:
-    """Let a model compute norms, activations and rotations as the plan says."""
+    """Install the plan's kernels for norms, activations and rotations in a model."""
     chosen = choices(plan.recipe, plan.backend, model.config.model_type)
     values = {each.option: each.value for each in chosen}
     for option, (fuse, _, _) in FUSED.items():
@@ -256,7 +260,7 @@ def install_fused(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
-    """What a loaded model shows of options that could not be used everywhere."""
+    """Notes on kernel options that could not be used in all modules of a loaded model."""
     chosen = {each.option: each.value for each in plan.kernels}
     left = left_alone(model) if chosen.get("lora") == "grouped" else {}
     notes = [
@@ -287,18 +291,18 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _is_part(module: nn.Module, option: str) -> bool:
-    """Whether a option is made for such a module, by the name that transformers gives to its class.
+    """Whether a kernel option applies to a module, judged by its class name.
 
-    A feed-forward layer of experts is one that holds all of them.
+    A module that contains all experts of a layer counts as one feed-forward layer.
     """
     return type(module).__name__.removeprefix("FSDP").endswith(ENDINGS[option])
 
 
 def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:
-    """Checkpoint every block: keep its input, on the host with `offload`.
+    """Enable activation checkpointing of every block: save its input, with `offload` on the host.
 
-    With `attention` what attention gave is kept besides. Without an accelerator the input lies on
-    the host already, and transformers 5.23 would ask for pinned memory that is not there.
+    With `attention`, outputs of attention are saved too. Without an accelerator the input already
+    is on the host, and transformers 5.23 would request pinned memory, which is not available.
     """
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == "attention":

@@ -1,7 +1,8 @@
-"""Attention of documents that lie side by side: causal in each, and never across a border.
+"""Attention for concatenated documents: causal within each, and never across a boundary.
 
-It is registered with transformers as an attention implementation. The model hands on what the
-batch says of its documents (`cu_seq_lens_q`, as for flash attention), and no mask is ever built:
+It is registered with transformers as an attention implementation. The model passes on the document
+boundaries of the batch (`cu_seq_lens_q`, as for flash attention), so no mask across documents is
+built:
 
     tokens    a b c d | e f | g h i        one causal product per document on CPU,
     sees      a         e     g            one variable-length kernel on GPU
@@ -31,23 +32,24 @@ from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
-"""The name of this attention in transformers."""
+"""Name of this attention implementation in transformers."""
 
 VARLEN_FROM = (8, 0)
-"""Compute capability (Ampere) from which PyTorch 2.13 has a variable-length flash kernel."""
+"""Minimum compute capability (Ampere) of PyTorch 2.13's variable-length flash kernel."""
 LARGEST_HEAD = 256
-"""Head size up to which it does."""
+"""Maximum head size of that kernel."""
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Capabilities on which its backward pass has no room for heads of 193 to 224 (torch 2.13)."""
+"""Capabilities with too little shared memory for its backward pass with heads of 193 to 224
+(torch 2.13)."""
 
 
 def layout(recipe: Recipe, config: PreTrainedConfig) -> Padding:
-    """How the rows of a recipe are laid out on a model, by its config as loaded."""
+    """The layout of a recipe's rows for a model with this config, as loaded."""
     return padding(recipe, config.to_dict())
 
 
 def implementation(recipe: Recipe, config: PreTrainedConfig) -> str:
-    """The attention that transformers is asked for: `documents` for rows side by side with SDPA."""
+    """Attention implementation for transformers: `documents` for SDPA with concatenated rows."""
     attention = recipe.model.attention
     if attention == "sdpa" and layout(recipe, config).free:
         return DOCUMENTS
@@ -55,7 +57,7 @@ def implementation(recipe: Recipe, config: PreTrainedConfig) -> str:
 
 
 def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Refuse rows side by side on an architecture that was not shown to keep documents apart.
+    """Refuse concatenated rows for an architecture that is not known to keep documents apart.
 
     Raises:
         FinetuneError: with every reason.
@@ -76,12 +78,12 @@ def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
 
 
 def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> list[str]:
-    """Why documents side by side are not computed by what is fastest on this machine.
+    """Notes if concatenated documents cannot use the fastest attention of this machine.
 
     Args:
-        config: Of the model, as loaded.
-        precision: Of the run.
-        longest: Tokens that a document has at most.
+        config: Model config, as loaded.
+        precision: Precision of the run.
+        longest: Maximum tokens of a document.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dropped = bool(getattr(config, "attention_dropout", 0))
@@ -118,7 +120,7 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def _window(config: PreTrainedConfig) -> int | None:
-    """Tokens that a token sees in some layer, itself among them; None where it sees all."""
+    """Number of tokens that a token sees in windowed layers, including itself; None for all."""
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     return getattr(config, "sliding_window", None) if "sliding_attention" in layers else None
 
@@ -137,7 +139,7 @@ def attend(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     document_ends: Sequence[int] | None = None,
-    **_: object,  # transformers hands on every argument of the model's forward pass
+    **_: object,  # transformers passes on every argument of the model's forward pass
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document, called by transformers in every layer.
 
@@ -145,34 +147,33 @@ def attend(
         module: The attention layer.
         query: (1, heads, tokens, head size).
         key: (1, key heads, tokens, head size); each is shared by heads / key heads queries.
-        value: As `key`.
-        attention_mask: None: documents side by side are never padded.
-        dropout: Share of attention weights to leave out.
+        value: Like `key`.
+        attention_mask: None, because concatenated documents are never padded.
+        dropout: Dropout probability of attention weights.
         scaling: Factor of the scores; by default 1 / sqrt(head size).
-        sliding_window: A token sees itself and so many less one before it; None for all.
+        sliding_window: Number of tokens that a token sees, including itself; None for all.
         softcap: Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
-        s_aux: (heads,) score of a sink beside each row's, which takes weight and has no value
-            (gpt-oss).
+        s_aux: (heads,) score of a sink in each row, which gets weight but has no value (gpt-oss).
         cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
         max_length_q: Tokens of the longest document.
-        document_ends: `cu_seq_lens_q` on the host; None asks the device, which waits for it.
+        document_ends: `cu_seq_lens_q` on the host; None reads the device, which synchronizes.
 
     Returns:
         (1, tokens, heads, head size), and None for the weights.
 
     Raises:
-        FinetuneError: the model did not hand on the boundaries.
+        FinetuneError: the model did not pass on the boundaries.
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise FinetuneError(
             f"batch.padding_free: {type(module).__name__} does not say where documents end, so "
             "they would see each other; set batch.padding_free=false and batch.packing=false"
         )
-    # Norms and tables in fp32 under autocast leave query and key wider than the value.
+    # With fp32 norms and tables under autocast, query and key are wider than the value.
     query, key, value = (each.to(compute_dtype(value)) for each in (query, key, value))
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None
-    # A sink, or values of another size than keys, are left to what PyTorch computes.
+    # Sinks, and values of another size than keys, are computed by PyTorch.
     known = s_aux is None and query.shape[-1] == value.shape[-1]
     if softcap is None and not dropout and known and _has_varlen(query):
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
@@ -183,7 +184,7 @@ def attend(
         longest = cpu.longest_served(query, max_length_q, window, softcap)
     ends = cu_seq_lens_q.tolist() if document_ends is None else document_ends
     runs = _runs(ends, longest)
-    # Its backward pass is one copy; that of a slice is as large as what was sliced.
+    # The gradient of `split` is one copy; that of a slice is as large as the sliced tensor.
     lengths = [run[-1] - run[0] for run in runs]
     heads = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
     parts: list[torch.Tensor] = []
@@ -200,7 +201,7 @@ def attend(
 
 
 def _runs(ends: Sequence[int], longest: int) -> list[list[int]]:
-    """Boundaries of documents in one call: neighbours up to a length, else one by itself."""
+    """Group document boundaries into calls: neighbors up to `longest` tokens, others alone."""
     runs: list[list[int]] = []
     for start, end in itertools.pairwise(ends):
         if runs and max(runs[-1][1] - runs[-1][0], end - start) <= longest:
@@ -218,7 +219,7 @@ def _causal(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One document through PyTorch's kernel."""
+    """Attention of one document by PyTorch's kernel."""
     length = query.shape[2]
     band = _band(length, window, query.device) if window is not None and window < length else None
     shared = query.shape[1] != key.shape[1]
@@ -239,10 +240,10 @@ def _causal(
 
 
 def _needs_whole_heads(query: torch.Tensor, masked: bool) -> bool:
-    """Whether shared key heads leave a GPU nothing but the kernel that holds all scores.
+    """Whether a GPU could use only the kernel that stores all scores if key heads are shared.
 
-    Flash attention alone shares them (torch 2.13), and it takes 16 bits and no mask. With a head
-    of its own for each query the memory-efficient kernel serves the rest.
+    Only flash attention supports shared key heads (torch 2.13), and it needs 16 bits and no mask.
+    With one key head per query head, the memory-efficient kernel supports the other cases.
     """
     if query.device.type != "cuda":
         return False
@@ -260,7 +261,10 @@ def _written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One document with its scores in memory: no kernel of PyTorch caps them or adds a sink."""
+    """Attention of one document with its scores in memory, for soft caps and sinks.
+
+    No PyTorch kernel supports these.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scores = (query @ key.transpose(2, 3)) * scale  # (1, heads, length, length)
@@ -276,13 +280,13 @@ def _written_out(
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean causal mask: itself and what precedes it, within a window.  # (length, length)"""
+    """Boolean causal mask with an optional sliding window.  # (length, length)"""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 
 
 def _has_varlen(query: torch.Tensor) -> bool:
-    """Whether the variable-length kernel takes these: 16 bits, on a GPU that has it."""
+    """Whether the variable-length kernel supports a query: 16 bits, on a GPU that has it."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     return against_varlen(query.device, query.shape[-1]) is None
@@ -290,7 +294,7 @@ def _has_varlen(query: torch.Tensor) -> bool:
 
 @functools.cache
 def against_varlen(device: torch.device, head_size: int) -> str | None:
-    """Why a GPU has no variable-length kernel for heads of a size; None where it has."""
+    """Why a GPU has no variable-length kernel for a head size; None if it has one."""
     if torch.version.hip is not None:
         return "on ROCm the kernel has not been tried"
     capability = _capability(device)
@@ -304,9 +308,9 @@ def against_varlen(device: torch.device, head_size: int) -> str | None:
 
 
 def use_flash_3(device: torch.device, dropped: bool) -> str | None:
-    """Let attention on Hopper run by FlashAttention 3 where it is installed; a note of it.
+    """Enable FlashAttention 3 on Hopper GPUs if it is installed; returns a note.
 
-    PyTorch 2.13 has version 2 built in, and knows how to call the other, which drops no weights.
+    PyTorch 2.13 includes version 2 and can call version 3, which does not support dropout.
     """
     installed = importlib.util.find_spec("flash_attn_interface") is not None
     if device.type != "cuda" or not installed or dropped or torch.version.hip is not None:
@@ -331,7 +335,7 @@ def _varlen(
     window: int | None,
 ) -> torch.Tensor:
     """All documents in one variable-length flash kernel.  # (tokens, heads, head size)"""
-    # Needs a build of PyTorch with CUDA to be of use.
+    # Only useful in a build of PyTorch with CUDA.
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
@@ -344,7 +348,7 @@ def _varlen(
 def varlen_words(
     kernel: Callable[..., Any], scaling: float | None, window: int | None, shared: bool
 ) -> dict[str, Any]:
-    """What `varlen_attn` is given by name. That of torch 2.11 shares key heads without a word."""
+    """Keyword arguments for `varlen_attn`; torch 2.11 shares key heads without `enable_gqa`."""
     words = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     return words | ({"enable_gqa": shared} if _knows_sharing(kernel) else {})
 

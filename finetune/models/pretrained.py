@@ -1,4 +1,4 @@
-"""The network of a recipe as it is loaded or built, before it gets an adapter or kernels."""
+"""Load or create the network of a recipe, before adapters and kernels are added."""
 
 import contextlib
 import pickle
@@ -36,16 +36,16 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
-    """Frozen weights are held as they are computed with; trained ones in fp32.
+    """Data type of the weights: the compute type if they are frozen, fp32 if they are trained.
 
-    An engine with fp32 masters of its own holds what it computes with.
+    An engine with its own fp32 master weights uses the compute type for both.
     """
     frozen = plan.recipe.adapter is not None
     return compute_dtype(plan) if frozen or plan.traits.masters else torch.float32
 
 
 def causal(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config that the causal language model of a config will have: of some only the text's."""
+    """The config of the causal language model for a config; for some, this is the text config."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text = config.sub_configs.get("text_config")
     alone = text is not None and kind is not None and kind.config_class == text
@@ -53,10 +53,10 @@ def causal(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def from_scratch(engine: Engine) -> PreTrainedModel:
-    """The model of `model.config`, with weights drawn from the generator of torch.
+    """Create the model of `model.config`, with weights from torch's global generator.
 
     Raises:
-        FinetuneError: there is no such architecture.
+        FinetuneError: transformers cannot create a model from the config.
     """
     recipe = engine.plan.recipe
     fields = dict(recipe.model.config or {})
@@ -84,15 +84,15 @@ def from_scratch(engine: Engine) -> PreTrainedModel:
 
 
 def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `model.name`.
+    """Load the model of `model.name`.
 
     Args:
-        engine: may partition it while it is loaded.
-        recipe: names the model, and what is done with it.
-        dtype: of weights that are not quantised.
+        engine: Engine, which may partition the model while it is loaded.
+        recipe: Recipe that names the model.
+        dtype: Data type of weights that are not quantized.
 
     Raises:
-        FinetuneError: it cannot be loaded, or is not complete.
+        FinetuneError: the model cannot be loaded, or its weights do not fit its config.json.
     """
     plan = engine.plan
     model, scores = recipe.model, recipe.scores
@@ -100,7 +100,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
     stored = prequantised.stored_kind(fields)
     dequantising = stored in prequantised.DEQUANTISED
     packed = stored is not None or model.quantization != "none"
-    # A decomposition of the base weights must see them whole, and so must the mean of a table.
+    # Decomposing base weights needs them unsharded, and so does the mean of a table.
     whole = (
         not plan.backend.zero_init
         or adapters.reads_base(recipe.adapter)
@@ -108,7 +108,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         or model.adapter is not None
         or dequantising
     )
-    # What is widened shard by shard need not be read in fp32.
+    # Weights that are converted to fp32 shard by shard need not be read in fp32.
     widened = plan.widens_shards and not dequantising
     loaded: Any = None
     notes: list[str] = []
@@ -157,7 +157,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
             info, new_head = scoring.without_new_head(info)
         unused, notes = unread(info, loaded)
         problems = unfilled(info) + unused
-    if not whole and engine.world > 1:  # under ZeRO-3 shapes are seen by the first rank alone
+    if not whole and engine.world > 1:  # under ZeRO-3, only rank 0 sees shapes
         problems = engine.from_first(problems)
     if problems:
         raise FinetuneError(
@@ -174,19 +174,19 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
 
 
 def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """The `config.json` of a recipe's model.
+    """The `config.json` of a recipe's model; empty if it cannot be read.
 
     Raises:
-        FinetuneError: it is quantised, or of a type, that cannot be trained as the recipe asks.
+        FinetuneError: the model's type or quantization cannot be trained as the recipe requests.
     """
     model = recipe.model
     try:
         fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
     except (OSError, ValueError):
-        return {}  # loading the model says what is wrong
+        return {}  # reported when the model is loaded
     name = model.name or ""
     found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
-    # A plan knows no config that is on the hub only.
+    # The plan cannot check a config that is only on the hub.
     found += limits.problems(recipe, fields)
     found += division.of_model(plan.backend.axes, fields)
     if found:
@@ -195,7 +195,7 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def advice(error: Exception) -> str:
-    """What to do where transformers would have to run somebody's code, as the end of a message."""
+    """Advice at the end of a loading error, on other kinds of models, custom code and pickles."""
     if "Unrecognized configuration class" in str(error):
         return f"; {DECODER_ONLY}"
     if "custom code" in str(error):

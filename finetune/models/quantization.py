@@ -1,4 +1,4 @@
-"""Frozen base weights in four or eight bits, by bitsandbytes."""
+"""Quantize frozen base weights to four or eight bits, with bitsandbytes."""
 
 import importlib.util
 import re
@@ -17,16 +17,16 @@ from finetune.version import BITSANDBYTES
 
 QUANTISED = (Linear4bit, Linear8bitLt)
 MOST_NAMED = 5
-"""Tensors that a note names."""
+"""Maximum number of tensors that a note names."""
 
 
 def quantization_config(
     kind: str, compute: torch.dtype, storage: torch.dtype = torch.uint8
 ) -> BitsAndBytesConfig | None:
-    """How weights are stored: as they are (`none`), NF4 with double quantisation, or LLM.int8.
+    """bitsandbytes' configuration: NF4 with double quantization, or LLM.int8; None for `none`.
 
-    `compute` is what a layer multiplies in, `storage` what packs the bits: FSDP shards floating
-    point tensors only.
+    `compute` is the type of a layer's products. `storage` is the type of packed weights, because
+    FSDP shards floating-point tensors only.
     """
     if kind == "none":
         return None
@@ -51,10 +51,10 @@ def loading_arguments(
     compute: torch.dtype,
     storage: torch.dtype = torch.uint8,
 ) -> dict[str, Any]:
-    """What `from_pretrained` is given about quantisation for a model with such a `config.json`.
+    """Arguments of `from_pretrained` for quantization, for a model with this `config.json`.
 
-    transformers 5.23 forgets the quantisation of the files where `quantization_config=None` is
-    given, and reads their codes as weights.
+    With `quantization_config=None`, transformers 5.23 ignores that the files are quantized, and
+    reads their codes as weights.
     """
     stored = stored_kind(fields)
     if stored is None:
@@ -67,16 +67,16 @@ def loading_arguments(
 
 
 def placed_while_loading(quantised: bool, shards_all: bool) -> dict[str, Any]:
-    """Where `from_pretrained` puts a quantised model: in host memory where it will be cut there.
+    """Arguments of `from_pretrained` that load a quantized model into host memory for sharding.
 
-    By itself transformers 5.23 puts all of it on the GPU of each process. FSDP2 moves one unit
-    after the other to its GPU, and keeps a shard of it: no GPU ever holds more than one whole.
+    By default, transformers 5.23 loads the complete model to the GPU of each process. FSDP2 moves
+    one unit at a time to its GPU and keeps a shard, so no GPU holds more than one complete unit.
     """
     return {"device_map": {"": "cpu"}} if quantised and shards_all else {}
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let NF4 layers multiply in a dtype: files that are quantised already bring their own."""
+    """Set the compute type of NF4 layers; files that are already quantized have their own."""
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
             layer.compute_dtype = dtype
@@ -84,10 +84,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def quantised_notes(model: nn.Module, kind: str) -> list[str]:
-    """How much of a base is really in four or eight bits, and what is not.
+    """A note on how much of a base is actually quantized, and what is not.
 
-    bitsandbytes replaces linear layers. Embeddings, the head and the experts that transformers 5
-    keeps in three-dimensional parameters stay as they were loaded.
+    bitsandbytes replaces linear layers. Embeddings, the head, and experts that transformers 5
+    stores in three-dimensional parameters are not quantized.
     """
     if kind == "none":
         return []
@@ -114,11 +114,11 @@ def quantised_notes(model: nn.Module, kind: str) -> list[str]:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Let NF4 layers compute in evaluation as they do in training, on CPUs with AVX512-BF16.
+    """Make NF4 layers compute the same in evaluation as in training, on CPUs with AVX512-BF16.
 
-    There bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
-    a kernel that sums in bf16, refuses layers of other than 32n
-    rows and 64n columns, and makes later gradients silently wrong. The price is its speed.
+    There, bitsandbytes (0.50) repacks the weights at the first forward pass without gradients, for
+    a faster kernel. That kernel accumulates in bf16, refuses layers with other than 32n rows and
+    64n columns, and makes later gradients silently wrong.
     """
     for layer in model.modules():
         if isinstance(layer, Linear4bit):

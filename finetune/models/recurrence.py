@@ -1,8 +1,8 @@
 """Run recurrences, short convolutions and LongRoPE once per document.
 
-A recurrent layer carries a state from token to token, and plain transformers carries it on into the
-next document where documents are side by side. Here the layer is given documents as the rows of a
-batch instead: it is causal, so that what pads a shorter row on the right reaches no token.
+A recurrent layer passes a state from token to token, and plain transformers passes it into the next
+document if documents are concatenated. Here the layer gets documents as the rows of a batch. It is
+causal, so padding on the right of a shorter row affects no token.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ from transformers import PreTrainedModel
 from finetune.planner.padding import FORGETFUL, RECURRENT, rope_types
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends")
-"""Arguments of a forward pass that say where documents end, by their names in transformers."""
+"""Arguments of a forward pass with document boundaries, by their names in transformers."""
 
 
 @dataclasses.dataclass
 class Held:
-    """Boundaries of the documents of the last forward pass of a model, for all of its layers."""
+    """Document boundaries of a model's last forward pass, shared by all of its layers."""
 
     given: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """What flash attention takes, by the names of transformers; empty for padded rows."""
+    """Arguments of flash attention, by their names in transformers; empty for padded rows."""
     ends: Sequence[int] | None = None
-    """0 and the end of each document; None where rows are not side by side."""
+    """0 and the end of each document; None for padded rows."""
 
 
 def keep_apart(model: PreTrainedModel) -> None:
-    """Let each recurrent layer of a model run once per document.
+    """Make each recurrent layer of a model run once per document.
 
-    Classes are replaced by subclasses of the same name, as `kernels.head.give_loss` does. That goes
-    first: boundaries are noted where the whole model is called.
+    Classes are replaced by subclasses of the same name, as `kernels.head.give_loss` does. Call that
+    first: boundaries are recorded when the complete model is called.
     """
     kind = model.config.get_text_config().model_type
     held = Held()
@@ -59,7 +59,7 @@ def _become(module: nn.Module, mixed_in: type, held: Held) -> None:
 
 
 class NotesDocuments:
-    """Mixed into a causal language model: its layers know where documents end."""
+    """Mixin for a causal language model that records document boundaries for its layers."""
 
     held: Held
 
@@ -70,7 +70,7 @@ class NotesDocuments:
 
 
 class Reminded:
-    """Mixed into an attention layer whose block does not hand on where documents end."""
+    """Mixin for an attention layer whose block does not pass on document boundaries."""
 
     held: Held
 
@@ -79,12 +79,12 @@ class Reminded:
 
 
 class PerDocument:
-    """Mixed into a recurrent layer: each document starts with an empty state."""
+    """Mixin for a recurrent layer: each document starts with an empty state."""
 
     held: Held
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
-        """`hidden_states` (1, tokens, hidden); returns as it."""
+        """`hidden_states` and the result are (1, tokens, hidden)."""
         if self.held.ends is None:
             return super().forward(hidden_states, *args, **inputs)
         given = {name: value for name, value in inputs.items() if name not in BOUNDARIES}
@@ -101,7 +101,7 @@ class PerDocument:
 
 
 class PositionsPerDocument:
-    """Mixed into LongRoPE (arXiv:2402.13753), whose factors depend on the longest position."""
+    """Mixin for LongRoPE (arXiv:2402.13753), whose factors depend on the longest position."""
 
     held: Held
 
@@ -121,7 +121,7 @@ class PositionsPerDocument:
 
 
 def _alike(ends: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Documents (start, end) in groups, the longest of each less than twice the shortest."""
+    """Group documents (start, end) by length; the longest is less than twice the shortest."""
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for start, end in itertools.pairwise(ends):
         groups[(end - start).bit_length()].append((start, end))
@@ -131,9 +131,9 @@ def _alike(ends: Sequence[int]) -> list[list[tuple[int, int]]]:
 def _rows(
     documents: list[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the tokens of documents as rows, the last repeated, and which are no repetition.
+    """Token indices of documents as rows, and a mask of those that are not padding.
 
-    Both (documents, longest).
+    Both are (documents, longest). Shorter rows are padded with their last index.
     """
     starts, ends = torch.tensor(documents, device=device).T[:, :, None]
     steps = torch.arange(max(end - start for start, end in documents), device=device)

@@ -1,4 +1,4 @@
-"""Models with a score head: their class, the head's first values, and what fills their rows."""
+"""Set up models with a score head: their class, the head's initial values, and the pad token."""
 
 import zlib
 from typing import Any
@@ -21,31 +21,30 @@ from finetune.models.vocabulary import pad_id, refuse_tokens_without_rows, repla
 from finetune.recipe import Recipe, Scores
 
 HEAD = "score"
-"""Name that transformers gives to the head of a decoder that scores."""
+"""Name of the score head of a decoder in transformers."""
 
 
 def auto_class(scores: Scores | None) -> Any:
-    """The class of transformers that builds a model with such a head, or a language model."""
+    """The transformers class for a model with a score head, or for a language model."""
     return AutoModelForCausalLM if scores is None else AutoModelForSequenceClassification
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """The head that predicts tokens, or the one that scores."""
+    """The language model head or the score head of a model."""
     head: Any = model.get_output_embeddings()
     return getattr(model, HEAD, None) if head is None else head
 
 
 def without_new_head(info: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """What loading said, without a score head that the files do not have; whether it is new."""
+    """Loading info without a missing score head, and whether that head is missing."""
     missing = {key for key in info["missing_keys"] if key != f"{HEAD}.weight"}
     return {**info, "missing_keys": missing}, len(missing) < len(info["missing_keys"])
 
 
 def draw_head(model: PreTrainedModel, scores: Scores, seed: int) -> None:
-    """Give a model a new score head: normal, from a generator of its own, so that engines agree.
+    """Give a model a new score head with normally distributed weights.
 
-    Raises:
-        FinetuneError: the model has no such head.
+    They are drawn from a separate generator, so that all engines agree.
     """
     config: Any = model.config.get_text_config()
     table: Any = model.get_input_embeddings()
@@ -58,7 +57,7 @@ def draw_head(model: PreTrainedModel, scores: Scores, seed: int) -> None:
 
 
 def refuse_other_head(model: PreTrainedModel) -> None:
-    """Refuse a model whose scores are not read by a plain linear layer of that name.
+    """Refuse a model whose score head is not a plain linear layer named `HEAD`.
 
     Raises:
         FinetuneError: with the class of the model.
@@ -73,10 +72,10 @@ def refuse_other_head(model: PreTrainedModel) -> None:
 def fit_tokens(
     recipe: Recipe, network: nn.Module, tokenizer: PreTrainedTokenizerBase, documents: Documents
 ) -> tuple[int, list[str]]:
-    """The token that fills rows, and notes of the one that is saved with the result.
+    """The id for padding rows, and notes on the pad token that is saved with the result.
 
     Raises:
-        FinetuneError: the data has tokens without a row in the model, whose lookup would fail.
+        FinetuneError: the data has tokens without a row in the model's embedding.
     """
     rows = token_rows(network)
     refuse_tokens_without_rows(recipe, tokenizer, rows, int(documents.ids.max()))
@@ -90,15 +89,15 @@ def fit_tokens(
 def settle_pad(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Documents
 ) -> str | None:
-    """Give model and tokenizer a pad token in which no sequence ends; returns a note.
+    """Set a pad token that ends no sequence, in the model and the tokenizer; returns a note.
 
-    transformers 5.23 reads the score at the last token that is not the pad token: where a sequence
-    ends in that token, it reads one token too early.
+    transformers 5.23 reads the score at the last token that is not the pad token: for a sequence
+    that ends with the pad token, it reads one token too early.
 
     Args:
-        model: whose config.json is saved.
-        tokenizer: that is saved beside it.
-        documents: all that is scored.
+        model: Model whose config.json is saved.
+        tokenizer: Tokenizer that is saved with it.
+        documents: All documents that are scored.
     """
     ends = set(np.unique(documents.ids[documents.offsets[1:] - 1]).tolist())
     own, rows = tokenizer.pad_token_id, token_rows(model) or len(tokenizer)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, over all stages that hold it."""
+"""Count the parameters of a model over all pipeline stages."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from finetune.distributed.parameters import whole_numel
 
 
 def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
-    """Trainable and all parameters; packed 4-bit weights count as the weights that they hold."""
+    """Number of trainable and of all parameters; packed 4-bit weights count unpacked."""
     trained = total = 0
     elsewhere = engine.elsewhere(model)
     for name, parameter in model.named_parameters():
@@ -24,11 +24,10 @@ def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
 
 
 def stored(engine: Engine, model: nn.Module) -> dict[str, int]:
-    """Elements of the tensors of a model that nothing has sharded, packed weights as they lie.
+    """Element counts of the unsharded model; packed weights count as stored.
 
-    Those of a teacher inside it are counted, because each process holds its share of them.
-
-    `small` are those of vectors and matrices of at most 10 x hidden size, which ZeRO-3 keeps whole.
+    A teacher inside the model is included, because each process stores its share of it. `small`
+    counts tensors of at most 10 x hidden size, which ZeRO-3 does not partition.
     """
     elsewhere = engine.elsewhere(model)
     here = [p for p in model.parameters() if id(p) not in elsewhere]

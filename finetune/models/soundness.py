@@ -1,6 +1,6 @@
-"""Check a model as a causal language model: its attention, and its weights.
+"""Check that a model is a valid causal language model: causal attention, finite weights.
 
-Each check is a plain function of a model, for any code that has one. The check of gradients is
+Each check is a function of a model that can be used on its own. The check of gradients is
 `finetune.models.meta.unreached`.
 """
 
@@ -22,26 +22,26 @@ from finetune.models.gradients import plain_name
 from finetune.models.meta import logits_of
 
 PREFIX, CHANGED, VARIANTS = 5, 3, 4
-"""Tokens that rows share, tokens after them that differ, and how many rows are compared."""
+"""Number of tokens that rows share, of tokens after them that differ, and of rows to compare."""
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-"""Difference of logits, relative to their spread, that is a leak and not rounding."""
+"""Minimum difference of logits, relative to their spread, that is a leak rather than rounding."""
 CROSS_ATTENTION = {"encoder_attn", "crossattention", "cross_attn", "EncDecAttention"}
-"""Names that transformers gives to attention to the outputs of an encoder."""
+"""Names in transformers of attention to the outputs of an encoder."""
 DECODER_ONLY = "name a decoder-only language model (Llama, Qwen, Mistral, Gemma, ...)"
-"""What to do instead with a model of another kind."""
+"""Advice for a model of another kind."""
 MOST_NAMED = 5
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Causality:
-    """What a forward pass of a few tokens shows."""
+    """Result of a test forward pass over a few tokens."""
 
     finite: bool
-    """Whether every logit is a finite number."""
+    """Whether all logits are finite."""
     leak: float
-    """How far later tokens move the logits of earlier ones, relative to their spread; 0 where they
-    do not."""
+    """Change of the logits of earlier tokens by later ones, relative to their spread; 0 if the
+    model is causal."""
 
 
 def noncausal(
@@ -50,7 +50,7 @@ def noncausal(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Why a model cannot be trained as a causal one, None where it can: see `causality`."""
+    """Why a model cannot be trained as a causal one; None if it can. See `causality`."""
     blocks = cross_attention(model)
     if blocks is not None:
         return blocks
@@ -59,7 +59,7 @@ def noncausal(
 
 
 def described(leak: float) -> str:
-    """A leak as a problem in words."""
+    """The error message for a leak."""
     return (
         "its attention is not causal: later tokens change the logits of earlier ones (by "
         f"{leak:.2g} of their spread), so that it would learn to predict tokens that it sees"
@@ -75,20 +75,20 @@ def causality(
     side_by_side: bool = False,
     scores: bool = False,
 ) -> Causality:
-    """Measure whether later tokens move the logits of earlier ones.
+    """Measure whether later tokens change the logits of earlier ones.
 
-    Rows begin alike and end differently. What precedes the difference may not depend on it: of the
-    differences between each two rows the smallest counts, because rounding, or an expert that is
-    chosen by it, moves some rows, and a leak moves each. Works under any engine, where every rank
-    takes part.
+    Rows begin with the same tokens and end with different ones; logits of the common tokens must be
+    equal. The smallest difference of all pairs of rows counts: rounding, or an expert that is
+    chosen because of it, changes some rows, but a leak changes all. Works under any engine if every
+    rank takes part.
 
     Args:
-        model: plain or wrapped; left in evaluation mode.
-        vocabulary: rows of its table of tokens.
-        device: where it computes.
-        dtype: what it computes in.
-        side_by_side: whether its attention is told where rows that are side by side end.
-        scores: whether it is one that `finetune.kernels.scores.give_scores` was applied to.
+        model: Plain or wrapped model, which is left in eval mode.
+        vocabulary: Rows of its token embedding.
+        device: Device of the inputs.
+        dtype: Compute data type.
+        side_by_side: Concatenate the rows, and pass their boundaries to the attention.
+        scores: Whether `finetune.kernels.scores.give_scores` was applied to the model.
     """
     model.eval()
     ids = _rows(vocabulary).to(device)
@@ -112,9 +112,9 @@ def causality(
 
 
 def _rows(vocabulary: int) -> torch.Tensor:
-    """Rows of ordinary tokens that begin alike, and a copy of the first.  # (5, 8) int64
+    """Rows that begin with the same tokens, and a copy of the first row.  # (5, 8) int64
 
-    Ids of special tokens are mostly the first and the last ones.
+    The first and the last ids of the vocabulary are avoided: these are mostly special tokens.
     """
     generator = torch.Generator().manual_seed(1)
     low = vocabulary // 8
@@ -127,7 +127,7 @@ def _rows(vocabulary: int) -> torch.Tensor:
 
 
 def _laid(ids: torch.Tensor) -> dict[str, Any]:
-    """Rows of one length side by side, as a micro-batch hands them to a model."""
+    """Model inputs of a micro-batch in which rows of one length are concatenated."""
     rows, tokens = ids.shape
     numbers = tuple(range(0, ids.numel() + 1, tokens))
     ends = torch.tensor(numbers, dtype=torch.int32, device=ids.device)
@@ -138,9 +138,9 @@ def _laid(ids: torch.Tensor) -> dict[str, Any]:
 
 
 def cross_attention(model: nn.Module) -> str | None:
-    """Why a model is the decoder of an encoder-decoder: each of its blocks attends to an encoder.
+    """A problem if every block of a model attends to an encoder; None otherwise.
 
-    A model for images and text has a few such blocks among others, which a text passes by.
+    A model for images and text has such blocks only among others, and skips them for a text.
     """
     for name, blocks in model.named_modules():
         if isinstance(blocks, nn.ModuleList) and len(blocks):
@@ -156,15 +156,15 @@ def cross_attention(model: nn.Module) -> str | None:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Weights of this rank's share of a model that hold NaN or infinity, by name in the base.
+    """Names in the base of weights with NaN or infinity, in this rank's shard of a model.
 
-    Persistent buffers count where they hold NaN: a mask may be made of infinities.
+    Persistent buffers are checked for NaN only, because a mask may contain infinities.
     """
     found: list[str] = []
     packed = {id(each.weight) for each in model.modules() if isinstance(each, Linear4bit)}
     for name, parameter in model.named_parameters():
         if id(parameter) in packed:
-            continue  # two weights a byte, which may look like any number: its scales are read
+            continue  # two weights per byte, which may look like any number: check its scales
         values = getattr(parameter, "ds_tensor", parameter.detach())  # ds_tensor: ZeRO-3 only
         if not _is_finite(values):
             found.append(plain_name(name))
@@ -179,7 +179,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def _scales(layer: nn.Module) -> Iterator[torch.Tensor]:
-    """What a quantised weight is multiplied by: there a value that is not finite is kept."""
+    """Scales of a quantized weight, which preserve values that are not finite."""
     if isinstance(layer, Linear4bit):
         state: Any = getattr(layer.weight, "quant_state", None) or layer.quant_state
         inner = getattr(state, "state2", None)
@@ -191,7 +191,7 @@ def _scales(layer: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: the least and the greatest show it."""
+    """Whether no value is NaN or infinite, judged by the minimum and the maximum."""
     here = values.to_local() if isinstance(values, DTensor) else values
     if not here.is_floating_point() or not here.numel() or here.dtype.itemsize == 1:
         return True
@@ -200,7 +200,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def blame(names: list[str], base: str) -> str:
-    """The problem of weights that are not finite."""
+    """The error message for weights that are not finite."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     tensors = "tensor" if len(names) == 1 else "tensors"
     return (
@@ -210,11 +210,11 @@ def blame(names: list[str], base: str) -> str:
 
 
 def hold_in_fp32(model: nn.Module) -> None:
-    """Hold all that is trained in fp32, whose updates in bf16 would be rounded away.
+    """Convert all trained parameters to fp32, because small updates would be lost in bf16.
 
-    PEFT 0.21 casts the matrices of LoRA, not the copies that `modules_to_save` makes. What they
-    compute keeps its type: a linear layer under autocast by itself, an embedding or a norm because
-    its output is cast, as every engine that shards casts their weights.
+    PEFT 0.21 converts LoRA's matrices, but not the copies of `modules_to_save`. Outputs keep their
+    type: those of linear layers by autocast, those of embeddings and norms by a cast of the output,
+    where sharding engines cast the weights.
     """
     narrow = {
         parameter: parameter.dtype
@@ -235,15 +235,16 @@ def _cast(dtype: torch.dtype, _: nn.Module, inputs: Any, output: Any) -> Any:
 
 @contextlib.contextmanager
 def explained(field: str, doing: str, instead: str) -> Generator[None]:
-    """Inside, an error of a library becomes a message about a field of the recipe.
+    """Turn errors of libraries into messages about a field of the recipe.
 
-    transformers and PEFT raise what the code of an architecture happens to raise: KeyError,
-    AttributeError, AssertionError. What is not about the model (memory, a lost rank) is raised on.
+    transformers and PEFT raise whatever the code of an architecture happens to raise: KeyError,
+    AttributeError, AssertionError. Errors that are not about the model (memory, a lost rank) are
+    raised unchanged.
 
     Args:
-        field: of the recipe.
-        doing: what failed.
-        instead: what to do.
+        field: Field of the recipe.
+        doing: What failed.
+        instead: What to do instead.
     """
     try:
         yield
@@ -251,7 +252,7 @@ def explained(field: str, doing: str, instead: str) -> Generator[None]:
         raise
     except Exception as error:
         first = str(error).strip().split("\n")[0]
-        if is_transport(error) or "memory" in first:  # a CPU's is a bare RuntimeError
+        if is_transport(error) or "memory" in first:  # on a CPU a plain RuntimeError
             raise
         raise FinetuneError(
             f"{field}: {doing} ({type(error).__name__}: {first}); {instead}"

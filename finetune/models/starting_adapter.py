@@ -1,6 +1,6 @@
-"""The adapter that a training goes on from: where it is, and what a recipe takes from it.
+"""Find the adapter that training starts from, and take its configuration into the recipe.
 
-No torch: a recipe that contradicts its adapter is refused at once.
+This module does not import torch, so a recipe that contradicts its adapter is refused quickly.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TAKEN = {
     "exclude_modules": "exclude_modules", "layers_to_transform": "layers_to_transform",
     "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern",
 }  # fmt: skip
-"""Fields of PEFT's file that a recipe takes, with the recipe's name of each."""
+"""Fields of PEFT's file that a recipe takes, with their names in the recipe."""
 
 WITHOUT_EFFECT = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -37,22 +37,22 @@ WITHOUT_EFFECT = {
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "runtime_config", "ensure_weight_tying",
 }  # fmt: skip
-"""Fields of PEFT's file that do not change what an adapter of known values computes."""
+"""Fields of PEFT's file that do not affect the output of an adapter with given weights."""
 
 SCORE_HEADS = ("classifier", "score")
 """Names that PEFT 0.21 adds to `modules_to_save` of every adapter for sequence classification."""
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that take something out of the base weights."""
+"""Initializations that change the base weights."""
 
 MERGE = "merge it into its base and train on the result: finetune export RUN --merge --to FOLDER"
 
 
 def find(name: str) -> Path:
-    """The folder of an adapter in PEFT's format, of a folder, a run or a hub id.
+    """Find the folder of an adapter in PEFT's format, from a folder, a run or a hub id.
 
     Raises:
-        FinetuneError: there is no adapter.
+        FinetuneError: no adapter is found.
     """
     folder = Path(name)
     if os.path.isfile(folder):
@@ -101,7 +101,7 @@ def _download(name: str) -> Path:
 
 
 def tokenizer_of(name: str) -> Path | None:
-    """The folder of the tokenizer that an adapter was trained with; None where it has none."""
+    """The folder of the tokenizer that an adapter was trained with; None if it has none."""
     folder = find(name)
     for place in (folder, folder.parent / "tokenizer"):
         if (place / "tokenizer_config.json").is_file():
@@ -110,13 +110,14 @@ def tokenizer_of(name: str) -> Path | None:
 
 
 def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
-    """The fields of an adapter's file.
+    """Read the fields of an adapter's configuration file.
 
     Args:
-        tasks: by PEFT's names; a file may leave its own out.
+        folder: Folder of the adapter.
+        tasks: Accepted task types, as PEFT names them; a file without a task type is accepted.
 
     Raises:
-        FinetuneError: the file cannot be read, or the adapter is not one that can be trained here.
+        FinetuneError: the file cannot be read, or the adapter cannot be trained here.
     """
     path = folder / CONFIG
     try:
@@ -161,10 +162,10 @@ def _problems(fields: dict[str, Any], tasks: tuple[str, ...]) -> list[str]:
 
 
 def section_of(fields: dict[str, Any]) -> LoRA:
-    """An adapter's file as the section of a recipe.
+    """Convert the fields of an adapter's file to the recipe's section `adapter`.
 
     Raises:
-        FinetuneError: with every field of another kind of value than PEFT writes.
+        FinetuneError: with every field whose value has a wrong type.
     """
     known = {field.name for field in dataclasses.fields(LoRA)}
     taken = {
@@ -195,12 +196,12 @@ def _plain(value: Any) -> Any:
 
 
 def settle(recipe: Recipe) -> Recipe:
-    """The recipe with the section `adapter` of the adapter that it goes on from.
+    """Complete the section `adapter` of a recipe from the adapter that training starts from.
 
-    What a recipe leaves at its default is taken; dropout is the recipe's own.
+    Fields that the recipe leaves at their defaults are taken from the adapter, except dropout.
 
     Raises:
-        FinetuneError: there is no adapter, or a field of the recipe contradicts it.
+        FinetuneError: no adapter is found, or a field of the recipe contradicts it.
     """
     name = recipe.model.adapter
     if name is None:
@@ -242,7 +243,7 @@ def _items(value: Any) -> Any:
 
 
 def _same_modules(short: Any, full: Any) -> bool:
-    """Whether names choose the modules that PEFT wrote out in full."""
+    """Whether short names select exactly the modules that PEFT lists in full."""
     if not isinstance(short, tuple) or not isinstance(full, tuple):
         return False
     pairs = [(a, b) for a in short for b in full if a == b or b.endswith(f".{a}")]
@@ -250,7 +251,7 @@ def _same_modules(short: Any, full: Any) -> bool:
 
 
 def _ids(tokens: Any, folder: Path) -> set[Any]:
-    """Tokens as ids, where the tokenizer beside an adapter added them; other words stay."""
+    """Convert tokens to ids if the tokenizer next to an adapter added them; keep other tokens."""
     groups = tokens.values() if isinstance(tokens, dict) else (tokens,)
     added: dict[str, int] = {}
     for place in (folder, folder.parent / "tokenizer"):
@@ -265,7 +266,7 @@ def _shown(value: Any) -> str:
 
 
 def identity(name: str) -> dict[str, Any]:
-    """Which adapter it is: for the record of a run."""
+    """Folder, hash and base model of an adapter, for the record of a run."""
     folder = find(name)
     fields = read_config(folder)
     with (folder / WEIGHTS).open("rb") as file:
@@ -278,10 +279,10 @@ def identity(name: str) -> dict[str, Any]:
 
 
 def record(recipe: Recipe, run: Run, is_new: bool) -> str:
-    """Write down which adapter a run starts from; returns a note of it.
+    """Record the adapter that a run starts from; returns a note about it.
 
     Raises:
-        FinetuneError: a run that goes on started from another one.
+        FinetuneError: a run that is resumed started from another adapter.
     """
     assert recipe.model.adapter is not None
     now, path = identity(recipe.model.adapter), run.starting_adapter

@@ -1,11 +1,11 @@
-"""Chooses the weights that an adapter reaches, and names those that it leaves out.
+"""Choose the weights that an adapter trains, and report the weights that it leaves out.
 
-transformers 5 keeps the experts of a layer in three-dimensional parameters, which no module name
-reaches. PEFT 0.21 adapts such a parameter by name (`target_parameters`). For a model type whose
-experts were modules in transformers 4 it also rewrites names: `gate_proj`, `up_proj`, `down_proj`
-and `gate` then mean parameters of experts and router alone, and a dense layer or a shared expert of
-the same name is dropped. Here such a layer is adapted as the parameter `NAME.weight`, which PEFT
-leaves as it is whenever it reads the configuration again.
+transformers 5 stores the experts of a layer in three-dimensional parameters, which module names
+cannot select. PEFT 0.21 adapts such a parameter by name (`target_parameters`). For a model type
+whose experts were modules in transformers 4, it also rewrites names: `gate_proj`, `up_proj`,
+`down_proj` and `gate` then select only parameters of experts and router, and a dense layer or a
+shared expert of the same name is dropped. Here such a layer is adapted as the parameter
+`NAME.weight`, which PEFT does not rewrite when it reads the configuration again.
 """
 
 import copy
@@ -31,21 +31,21 @@ from finetune.recipe import LoRA
 
 ALL = "all-linear"
 GATE_AND_UP = "gate_up_proj"
-"""Two matrices in one parameter: `all-linear` gives each of them the rank of the adapter."""
+"""Two matrices in one parameter; with `all-linear` each of them gets the rank of the adapter."""
 LINEAR = (nn.Linear, Conv1D)
 OLDER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names of modules that PEFT rewrites in one type of model or another."""
+"""Module names that PEFT rewrites in some model types."""
 MOST_NAMED = 8
 
 
 def settle(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraConfig:
-    """The configuration whose names reach what the recipe asks for, whatever PEFT makes of names.
+    """Resolve the names of a configuration, so that PEFT's rewriting of names cannot change them.
 
-    `all-linear` is every linear module but head and routers, and every tensor of experts. A model
-    without experts, whose names PEFT does not rewrite, is left to PEFT.
+    `all-linear` selects every linear module except head and routers, and every expert tensor. For a
+    model without experts whose names PEFT does not rewrite, the configuration is returned as it is.
 
     Raises:
-        FinetuneError: a parameter is not there, or PEFT cannot adapt a parameter in this way.
+        FinetuneError: a parameter does not exist, or PEFT cannot adapt it in this way.
     """
     parameters = [*_named(model, adapter)]
     rewritten = rewritten_names(model)
@@ -78,10 +78,10 @@ def settle(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraCon
 
 
 def _named(model: nn.Module, adapter: LoRA) -> list[str]:
-    """Parameters that the recipe names.
+    """Parameters that the recipe names in `target_parameters`.
 
     Raises:
-        FinetuneError: a name that no parameter has, or one that PEFT cannot adapt.
+        FinetuneError: a name matches no parameter, or one that PEFT cannot adapt.
     """
     names = _names(model)
     problems: list[str] = []
@@ -108,13 +108,13 @@ def _named(model: nn.Module, adapter: LoRA) -> list[str]:
 
 
 def expert_words(model: nn.Module) -> str:
-    """Names of expert tensors, as the end of a message; empty where there are none."""
+    """Names of expert tensors for the end of a message; empty if there are none."""
     here = sorted({".".join(name.split(".")[-2:]) for name in _experts(model)})
     return f"; tensors of experts here: {', '.join(here)}" if here else ""
 
 
 def _modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Modules that the names of a configuration mean, before PEFT rewrites names."""
+    """Modules that the names of a configuration select, before PEFT rewrites names."""
     names = [name for name, _ in model.named_modules() if name]
     if config.target_modules != ALL:
         return [name for name in names if check_target_module_exists(config, name)]
@@ -133,7 +133,7 @@ def _modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 def _by_older_names(
     model: PreTrainedModel, config: LoraConfig, ranks: dict[str, int], alphas: dict[str, float]
 ) -> list[str]:
-    """Expert tensors that names of modules of transformers 4 mean to PEFT; adds their ranks."""
+    """Expert tensors that PEFT selects for module names of transformers 4; adds their ranks."""
     if isinstance(config.target_modules, str):
         pattern = config.target_modules
         return [name for name in _names(model) if re.fullmatch(pattern, name)]
@@ -144,7 +144,7 @@ def _by_older_names(
         if any(
             name.rpartition(".")[2] in config.target_modules for name in _modules(model, config)
         ):
-            return []  # modules of this name, not experts, are meant
+            return []  # the names select modules, not experts
         raise FinetuneError(
             "adapter.targets: gate_proj and up_proj of the experts are one tensor; name both, or "
             f"use adapter.target_parameters=[experts.{GATE_AND_UP}]"
@@ -156,7 +156,7 @@ def _by_older_names(
 
 
 def _outside(name: str, adapter: LoRA) -> bool:
-    """Whether a parameter is excluded, trained whole, or in a layer that is not chosen."""
+    """Whether a parameter is excluded, fully trained, or in a layer that is not selected."""
     excluded = adapter.exclude_modules
     for each in (name, name.rpartition(".")[0]):
         if isinstance(excluded, str):
@@ -172,13 +172,13 @@ def _outside(name: str, adapter: LoRA) -> bool:
 
 
 def rewritten_names(model: PreTrainedModel) -> set[str]:
-    """Last names of modules that PEFT takes for parameters of experts in this type of model."""
+    """Last parts of module names that PEFT rewrites to expert parameters in this model type."""
     found: set[str] = set()
     for name in OLDER_NAMES:
         probe = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(probe, model, conversions=None)
-        except ValueError:  # PEFT asks for gate_proj and up_proj together
+        except ValueError:  # PEFT requires gate_proj and up_proj together
             found.add(name)
         else:
             found |= {name} - set(probe.target_modules or ())
@@ -190,14 +190,14 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _is_plain(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is one that PEFT can add a product to."""
+    """Whether PEFT can adapt a parameter: unquantized, with two or three dimensions."""
     parameter = model.get_parameter(name)
     packed = hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")  # bitsandbytes
     return parameter.is_floating_point() and not packed and len(full_shape(parameter)) in (2, 3)
 
 
 def _experts(model: nn.Module) -> list[str]:
-    """Tensors of the experts of a layer, by the names that transformers gives to their classes."""
+    """Names of expert tensors, recognized by the class names of their modules."""
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -208,12 +208,12 @@ def _experts(model: nn.Module) -> list[str]:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model chooses among experts."""
+    """Whether a model has experts."""
     return bool(_experts(model) or _routers(model))
 
 
 def _routers(model: nn.Module) -> list[str]:
-    """Modules that choose experts, by the names that transformers gives to their classes."""
+    """Names of modules that choose experts, recognized by their class names."""
     return [
         name
         for name, module in model.named_modules()
@@ -222,9 +222,9 @@ def _routers(model: nn.Module) -> list[str]:
 
 
 def shortest(chosen: Iterable[str], every: Iterable[str], words: int = 1) -> set[str]:
-    """Ends of names, of so many words or more, that mean the chosen of all names and no other.
+    """Shortest suffixes, of at least `words` parts, that match all chosen names and no others.
 
-    PEFT compares names in this way: `q_proj` is the end of `model.layers.0.self_attn.q_proj`.
+    PEFT matches names by suffix: `q_proj` matches `model.layers.0.self_attn.q_proj`.
     """
     chosen = set(chosen)
     means: dict[str, set[str]] = {}
@@ -242,19 +242,19 @@ def shortest(chosen: Iterable[str], every: Iterable[str], words: int = 1) -> set
 
 
 def _ends(name: str, words: int) -> list[str]:
-    """The ends of a dotted name, the shortest first and the complete name last."""
+    """Suffixes of a dotted name, the shortest first and the complete name last."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(max(0, len(parts) - words), -1, -1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """How much of a model's matrices an adapter reaches, embeddings and head aside."""
+    """How much of a model's matrices an adapter trains, not counting embeddings and head."""
 
     share: float
-    """Of the weights in matrices and tensors of matrices."""
+    """Share of the weights in matrices and stacks of matrices that have an adapter."""
     left: tuple[str, ...]
-    """Names inside a layer of those that it does not reach, the largest first."""
+    """Names inside a layer of the weights without an adapter, the largest first."""
 
     def line(self) -> str:
         more = len(self.left) - MOST_NAMED
@@ -267,7 +267,7 @@ class Reach:
 
 
 def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
-    """What the adapter in a model reaches, before the engine shards it; `base` is inside."""
+    """Measure what the adapter in a model trains of its `base`, before the engine shards it."""
     reached = {id(parameter) for parameter in reached_by(model)}
     head = head_of(base)
     aside = [module for module in base.modules() if isinstance(module, nn.Embedding)]
@@ -291,11 +291,11 @@ def reach(model: nn.Module, base: PreTrainedModel) -> Reach:
 
 
 def reached_by(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of a base that have an adapter, or are trained whole."""
+    """Parameters of a base that have an adapter, or are fully trained."""
     for layer in model.modules():
         if isinstance(layer, ParamWrapper):
             yield layer.get_param()
         elif isinstance(layer, LoraLayer):
             yield from layer.get_base_layer().parameters()
-        elif isinstance(layer, ModulesToSaveWrapper):  # trained whole
+        elif isinstance(layer, ModulesToSaveWrapper):  # fully trained
             yield from layer.parameters()

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: the same vocabulary as its student, loaded, frozen, inside it."""
+"""Load the teacher of a distillation into its student, after comparing their vocabularies."""
 
 import dataclasses
 from typing import Any
@@ -19,12 +19,12 @@ from finetune.planner.kernels import LOGITS
 from finetune.recipe import Model, Recipe
 
 MOST_NAMED = 3
-"""Tokens that a message names."""
+"""Maximum number of tokens that a message names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """How messages call two models whose tokenizers are compared."""
+    """Names for messages about two models whose tokenizers are compared."""
 
     field: str
     first: str
@@ -44,22 +44,22 @@ REFERENCE = Role(
 
 
 def as_student(recipe: Recipe) -> Recipe:
-    """A recipe whose model is the teacher, as it is loaded and run."""
+    """The recipe with its teacher as the model, to load and run it."""
     teacher = recipe.taught_by
     assert teacher is not None
     return dataclasses.replace(recipe, model=teacher, adapter=None)
 
 
 def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
-    """Load the teacher of a recipe, if one runs, and put it into its student.
+    """Load the teacher of a recipe, if it runs during training, and attach it to its student.
 
     Args:
-        engine: may partition it while it is loaded.
-        student: which has its adapter and its loss.
-        install: gives a model the fused operations of the plan.
+        engine: Engine, which may partition the teacher while it is loaded.
+        student: Model that has its adapter and its loss.
+        install: Function that installs the plan's fused kernels in a model.
 
     Raises:
-        FinetuneError: the teacher cannot be loaded, or its head or layout is not known.
+        FinetuneError: the teacher cannot be loaded, or its head or row layout is not supported.
     """
     recipe = engine.plan.recipe
     teacher = None
@@ -87,10 +87,10 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
 
 
 def ready(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, data: Prepared) -> Prepared:
-    """The rows with what a teacher that is not here said of them; one that runs is looked at.
+    """Add the log-probabilities of a stored teacher to the rows, or check a running teacher.
 
     Raises:
-        FinetuneError: it has another vocabulary, or what is stored is of other rows.
+        FinetuneError: the teacher has another vocabulary, or the stored values are for other rows.
     """
     if recipe.taught_by is not None:
         compare_tokenizer(tokenizer, recipe.taught_by)
@@ -101,21 +101,22 @@ def ready(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, data: Prepared) ->
 def compare_tokenizer(
     tokenizer: PreTrainedTokenizerBase, given: Model, role: Role = TEACHER
 ) -> None:
-    """Refuse a teacher with another tokenizer than its student's, before a model is loaded.
+    """Refuse a teacher whose tokenizer differs from its student's, before a model is loaded.
 
     Args:
-        tokenizer: of the student.
-        given: the teacher, or another model in this `role`.
+        tokenizer: Tokenizer of the student.
+        given: The teacher, or another model in this `role`.
+        role: Names of the two models for messages.
 
     Raises:
-        FinetuneError: with the first ids that differ, or there is none.
+        FinetuneError: with the first ids that differ, or no tokenizer can be loaded.
     """
     try:
         other = AutoTokenizer.from_pretrained(
             given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
         )
         check_words(other)
-    except BaseException as error:  # tokenizers has no type for a file that it cannot read
+    except BaseException as error:  # tokenizers has no error type for unreadable files
         if not is_of_library(error):
             raise
         raise FinetuneError(
@@ -131,13 +132,13 @@ def refuse_other_vocabulary(
     name: str,
     role: Role = TEACHER,
 ) -> None:
-    """Refuse a teacher to whom a token id says something else.
+    """Refuse a teacher for which token ids mean something else.
 
     Args:
-        tokenizer: of the student.
-        other: of the teacher.
-        name: of the teacher.
-        role: how messages call the two.
+        tokenizer: Tokenizer of the student.
+        other: Tokenizer of the teacher.
+        name: Name of the teacher.
+        role: Names of the two models for messages.
 
     Raises:
         FinetuneError: with the first ids that differ.

@@ -1,7 +1,7 @@
-"""The vocabulary of a model: tokens of the tokenizer, rows of the tables, and more of both.
+"""Match the tables of a model with the tokens of its tokenizer, and extend both.
 
-A token has an id, and the tables of the model (embedding and head) a row for each id. Either may
-have more than the other: spare rows are harmless, a token without a row cannot be looked up.
+A token has an id, and the tables of the model (embedding and head) have a row for each id. Either
+may be larger: spare rows are harmless, but a token without a row cannot be looked up.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from finetune.models.load_checks import token_rows
 from finetune.recipe import LoRA, Recipe
 
 MOST_NAMED = 10
-"""Tokens that a message names."""
+"""Maximum number of tokens that a message names."""
 
 
 MOST_TOKENS = 100_000_000
@@ -25,48 +25,48 @@ MOST_TOKENS = 100_000_000
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
-    """Add the tokens that a tokenizer lacks, each found in a text as it is written."""
+    """Add the tokens that a tokenizer lacks; they match a text without normalization."""
     known = tokenizer.get_vocab()
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in tokens if t not in known])
 
 
 def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, where it has tokens for a text, and can encode one.
+    """Return the tokenizer if it can encode a text.
 
-    From a folder with nothing but `config.json` transformers 5.23 builds one without any, which
-    encodes each text as no tokens.
+    From a folder with only `config.json`, transformers 5.23 builds a tokenizer with an empty
+    vocabulary, which encodes every text as no tokens.
 
     Raises:
-        ValueError: it has special tokens at most, or a token with an id that no table can have.
+        ValueError: it has no tokens except added ones, or a token id beyond any table.
     """
     known = tokenizer.get_vocab()
     if not set(known) - set(tokenizer.get_added_vocab()):
         raise ValueError("the vocabulary is empty: its files are not there")
     last = max(known, key=known.__getitem__)
-    if known[last] > MOST_TOKENS:  # tokenizers would hold a place for each id up to that one
+    if known[last] > MOST_TOKENS:  # tokenizers would allocate all ids up to that one
         raise ValueError(f"the token {last!r} has id {known[last]:,}, above {MOST_TOKENS:,}")
-    tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of another kind of value
+    tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of a wrong type
     return tokenizer
 
 
 def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows of a table in which every token of a tokenizer has one."""
+    """Number of table rows that all tokens of a tokenizer need."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> int:
-    """A token that can fill a row: the tokenizer's own, or 0 where it has none in the model.
+    """Token id for padding: the tokenizer's pad token, or 0 if that has no row in the model.
 
-    Padding is masked by its position, never by its id: any token that has a row serves.
+    Padding is masked by its position, never by its id, so any token with a row can be used.
     """
     pad = tokenizer.pad_token_id
     return pad if isinstance(pad, int) and 0 <= pad < (rows or pad + 1) else 0
 
 
 def replace_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> str | None:
-    """Give a tokenizer whose pad token has no row another one; returns a note where it did.
+    """Replace a pad token without a row in the model; returns a note if it is replaced.
 
-    What is saved with the tokenizer can then be padded by any library.
+    Any library can then pad rows for the saved model and tokenizer.
     """
     pad = tokenizer.pad_token_id
     if rows is None or not isinstance(pad, int) or pad < rows:
@@ -82,9 +82,9 @@ def replace_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> str | N
 
 
 def without_lost_pad(config: PreTrainedConfig) -> dict[str, None]:
-    """What to override of a configuration whose pad token has no row: torch refuses such a table.
+    """Overrides for a configuration whose pad token has no row, because torch refuses such a table.
 
-    For `from_pretrained(..., **overrides)`; empty where all is well.
+    For `from_pretrained(..., **overrides)`; empty if the pad token has a row.
     """
     text = config.get_text_config()
     pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -96,10 +96,10 @@ def without_lost_pad(config: PreTrainedConfig) -> dict[str, None]:
 def refuse_tokens_without_rows(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None, highest: int
 ) -> None:
-    """Refuse data with tokens that the model has no row for.
+    """Refuse data with tokens that have no row in the model.
 
     Raises:
-        FinetuneError: with the tokens, and what gives them rows.
+        FinetuneError: with the tokens, and how to add rows for them.
     """
     if rows is None or highest < rows:
         return
@@ -121,9 +121,9 @@ def refuse_tokens_without_rows(
 
 
 def grow(model: PreTrainedModel, rows: int) -> None:
-    """Give embedding and head so many rows: each new one is the mean of the old ones.
+    """Grow embedding and head to `rows` rows; each new row is the mean of the old ones.
 
-    Tied tables stay tied, and the configuration has the new size.
+    Tied tables stay tied, and the configuration gets the new size.
     """
     old = token_rows(model)
     if old is None or rows <= old:
@@ -144,10 +144,12 @@ def grow(model: PreTrainedModel, rows: int) -> None:
 def rows_of_adapter(
     model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]
 ) -> int:
-    """Rows of the tables that an adapter was trained with, as far as it says; else 0.
+    """Number of table rows that an adapter needs, as far as its file shows; else 0.
 
     Args:
-        stored: shape of each tensor of its file.
+        model: Base model.
+        config: PEFT's configuration of the adapter.
+        stored: Shape of each tensor in its file.
     """
     table: Any = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is table)
@@ -161,7 +163,7 @@ def rows_of_adapter(
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Tensors with a row for each token: embedding, head where it is another, its bias."""
+    """Tensors with a row for each token: the embedding, an untied head, the head's bias."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     found = [embedding.weight.data]
@@ -173,7 +175,7 @@ def _weights(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def tables(model: nn.Module) -> dict[str, nn.Module]:
-    """Embedding and head by their full names; the embedding alone where they are tied."""
+    """Embedding and head by their full names; only the embedding if they are tied."""
     found: dict[str, nn.Module] = {}
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -185,10 +187,10 @@ def tables(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def give_rows(model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> range:
-    """Give the tables rows for the tokens that a recipe adds; returns the new rows.
+    """Add table rows for the tokens that a recipe adds; returns the new rows.
 
     Raises:
-        FinetuneError: these rows would never be trained.
+        FinetuneError: these rows would not be trained.
     """
     old = token_rows(model) or 0
     if recipe.model.adapter is not None:
@@ -209,8 +211,8 @@ def token_indices(
 ) -> dict[str, list[int]] | None:
     """`adapter.trainable_token_indices` in PEFT's form: ids by the full name of each table.
 
-    Rows that a table did not have before (`grown`) are always among them: what loads the result
-    would fill them with numbers of its own.
+    New rows of a table (`grown`) are always included: code that loads the result would otherwise
+    fill them with other values.
 
     Raises:
         FinetuneError: a token is unknown or has no row, or a table cannot be trained by rows.
@@ -257,7 +259,7 @@ def token_indices(
 def refuse_untrained(
     model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, grown: range
 ) -> None:
-    """Refuse to add tokens whose rows an adapter would leave as they are.
+    """Refuse added tokens whose rows an adapter would not train.
 
     Raises:
         FinetuneError: with the fields that train them.
@@ -277,7 +279,7 @@ def refuse_untrained(
 
 
 def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Refuse tokens that the adapter of `model.adapter` was not trained with.
+    """Refuse tokens that the starting adapter (`model.adapter`) has no rows for.
 
     Raises:
         FinetuneError: with these tokens.
@@ -293,7 +295,7 @@ def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows:
 
 
 def untrained(words: str, table: str, names: tuple[str, ...]) -> str:
-    """The refusal of rows that nothing would train."""
+    """The error message for rows that would not be trained."""
     saved = ", ".join(name.rsplit(".", 1)[-1] for name in names)
     return (
         f"model.add_tokens: the adapter does not train the rows of {words} in {table}, which would "
