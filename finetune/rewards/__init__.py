@@ -1,4 +1,4 @@
-"""Rewards by name: functions of prompts and completions that give a number for each."""
+"""Reward functions by name, and the recipe section that selects one."""
 
 import re
 from typing import Annotated, Any
@@ -16,28 +16,28 @@ REWARDS: dict[str, str] = {
     "regex": "finetune.rewards.builtin:regex",
     "length": "finetune.rewards.builtin:length",
 }
-"""Names that a recipe may use, and the functions that they stand for."""
+"""Built-in reward functions by their names in a recipe."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Reward(metaclass=Checked):
-    """A function or a model that scores completions, and how much its score counts."""
+    """A function or a model that scores completions, with the weight of its scores."""
 
     function: Text
-    """A built-in reward, `module:function` of your own, or the run of a reward model."""
+    """A built-in reward, your own `module:function`, or the run of a reward model."""
     weight: float = 1.0
     """Factor of its scores in the sum over all rewards."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments besides prompts, completions and the columns of the data."""
+    """Arguments in addition to prompts, completions and the columns of the data."""
 
     @property
     def name(self) -> str:
-        """What metrics call it: of a run the folder's name."""
+        """Name in metrics: the function's name, or the folder name of a run."""
         return re.split(r"[:/\\]", self.function.rstrip("/\\"))[-1]
 
 
 def _sections(value: Any) -> Any:
-    """Names alone as sections."""
+    """Convert plain names to sections."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Rewards that need no code of the user's.
+"""Built-in reward functions.
 
-Each takes completions and gives one number for each, from 0 to 1; None for a completion that it
-does not score. A completion is a text, or a list with the one message that answers a conversation.
+Each returns a number from 0 to 1 per completion, or None for a completion that it does not score. A
+completion is a text, or a list with a single message that answers a conversation.
 """
 
 import json
@@ -14,7 +14,7 @@ Completion = str | list[dict[str, Any]]
 
 
 def text_of(completion: Completion) -> str:
-    """What a completion says."""
+    """The text of a completion."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
@@ -24,9 +24,9 @@ def exact_match(
     pattern: str | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1 for a completion that equals the column `answer`, both without outer whitespace.
+    """1 if a completion equals the column `answer`, ignoring leading and trailing whitespace.
 
-    With `pattern`, a regular expression: for one whose last match equals that of the answer.
+    With the regular expression `pattern`: 1 if its last match equals that in the answer.
     """
     wanted_parts = [None if each is None else _part(str(each), pattern) for each in answer]
     return [
@@ -36,16 +36,16 @@ def exact_match(
 
 
 def json_valid(completions: list[Completion], **_: Any) -> list[float]:
-    """1 for a completion that is one JSON value and nothing else."""
+    """1 if a completion is a single JSON value."""
     return [float(_parsed(said) is not _NOT_JSON) for said in completions]
 
 
 def json_fields(
     completions: list[Completion], answer: list[str | None], **_: Any
 ) -> list[float | None]:
-    """Share of the fields of the JSON object in the column `answer` that a completion has alike.
+    """Share of fields with equal values in a completion and the JSON object of column `answer`.
 
-    0 where a completion is not a JSON object; fields that the answer does not have lower the share.
+    0 if a completion is not a JSON object; fields that the answer does not have lower the share.
     """
     return [
         None if wanted is None else _share(_parsed(said), json.loads(str(wanted)))
@@ -54,7 +54,7 @@ def json_fields(
 
 
 def regex(completions: list[Completion], pattern: str, **_: Any) -> list[float]:
-    """1 for a completion that the regular expression `pattern` matches as a whole."""
+    """1 if the regular expression `pattern` matches the complete completion."""
     wanted = _compiled(pattern)
     return [float(wanted.fullmatch(text_of(said).strip()) is not None) for said in completions]
 
@@ -65,12 +65,12 @@ def length(
     target: int,
     **_: Any,
 ) -> list[float]:
-    """1 for a completion of at most `target` tokens, falling to 0 at twice as many."""
+    """1 for a completion of at most `target` tokens, falling linearly to 0 at twice as many."""
     return [min(1.0, max(0.0, 2.0 - len(ids) / target)) for ids in completion_ids]
 
 
 def _part(text: str, pattern: str | None) -> str:
-    """A text, or the last match of a pattern in it, empty where there is none."""
+    """A text, or the last match of a pattern in it; empty if there is none."""
     if pattern is None:
         return text.strip()
     found = list(_compiled(pattern).finditer(text))

@@ -1,4 +1,4 @@
-"""The functions that a recipe's rewards name, and the arguments that each is given."""
+"""Find the functions that a recipe's rewards name, and check their arguments."""
 
 import functools
 import inspect
@@ -14,18 +14,18 @@ from finetune.rewards import REWARDS, Reward
 from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
-"""What the run of a reward model stands for."""
+"""Function that scores with a reward model."""
 PREPARE = "finetune.inference.scores:prepare"
-"""What loads it."""
+"""Function that loads a reward model."""
 GIVEN = ("prompts", "completions", "completion_ids")
-"""Arguments that every function may take."""
+"""Arguments that are available to every function."""
 
 
 def function_of(reward: Reward) -> Callable[..., Any]:
     """The function of a reward.
 
     Raises:
-        FinetuneError: it cannot be imported or called, or takes other arguments than the recipe's.
+        FinetuneError: it cannot be imported or called, or does not take the recipe's arguments.
     """
     field = "reward_funcs"
     if is_model(reward):
@@ -46,7 +46,7 @@ def function_of(reward: Reward) -> Callable[..., Any]:
 
 
 def is_model(reward: Reward) -> bool:
-    """Whether a reward names a folder, and no function."""
+    """Whether a reward names a folder rather than a function."""
     name = reward.function
     if name in REWARDS or (":" in name and not Path(name).exists()):
         return False
@@ -54,16 +54,16 @@ def is_model(reward: Reward) -> bool:
 
 
 def prepare(reward: Reward) -> None:
-    """Load the model of a reward that is one."""
+    """Load the reward model, if the reward is a model."""
     if is_model(reward):
         extensions.find("reward_funcs", PREPARE, {})(reward.function)
 
 
 def refuse_other_model(reward: Reward) -> None:
-    """Refuse a folder without a model that gives one score.
+    """Refuse a folder that does not contain a reward model.
 
     Raises:
-        FinetuneError: with what the folder holds.
+        FinetuneError: with what the folder contains.
     """
     folder, told = Path(reward.function), f"reward_funcs: '{reward.function}'"
     if not folder.is_dir():
@@ -86,10 +86,10 @@ def refuse_other_model(reward: Reward) -> None:
 
 
 def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable[str]) -> set[str]:
-    """Names of what a function is given besides its own arguments.
+    """Names of the columns and other available arguments to pass to a function.
 
     Raises:
-        FinetuneError: it needs an argument that nothing gives.
+        FinetuneError: a required argument is not available.
     """
     takes, any_name = _parameters(function)
     there = {*GIVEN, *columns}
@@ -105,7 +105,7 @@ def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable
 
 
 def problems(rewards: Iterable[Reward]) -> list[str]:
-    """Why functions cannot be used, before anything is loaded."""
+    """Reasons why functions cannot be used, found before anything is loaded."""
     found: list[str] = []
     for reward in rewards:
         try:
@@ -116,7 +116,7 @@ def problems(rewards: Iterable[Reward]) -> list[str]:
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
-    """Refuse rewards that need a column which no row has.
+    """Refuse rewards that need a column that no row has.
 
     Raises:
         FinetuneError: with every such reward.
@@ -132,7 +132,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """Names that a function takes, each with whether it has no default; whether it takes any."""
+    """Argument names with whether each is required, and whether any other name is accepted."""
     parameters = inspect.signature(function).parameters.values()
     named = {
         each.name: each.default is each.empty

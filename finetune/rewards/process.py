@@ -1,7 +1,7 @@
-"""Run reward functions in a process of their own, with a time limit for each call.
+"""Run reward functions in a separate process, with a time limit for each call.
 
-A function that hangs is ended with its process and costs no rank its heartbeat. Both ends speak
-lines of JSON: a request has the number of the reward and its arguments, an answer its scores.
+A function that hangs is killed with its process, without stopping the heartbeat of a rank. Messages
+are lines of JSON: a request has the index of the reward and its arguments, an answer the scores.
 """
 
 import dataclasses
@@ -21,35 +21,35 @@ from finetune.rewards import Reward
 from finetune.rewards.functions import is_model
 
 STARTING_SECONDS = 120.0
-"""For the imports of the user's modules."""
+"""Seconds for importing the user's modules."""
 LOADING_SECONDS = 900.0
-"""For a reward model, which is loaded before its first call."""
+"""Seconds for loading a reward model, before its first call."""
 QUOTED = 300
-"""Characters of a prompt or a completion in a message."""
+"""Maximum characters of a prompt or a completion in a message."""
 
 Scores = list[float | None]
 Columns = Mapping[str, Sequence[Any]]
-"""Arguments of all completions, each a list: `prompts`, `completions`, and the data's columns."""
+"""Lists with a value per completion: `prompts`, `completions`, and the columns of the data."""
 
 
 class RewardFailure(TrainingFailure):
-    """A reward function failed; the weights are as sound as before."""
+    """A reward function failed; the model's weights are not affected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What is wrong with a call, and with which completion, where that is known."""
+    """The problem with a call, and the index of the completion that caused it, if known."""
 
     problem: str
     index: int | None = None
 
 
 class RewardProcess:
-    """Scores completions; its process starts with the first call and again after a hang.
+    """Scores completions; its process starts at the first call, and again after a hang.
 
     Args:
-        rewards: the functions, which exist and take the columns.
-        timeout: seconds that a call may take.
+        rewards: Rewards, whose functions exist and accept the columns.
+        timeout: Maximum seconds of a call.
     """
 
     def __init__(self, rewards: Sequence[Reward], timeout: float) -> None:
@@ -58,14 +58,14 @@ class RewardProcess:
         self._answers: queue.Queue[bytes] = queue.Queue()
 
     def score(self, columns: Columns, skip: bool = False) -> tuple[list[Scores], list[str]]:
-        """Scores by each reward of every completion, and what failed where that is passed over.
+        """Score every completion by each reward; returns the scores, and failures that it skipped.
 
         Args:
-            columns: of the completions.
-            skip: leave completions whose reward fails without a score.
+            columns: Arguments, with a value per completion.
+            skip: Leave completions whose reward fails without a score instead of raising.
 
         Raises:
-            RewardFailure: a reward fails; it names the prompt and the completion.
+            RewardFailure: a reward fails; the message has the prompt and the completion.
         """
         scores: list[Scores] = []
         notes: list[str] = []
@@ -110,7 +110,7 @@ class RewardProcess:
         return scores
 
     def _blamed(self, number: int, columns: Columns, failure: Failure) -> Failure:
-        """The failure with the first completion that fails by itself."""
+        """The failure with the index of the first completion that fails on its own."""
         if failure.index is not None:
             return failure
         for index in range(len(columns["completions"])):
@@ -120,7 +120,7 @@ class RewardProcess:
         return failure
 
     def _one_by_one(self, number: int, columns: Columns, failure: Failure) -> Scores:
-        """Scores of completions by themselves; after a hang of none, which would take hours."""
+        """Score completions one by one; none after a timeout, because that could take hours."""
         count = len(columns["completions"])
         if "reward_timeout" in failure.problem:
             return [None] * count
@@ -137,7 +137,7 @@ class RewardProcess:
         )
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The answer to a request; None where it does not come in time."""
+        """Send a request and return its answer; None after a timeout."""
         process = self._started()
         assert process.stdin is not None
         try:
@@ -156,10 +156,10 @@ class RewardProcess:
         return json.loads(line)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The process, which has imported every function.
+        """The process, started if needed, after it has imported every function.
 
         Raises:
-            FinetuneError: it could not.
+            FinetuneError: the imports failed.
         """
         if self._process is not None:
             return self._process
@@ -186,7 +186,7 @@ class RewardProcess:
 
 
 def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:
-    """Pass on lines until the end, which is an empty one."""
+    """Pass on lines, and an empty line at the end of the file."""
     for line in file:
         answers.put(line)
     answers.put(b"")
@@ -197,6 +197,6 @@ def _one(columns: Columns, index: int) -> dict[str, list[Any]]:
 
 
 def _quoted(value: Any) -> str:
-    """The last words of a prompt, or the first of a completion, in quotation marks."""
+    """The beginning of a text, or of the last message of a conversation, in quotation marks."""
     text = value if isinstance(value, str) else str(value[-1]["content"])
     return repr(text if len(text) <= QUOTED else f"{text[:QUOTED]}...")

@@ -1,4 +1,4 @@
-"""The process in which reward functions run: see `finetune.rewards.process`."""
+"""Run reward functions for `finetune.rewards.process`, in the process that it starts."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from finetune.rewards.functions import arguments_of, function_of, prepare
 
 
 def serve() -> None:
-    """Score completions from standard input until it ends; prints go to the errors."""
+    """Score completions from standard input until it ends; redirect stdout to stderr meanwhile."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -49,7 +49,7 @@ def serve() -> None:
 
 
 def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any]) -> Any:
-    """What a function returns, as JSON can hold it."""
+    """Call a reward function, and convert its result to JSON values."""
     wanted = arguments_of(reward, function, columns)
     given = {name: values for name, values in columns.items() if name in wanted}
     found = function(**{**given, **reward.arguments})
@@ -71,7 +71,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _end_with(parent: int | None) -> None:
-    """End where the process that asks was killed while a function runs."""
+    """Exit when the parent process is gone, even while a function runs."""
     while parent is not None and os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)
