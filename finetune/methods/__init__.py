@@ -1,4 +1,4 @@
-"""Training methods by name: each a Recipe that says what a row's loss is."""
+"""Training methods by name: each is a Recipe that defines the loss of a row."""
 
 from finetune.methods.classifier import Classifier
 from finetune.methods.cpo import CPO

@@ -1,4 +1,4 @@
-"""Classification and regression: what a text is, read at its last token."""
+"""Classification and regression of texts, from a score head at the last token."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from finetune.methods.losses import Loss, Sum
 
 DEFAULTS: dict[str, Any] = {"lr": 2e-5, "warmup": 0.1}
-"""Of the optimizer's section; adapters take about ten times this rate."""
+"""Defaults of `optim`; adapters need about ten times this learning rate."""
 REGRESSION = "regression"
 MULTI = "multi_label_classification"
 
 
 @dataclass(frozen=True, config=STRICT)
 class Classifier(Recipe):
-    """Learn the class of a text or conversation, several classes, or a number."""
+    """Learn to predict the class of a text or conversation, several classes, or a number."""
 
     method: ClassVar[str] = "classifier"
     takes: ClassVar[Kind] = "labelled"
@@ -38,13 +38,13 @@ class Classifier(Recipe):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names of the classes, in the order of their numbers; none for a regression."""
+    """Names of the classes, in the order of their indices; empty for regression."""
     problem_type: Literal[
         "single_label_classification", "multi_label_classification", "regression"
     ] = "single_label_classification"
-    """One class a row, any number of classes a row, or a number, by the names of transformers."""
+    """One class per row, any number of classes per row, or a number; named as in transformers."""
     class_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """What the loss of a class is multiplied with, by its name; 1 for the others."""
+    """Factor of the loss of a class, by its name; 1 for classes that are not listed."""
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -81,7 +81,7 @@ class Classifier(Recipe):
         return ("accuracy", "mean_score", *(f"f1/{name}" for name in self.labels))
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Macro F1: the mean over the classes that occur or are predicted."""
+        """Macro F1: the mean over classes that occur or are predicted."""
         found = [value for name, value in means.items() if name.startswith("f1/")]
         return {"f1": sum(found) / len(found)} if found else {}
 
@@ -94,7 +94,7 @@ class Classifier(Recipe):
         return Example((chat.scored(sample.sequence),), numbers, scored=True)
 
     def _label(self, value: Any) -> tuple[float, ...]:
-        """A label as numbers: that of its class, 0 or 1 of each class, or itself."""
+        """A label as numbers: the index of its class, 0 or 1 for each class, or the value."""
         from finetune.data.labels import class_of, classes_of, number_of
 
         if self.problem_type == REGRESSION:
@@ -127,9 +127,9 @@ class Classifier(Recipe):
         return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over rows: cross-entropy; the mean over labels of their binary cross-entropy; or
-        the squared error."""
-        import torch  # which a recipe must load without
+        """Sum over rows of the cross-entropy, the mean binary cross-entropy of all labels, or the
+        squared error."""
+        import torch  # imported here: recipes must load without torch
 
         from finetune.methods.losses import Loss, sequence_scores
 
@@ -144,7 +144,7 @@ class Classifier(Recipe):
 
         Args:
             scores: (rows, labels) fp32.
-            labels: (rows, 1), the number of a class or a value; of several classes (rows, labels).
+            labels: (rows, 1), the index of a class or a value; (rows, labels) for multi-label.
         """
         import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation: DPO without a reference, and supervised tuning."""
+"""Contrastive preference optimization (CPO): DPO without a reference, plus an SFT loss."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
 
 @dataclass(frozen=True, config=STRICT)
 class CPO(PairMethod):
-    """Prefer the chosen answer by its log-probability, and learn it too (arXiv:2401.08417)."""
+    """Prefer the chosen answer by its log-probability, with an SFT loss (arXiv:2401.08417)."""
 
     method: ClassVar[str] = "cpo"
 
@@ -24,14 +24,14 @@ class CPO(PairMethod):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Scale of the rewards."""
     sft_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the chosen answer's mean cross-entropy, which is added to a pair's loss."""
+    """Weight of the chosen answer's mean cross-entropy in a pair's loss."""
 
     @property
     def nll_weight(self) -> float:
         return self.sft_weight
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """Of each pair -log sigmoid(beta (chosen - rejected)), eq. 3; sums favour short answers."""
+        """-log sigmoid(beta (chosen - rejected)) of each pair, eq. 3; sums favor short answers."""
         from torch.nn.functional import logsigmoid
 
         return -logsigmoid(self.beta * (answers.chosen - answers.rejected))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.methods.losses import Loss
 
 DEFAULTS: dict[str, Any] = {"lr": 2e-5, "warmup": 0.1}
-"""Of the optimizer's section; adapters take about ten times this rate."""
+"""Defaults of `optim`; adapters need about ten times this learning rate."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -30,17 +30,17 @@ class Distill(SFT):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     teacher: Teacher | None = None
-    """The model that teaches, which runs beside the student."""
+    """The teacher model, which runs next to the student."""
     teacher_logps: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of log-probabilities that `finetune teach` wrote, instead of a teacher that runs."""
+    """Folder of log-probabilities written by `finetune teach`, instead of a running teacher."""
     loss_type: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """Divergence: KL(teacher, student), KL(student, teacher), or between both and their mixture."""
+    """Divergence: KL(teacher, student), KL(student, teacher), or generalized Jensen-Shannon."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Weight of the teacher in the mixture of `jsd`."""
+    """Weight of the teacher in the mixture distribution of `jsd`."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """What the logits of both are divided by."""
+    """Divisor of the logits of both models."""
     ce_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cross-entropy on the data's own tokens, which is added."""
+    """Weight of the added cross-entropy on the tokens of the data."""
 
     def __post_init__(self) -> None:
         if self.beta != 0.5 and self.loss_type != "jsd":
@@ -66,8 +66,8 @@ class Distill(SFT):
         )
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over the trained tokens: the divergence, and `ce_weight` x the cross-entropy."""
-        from finetune.kernels.divergence import Target  # torch, which a recipe must load without
+        """Sum over trained tokens of the divergence plus `ce_weight` x the cross-entropy."""
+        from finetune.kernels.divergence import Target  # imports torch, so not at the top
         from finetune.methods.losses import Loss, taught_loss_sum
 
         kept = batch.token_columns

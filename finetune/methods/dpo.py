@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a pair's wanted answer gains on the unwanted one."""
+"""Direct preference optimization (DPO): raise the chosen answer of a pair over the rejected one."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {"lr": 5e-6, "warmup": 0.1}
 
 @dataclass(frozen=True, config=STRICT)
 class DPO(PairMethod):
-    """Learn from pairs of answers which is wanted (Rafailov et al. 2023, arXiv:2305.18290)."""
+    """Learn which answer of a pair is preferred (Rafailov et al. 2023, arXiv:2305.18290)."""
 
     method: ClassVar[str] = "dpo"
     reads_reference: ClassVar[bool] = True
@@ -27,17 +27,17 @@ class DPO(PairMethod):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] = "sigmoid"
-    """What a pair adds to the loss, by TRL's names."""
+    """Loss of a pair; names as in TRL."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held to its reference; 2 to 10 for `sigmoid_norm`."""
+    """How strongly the policy is kept close to its reference; 2 to 10 for `sigmoid_norm`."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs whose answers are assumed to be swapped (`sigmoid`, `robust`)."""
+    """Assumed share of pairs with swapped answers (`sigmoid`, `robust`)."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the chosen answer's mean cross-entropy, which is added to a pair's loss."""
+    """Weight of the chosen answer's mean cross-entropy in a pair's loss."""
     margin: bool = False
-    """Subtract the number in each row's column `margin` from its difference of rewards."""
+    """Subtract the column `margin` of a row from its difference of rewards."""
     reference: Text = "start"
-    """`start`: the model as training starts; `base`: without any adapter; or a model's name."""
+    """`start`: the model at the start of training; `base`: without any adapter; or a model name."""
 
     def __post_init__(self) -> None:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
@@ -57,8 +57,8 @@ class DPO(PairMethod):
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """The loss of each pair, (pairs,).
 
-        With a and b the log-probabilities of the chosen and the rejected answer less those of the
-        reference, h = a - b - margin / beta, e = `label_smoothing`, s the logarithm of the sigmoid:
+        With a and b the log-probabilities of the chosen and the rejected answer minus those of the
+        reference, h = a - b - margin / beta, e = `label_smoothing`, s the log-sigmoid:
 
             sigmoid        -(1 - e) s(beta h) - e s(-beta h)        arXiv:2305.18290, eq. 7
             robust         (-(1 - e) s(beta h) + e s(-beta h)) / (1 - 2 e)      arXiv:2403.00409

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation, with DAPO, Dr. GRPO, GSPO and CISPO as its losses."""
+"""Group relative policy optimization (GRPO), with the losses of DAPO, Dr. GRPO, GSPO and CISPO."""
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -30,11 +30,11 @@ RANGES = {
     "grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4),
     "cispo": (0.2, 5.0),
 }  # fmt: skip
-"""Clipping ranges of each loss, below and above; of CISPO the largest ratio."""
+"""Clipping ranges of each loss, below and above 1; for CISPO the second is the largest ratio."""
 PER_TOKEN = ("dapo", "cispo")
-"""Losses whose terms are tokens; those of the others are completions."""
+"""Losses whose terms are tokens; the terms of other losses are completions."""
 STD_EPSILON = 1e-4
-"""Added to a standard deviation before a division by it."""
+"""Added to a standard deviation before dividing by it."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -47,19 +47,19 @@ class GRPO(Online):
     )  # fmt: skip
 
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """What a completion adds to the loss, and what the sum is divided by, by TRL's names."""
+    """Loss of a completion, and the divisor of the sum; names as in TRL."""
     epsilon: Annotated[float, Field(gt=0)] | None = None
-    """How far below 1 the ratio of policies may fall: 0.2, GSPO 3e-4 (null for this default)."""
+    """Clipping range of the policy ratio below 1; null for the default: 0.2, GSPO 3e-4."""
     epsilon_high: Annotated[float, Field(gt=0)] | None = None
-    """How far above 1 it may rise: 0.2, DAPO 0.28, GSPO 4e-4; CISPO: the largest ratio, 5."""
+    """Clipping range above 1: 0.2, DAPO 0.28, GSPO 4e-4; for CISPO the largest ratio, 5."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of their group, of the sampling, or not."""
+    """Divide advantages by the standard deviation of their group, of the sampled batch, or not."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference; 0 needs no reference."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL term by the ratio of policies, as TRL does by default."""
+    """Multiply the KL term by the policy ratio, as TRL does by default."""
     reference: Text = "start"
-    """What `beta` holds the policy to: its `start`, the `base` without adapter, a model's name."""
+    """Reference of `beta`: the policy's `start`, the `base` without adapter, or a model name."""
 
     def __post_init__(self) -> None:
         if self.use_bias_correction_kl and not self.beta:
@@ -67,7 +67,7 @@ class GRPO(Online):
 
     @property
     def clipping(self) -> tuple[float, float]:
-        """The ranges below and above 1; of CISPO the second is the largest ratio."""
+        """Clipping ranges below and above 1; for CISPO the second is the largest ratio."""
         low, high = RANGES[self.loss_type]
         return self.epsilon or low, self.epsilon_high or high
 
@@ -96,7 +96,7 @@ class GRPO(Online):
         return np.where(np.isfinite(rewards), less, 0.0)
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over tokens (DAPO, CISPO) or completions."""
+        """Sum over tokens (DAPO, CISPO) or completions."""
         from finetune.methods.losses import Loss, token_logps
 
         logps, balance = token_logps(model, batch)  # (tokens,)
@@ -114,10 +114,11 @@ class GRPO(Online):
         lengths: "torch.Tensor",  # (completions,) int64
         reference: "torch.Tensor | None" = None,  # (tokens,)
     ) -> "tuple[torch.Tensor, dict[str, Sum]]":
-        """What each completion adds to the sum, (completions,), and what is measured.
+        """The loss of each completion, (completions,), and the metrics.
 
-        With r = exp(logp - old) of a token, A the advantage, e and E the clipping range, n the
-        tokens of a completion and N = `max_completion_length`; a min is of r A and clip(r) A:
+        With r = exp(logp - old) of a token, A the advantage, E the upper clipping range and
+        N = `max_completion_length`; min(...) is the minimum of r A and clip(r) A; means and sums
+        are over the tokens of a completion:
 
             grpo      mean of -min(...)                                         arXiv:2402.03300
             dapo      sum of -min(...)                                          arXiv:2503.14476
@@ -125,7 +126,7 @@ class GRPO(Online):
             gspo      -min(...), r = exp(mean of logp - old)                    arXiv:2507.18071
             cispo     sum of -min(r, E) A logp, without gradient of r           arXiv:2506.13585
 
-        and `beta` times exp(d) - d - 1, d = reference - logp, summed or averaged alike.
+        plus `beta` times exp(d) - d - 1, d = reference - logp, summed or averaged in the same way.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: answers that are wanted or not, none beside another."""
+"""Kahneman-Tversky optimization (KTO): learn from unpaired answers, each labeled good or bad."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
 HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
 FEWEST_ROWS = 16
-"""Rows of a step below which its KL is mostly noise."""
+"""Rows per step below which the estimate of the KL is mostly noise."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class KTO(Recipe):
-    """Learn from answers that are labelled as wanted or not (arXiv:2402.01306)."""
+    """Learn from answers that are labeled as wanted or unwanted (arXiv:2402.01306)."""
 
     method: ClassVar[str] = "kto"
     takes: ClassVar[Kind] = "judged"
@@ -44,13 +44,13 @@ class KTO(Recipe):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held to its reference."""
+    """How strongly the policy is kept close to its reference."""
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of a wanted answer."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of an unwanted answer."""
     reference: Text = "start"
-    """`start`: the model as training starts; `base`: without any adapter; or a model's name."""
+    """`start`: the model at the start of training; `base`: without any adapter; or a model name."""
 
     def __post_init__(self) -> None:
         if self.batch.rows < 2:
@@ -69,7 +69,7 @@ class KTO(Recipe):
         return notes
 
     def data_advice(self, counts: Mapping[str, Any]) -> list[str]:
-        """Both sides should weigh alike: eq. 8 asks for a ratio of 1 to 4/3."""
+        """Advice on the weights: eq. 8 recommends a ratio of wanted to unwanted of 1 to 4/3."""
         wanted = counts["wanted"]
         unwanted = counts["documents"] - wanted
         if not wanted or not unwanted:
@@ -86,7 +86,7 @@ class KTO(Recipe):
         ]
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        """The answer behind a prompt: all of it where the prompt is given, else the last turn."""
+        """Train the complete answer if the prompt is a separate field, otherwise the last turn."""
         from finetune.data.example import Example
         from finetune.data.samples import Conversation, Judged
 
@@ -103,11 +103,11 @@ class KTO(Recipe):
         return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over answers, eq. 7 and 8.
+        """Sum over answers, eq. 7 and 8.
 
-        With r the log-probability of an answer less that of the reference, and z the step's KL
-        (`batch.kl`, at least 0, a constant): weight x (1 - sigmoid(beta (r - z))) of a wanted
-        answer, weight x (1 - sigmoid(beta (z - r))) of an unwanted one.
+        With r the log-probability of an answer minus that of the reference, and z the KL of the
+        step (`batch.kl`, clamped at 0, without gradient): weight x (1 - sigmoid(beta (r - z))) for
+        a wanted answer, weight x (1 - sigmoid(beta (z - r))) for an unwanted one.
         """
         import torch
 
@@ -132,6 +132,6 @@ class KTO(Recipe):
         return Loss(terms.sum().float(), metrics, balance)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The margin of a step that has answers of both kinds."""
+        """The reward margin of a step that has both wanted and unwanted answers."""
         both = [means.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         return {} if None in both else {"rewards/margins": both[0] - both[1]}  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Losses as sums over terms: the loop divides once, by the terms of the whole global batch."""
+"""Losses as sums over terms: the loop divides once, by the number of terms in the global batch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,37 +9,37 @@ from finetune.data.collate import UNTRAINED, MicroBatch
 from finetune.kernels.divergence import Target
 
 Sum = tuple[torch.Tensor, int | torch.Tensor]
-"""A sum, as a scalar, and how many numbers were added, a scalar where only the device knows."""
+"""A scalar sum and the number of summands: an int, or a scalar tensor if it is on the device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What a method computes from a micro-batch."""
+    """Loss and metrics of a micro-batch."""
 
     sum: torch.Tensor  # scalar, fp32
-    """Over the terms of the micro-batch."""
+    """Sum over the terms of the micro-batch."""
     metrics: Mapping[str, Sum] = dataclasses.field(default_factory=dict[str, Sum])
-    """By the names in the method's `metrics`; those that are left out count nothing."""
+    """Sums by the names in the method's `metrics`; missing names count as no summands."""
     balance: torch.Tensor | None = None  # scalar, fp32
-    """The load-balancing loss of experts, summed over tokens; None where none is trained."""
+    """Load-balancing loss of experts, summed over tokens; None if it is not trained."""
     extremes: Mapping[str, torch.Tensor] = dataclasses.field(
         default_factory=dict[str, torch.Tensor]
     )
-    """Largest and smallest values, scalars, by the names in the method's `extremes`."""
+    """Minima and maxima as scalars, by the names in the method's `extremes`."""
 
 
 def token_loss(model: torch.nn.Module, batch: MicroBatch) -> Loss:
-    """The cross-entropy, summed over the trained tokens of a micro-batch."""
+    """Cross-entropy, summed over the trained tokens of a micro-batch."""
     sums = token_loss_sum(model, batch)
     return Loss(sums) if sums.dim() == 0 else Loss(sums[0], balance=sums[1])
 
 
 def token_loss_sum(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Sum of the cross-entropy over the trained tokens of a micro-batch, a scalar in fp32.
+    """Cross-entropy, summed over the trained tokens of a micro-batch: a scalar in fp32.
 
-    In training with a load-balancing loss it is (2,): the cross-entropy and `Balance.sum`.
+    With a load-balancing loss in training, the result is (2,): cross-entropy and `Balance.sum`.
 
-    `model` is one that `finetune.kernels.head.give_loss` was applied to, however it is wrapped.
+    `finetune.kernels.head.give_loss` must have been applied to `model`, which may be wrapped.
     """
     places, targets = labelled(batch)
     return model(
@@ -56,8 +56,8 @@ def token_logps(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each trained token, (trained_tokens,) in fp32, and `Loss.balance`.
 
-    In the order of the batch. Logits are never whole in memory: the backward pass computes each
-    chunk of them again. `model` as of `token_loss_sum`.
+    Tokens are in the order of the batch. Logits are computed in chunks, which the backward pass
+    recomputes. For `model` see `token_loss_sum`.
     """
     places, targets = labelled(batch)
     found = model(
@@ -78,25 +78,25 @@ def sequence_logps(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of the trained tokens of each document, (documents,), and `Loss.balance`.
 
-    In the order of the batch's documents, in fp64: differences of two sums of a thousand nats are
-    compared to a hundredth, and fp32 resolves a ten-thousandth of one.
+    Documents are in the order of the batch. Sums are in fp64: differences between two sums of a
+    thousand nats matter at a hundredth, while fp32 resolves only a ten-thousandth at that size.
     """
     logps, balance = token_logps(model, batch)
     logps = logps.double()
-    if not batch.rows:  # torch 2.13 reduces no empty tensor
+    if not batch.rows:  # torch 2.13 does not reduce an empty tensor
         return logps, balance
     lengths = batch.document_labels
-    # Without its checks, for which a GPU would have to be asked.
+    # `unsafe` skips checks that would synchronize with a GPU.
     return torch.segment_reduce(logps, "sum", lengths=lengths, unsafe=True), balance
 
 
 def taught_loss_sum(
     model: torch.nn.Module, batch: MicroBatch, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the trained tokens, scalars in fp32: the loss of a student, its cross-entropy.
+    """Loss of a student and its cross-entropy, summed over the trained tokens: scalars in fp32.
 
-    `model` is one that `finetune.kernels.divergence.give_teacher` was applied to, however it is
-    wrapped. Logits are never whole in memory.
+    `finetune.kernels.divergence.give_teacher` must have been applied to `model`, which may be
+    wrapped. Logits are computed in chunks.
     """
     places, targets = labelled(batch)
     given = batch.inputs() | {"places": places, "targets": targets, "taught": target}
@@ -107,20 +107,20 @@ def taught_loss_sum(
 def sequence_scores(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Scores at the last token of each document, (documents, labels) in fp32.
 
-    `model` is one that `finetune.kernels.scores.give_scores` was applied to, however it is wrapped.
+    `finetune.kernels.scores.give_scores` must have been applied to `model`, which may be wrapped.
     """
     return model(**batch.inputs(), use_cache=False, places=batch.last_places)
 
 
 def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat places (trained_tokens,) of the rows that a loss is computed from, and their targets.
+    """Flat positions (trained_tokens,) of the hidden states that predict targets, and the targets.
 
     `batch.labels` (micro_rows, longest) is aligned with `batch.ids`; the token at t is predicted
-    from the place t - 1, so the first label of a row is never used. Where documents lie side by
-    side, the first label of each is none, so that no document is predicted from another.
+    from position t - 1, so the first label of a row is never used. In packed rows, the first token
+    of each document has no label, so that no document is predicted from another.
     """
-    length = batch.ids.shape[1]  # of a part of a row, whose last label is the next part's first
+    length = batch.ids.shape[1]  # labels of a part of a row also have the next part's first
     trained = batch.labels[:, 1:] != UNTRAINED  # (micro_rows, longest - 1)
-    # The number is known, so that no accelerator has to be asked for it.
+    # The size is known, which avoids a synchronization with the accelerator.
     row, column = torch.nonzero_static(trained, size=batch.trained_tokens).unbind(1)
     return row * length + column, batch.labels[row, column + 1]

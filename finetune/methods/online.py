@@ -1,4 +1,4 @@
-"""What the online methods share: completions that the model samples, rewards, and groups."""
+"""Common parts of online methods: fields for sampling and rewards, and statistics of groups."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from finetune.methods.losses import Sum
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-6, "schedule": "constant", "warmup": 0}
-"""Of the optimizer's section, as TRL has it."""
+"""Defaults of `optim`, as in TRL."""
 HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
-"""Learning rates above which a model of usual size breaks."""
+"""Learning rates above which models of common sizes break."""
 FEW_COMPLETIONS = 32
-"""Completions of a step below which its gradient is mostly noise."""
+"""Completions per step below which the gradient is mostly noise."""
 OLD, REFERENCE, ADVANTAGE = "old", "reference", "advantage"
-"""Columns of a batch: log-probabilities of tokens, and the advantage of a completion."""
+"""Columns of a batch: old and reference log-probabilities of tokens, advantages of completions."""
 
 
 def _with_defaults(section: Any) -> Any:
@@ -37,9 +37,9 @@ def _with_defaults(section: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class Online(Recipe):
-    """Learn from completions that the model samples while it is trained.
+    """Learn from completions that the model samples during training.
 
-    `batch.rows` counts completions, as TRL does: `num_generations` of each prompt.
+    `batch.rows` counts completions, as in TRL: `num_generations` per prompt.
     """
 
     takes: ClassVar[Kind] = "prompts"
@@ -50,27 +50,27 @@ class Online(Recipe):
         default_factory=lambda: Optim(**DEFAULTS)
     )
     reward_funcs: Rewards = ()
-    """What completions are scored by: names, `module:function`, or sections with a weight."""
+    """Reward functions: names, `module:function`, or sections with a weight."""
     eval_reward_funcs: Rewards = ()
-    """What greedy completions of held-out prompts are scored by; by default `reward_funcs`."""
+    """Reward functions for greedy completions of held-out prompts; by default `reward_funcs`."""
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """Completions of each prompt, which are compared with one another."""
+    """Completions per prompt, which are compared with one another."""
     max_completion_length: Positive = 256
-    """Most tokens of a completion; `batch.max_length` is for prompt and completion together."""
+    """Maximum tokens of a completion; `batch.max_length` covers prompt and completion together."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits, where completions are sampled and where they are learned from."""
+    """Divisor of the logits, both for sampling completions and in the loss."""
     num_iterations: Positive = 1
-    """Passes over the completions of a sampling, each of `steps_per_generation` steps."""
+    """Passes over the completions of one sampling, each of `steps_per_generation` steps."""
     steps_per_generation: Positive = 1
-    """Steps whose completions are sampled at once."""
+    """Number of steps whose completions are sampled together."""
     mask_truncated_completions: bool = False
-    """Leave completions that ran into `max_completion_length` out of the loss."""
+    """Exclude completions that reached `max_completion_length` from the loss."""
     sampling_rows: Positive = 64
-    """Completions that a device samples at once: a fact about memory."""
+    """Completions that a device samples at a time, limited by memory."""
     reward_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that a reward function may take for the completions of a sampling."""
+    """Maximum seconds of a reward function for the completions of one sampling."""
     on_reward_error: Literal["stop", "skip"] = "stop"
-    """What a reward that fails does: end the run, or leave the completions without a score."""
+    """On a failed reward: stop the run, or leave the completions without a score."""
 
     @property
     def encoded_length(self) -> int:
@@ -87,9 +87,9 @@ class Online(Recipe):
 
     @property
     def reward_models(self) -> tuple[tuple[str, ...], ...]:
-        """Folders of the reward models that train, and of those that evaluate.
+        """Folders of the reward models for training, and of those for evaluation.
 
-        Each of the two has a process that loads its models.
+        Each of the two groups is loaded in its own process.
         """
         return tuple(
             tuple(dict.fromkeys(each.function for each in rewards if is_model(each)))
@@ -102,27 +102,27 @@ class Online(Recipe):
 
     @property
     def updates(self) -> int:
-        """Steps that learn from the completions of one sampling."""
+        """Optimizer steps on the completions of one sampling."""
         return self.num_iterations * self.steps_per_generation
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts whose completions make a step."""
+        """Prompts per step."""
         return self.batch.rows // self.num_generations
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probabilities of a reference are part of the loss."""
+        """Whether the loss or the rewards use log-probabilities of a reference."""
         return False
 
     @property
     def penalty(self) -> float:
-        """Factor of log(policy / reference) of a completion, which its reward loses."""
+        """Factor of log(policy / reference), which is subtracted from a completion's reward."""
         return 0.0
 
     @property
     def needs_second_model(self) -> bool:
-        """The base under a new adapter is a reference that is there already."""
+        """Whether the reference is a second model; not if it is the base under a new adapter."""
         adapter, asked = self.adapter, reference_of(self)
         if not self.needs_reference or adapter is None or asked not in (START, BASE):
             return self.needs_reference
@@ -189,20 +189,20 @@ class Online(Recipe):
         return len(chosen)
 
     def ratios(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        """Ratios of policies in the chosen rows, of which clip ratios are shares."""
+        """Number of policy ratios in the chosen rows: the denominator of clip ratios."""
         return len(chosen)
 
     def advantages(self, rewards: "np.ndarray") -> "np.ndarray":
-        """Advantage of each completion, 0 where it has no score.  # (groups, generations) fp64
+        """Advantage of each completion, 0 if it has no score.  # (groups, generations) fp64
 
         Args:
-            rewards: (groups, generations) fp64, of all groups of a sampling; NaN for no score.
+            rewards: (groups, generations) fp64, all groups of a sampling; NaN for no score.
         """
         raise NotImplementedError
 
 
 def group_means(rewards: "np.ndarray") -> "np.ndarray":
-    """Mean of the scored completions of each group, 0 for a group without.  # (groups, 1)"""
+    """Mean reward of the scored completions of each group, 0 if there are none.  # (groups, 1)"""
     import numpy as np
 
     scored = np.isfinite(rewards)
@@ -211,7 +211,7 @@ def group_means(rewards: "np.ndarray") -> "np.ndarray":
 
 
 def group_stds(rewards: "np.ndarray") -> "np.ndarray":
-    """Standard deviation (n - 1) of each group, 0 for fewer than two scores.  # (groups, 1)"""
+    """Sample standard deviation of each group, 0 for fewer than two scores.  # (groups, 1)"""
     import numpy as np
 
     scored = np.isfinite(rewards)
@@ -224,17 +224,17 @@ def sums_of_completions(values: "torch.Tensor", lengths: "torch.Tensor") -> "tor
     """Sums over the tokens of each completion, (completions,) fp32.
 
     Args:
-        values: (tokens,) fp32, of all completions in their order.
+        values: (tokens,) fp32, all completions in order.
         lengths: (completions,) int64.
     """
     import torch
 
-    if not len(values):  # torch 2.13 reduces no empty tensor
+    if not len(values):  # torch 2.13 does not reduce an empty tensor
         return values.sum() + torch.zeros(len(lengths), device=values.device)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def clip_ratios(below: "torch.Tensor", above: "torch.Tensor") -> "dict[str, Sum]":
-    """Shares of the terms whose ratio is clipped, by TRL's names."""
+    """Share of the terms whose ratio is clipped; names as in TRL."""
     sums = {"low_mean": below, "high_mean": above, "region_mean": below | above}
     return {f"clip_ratio/{name}": (each.sum(), len(each)) for name, each in sums.items()}

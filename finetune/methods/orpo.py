@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimisation: supervised tuning that also lowers the unwanted answers."""
+"""Odds-ratio preference optimization (ORPO): an SFT loss that also penalizes rejected answers."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Any] = {"lr": 8e-6, "warmup": 0.1}
 
 @dataclass(frozen=True, config=STRICT)
 class ORPO(PairMethod):
-    """Learn the chosen answers, and their odds against the rejected ones (arXiv:2403.07691)."""
+    """Learn the chosen answers, and their odds over the rejected ones (arXiv:2403.07691)."""
 
     method: ClassVar[str] = "orpo"
     of_means: ClassVar[bool] = True
@@ -26,15 +26,15 @@ class ORPO(PairMethod):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the odds ratio beside the cross-entropy: lambda of the paper."""
+    """Weight of the odds-ratio term relative to the cross-entropy: lambda in the paper."""
 
     @property
     def nll_weight(self) -> float:
-        """The cross-entropy of a pair is the mean over the tokens of its own chosen answer."""
+        """1: the cross-entropy is the mean over the tokens of the chosen answer of a pair."""
         return 1.0
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """Of each pair -beta log sigmoid(log odds(chosen) - log odds(rejected)), eq. 6 and 7."""
+        """-beta log sigmoid(log odds(chosen) - log odds(rejected)) of each pair, eq. 6 and 7."""
         from torch.nn.functional import logsigmoid
 
         return -self.beta * logsigmoid(log_odds(answers.chosen) - log_odds(answers.rejected))
@@ -49,10 +49,10 @@ class ORPO(PairMethod):
 
 
 def log_odds(mean: "torch.Tensor") -> "torch.Tensor":
-    """log(p / (1 - p)) of p = exp(mean): finite where p is 1, as of an answer that is sure.
+    """log(p / (1 - p)) with p = exp(mean); finite even if p rounds to 1.
 
     Args:
-        mean: log-probability of an answer's tokens, at most 0.
+        mean: Mean log-probability of an answer's tokens, at most 0.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Methods that learn from pairs of answers: one forward pass of both, and a loss of each pair."""
+"""Base of methods that learn from pairs of answers: one forward pass for both, a loss per pair."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -24,31 +24,31 @@ METRICS = (
     "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "pairs/tied",
     "nll_loss", "token_loss",
 )  # fmt: skip
-"""By TRL's names; `pairs/tied`; and the mean cross-entropy over the tokens of both answers."""
+"""Metrics as in TRL, plus `pairs/tied` and `token_loss`, the mean over tokens of both answers."""
 TIED = 1e-4
-"""Nats by which two answers differ at most that are tied: what fp32 resolves of long ones."""
+"""Nats by which tied answers differ at most: the resolution of fp32 for long answers."""
 
 
 class Answers(NamedTuple):
-    """The answers of some pairs, as their losses are computed from them."""
+    """Log-probabilities and lengths of the answers of pairs, from which losses are computed."""
 
     chosen: "torch.Tensor"  # (pairs,)
-    """Log-probability of the chosen answer (a mean where a method is `of_means`), less that of the
-    reference where the method has one."""
+    """Log-probability of the chosen answer (mean over tokens if the method is `of_means`), minus
+    that of the reference if the method has one."""
     rejected: "torch.Tensor"  # (pairs,)
-    """The same of the rejected answer."""
+    """The same for the rejected answer."""
     chosen_tokens: "torch.Tensor"  # (pairs,)
     """Trained tokens of the chosen answer."""
     rejected_tokens: "torch.Tensor"  # (pairs,)
     """Trained tokens of the rejected answer."""
     margin: "torch.Tensor | float" = 0.0  # (pairs,)
-    """What the data says that the difference of rewards is to exceed."""
+    """Margin from the data that the difference of rewards should exceed."""
 
 
 def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
-    """Completes a given `optim` section with a method's own learning rate and warmup.
+    """Complete a user's `optim` section with the method's default learning rate and warmup.
 
-    A rate for supervised tuning breaks a model that learns preferences.
+    A learning rate for SFT breaks a model that learns preferences.
     """
 
     def complete(section: Any) -> Any:
@@ -58,16 +58,16 @@ def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
 
 
 def optim_of(defaults: Mapping[str, Any]) -> Any:
-    """A field with the `optim` section of a method's own defaults."""
+    """A field whose default is an `optim` section with the method's defaults."""
     return Field(default_factory=lambda: Optim(**defaults))
 
 
 def preference_advice(recipe: Recipe, high_lr: Mapping[str, float]) -> list[str]:
-    """What is risky in the settings of a method that learns preferences.
+    """Warnings about risky settings of a preference method.
 
     Args:
-        recipe: of any method.
-        high_lr: learning rates of an `adapter` and of `all weights` above which answers break.
+        recipe: Recipe of any method.
+        high_lr: Learning rates above which answers break, for `adapter` and `all weights`.
     """
     notes: list[str] = []
     kind = "all weights" if recipe.adapter is None else "adapter"
@@ -96,13 +96,13 @@ class PairMethod(Recipe):
     high_lr: ClassVar[Mapping[str, float]] = {"adapter": 1e-4, "all weights": 5e-6}
     """Learning rates above which margins grow while answers break."""
     of_means: ClassVar[bool] = False
-    """Whether answers are compared by their mean log-probability of a token, not by the sum."""
+    """Whether answers are compared by the mean log-probability of their tokens, not the sum."""
 
     beta: float
 
     @property
     def nll_weight(self) -> float:
-        """Weight of the chosen answer's mean cross-entropy in the loss of a pair."""
+        """Weight of the chosen answer's mean cross-entropy in a pair's loss."""
         return 0.0
 
     def advice(self) -> list[str]:
@@ -118,7 +118,7 @@ class PairMethod(Recipe):
         return Example(sequences, margin)
 
     def margin_of(self, sample: "Preference") -> float:
-        """What the difference of a pair's rewards is to exceed, where `columns` has `margin`."""
+        """Margin that the difference of rewards should exceed, if `columns` has `margin`."""
         return sample.margin
 
     def count(self, batch: "MicroBatch") -> int:
@@ -128,8 +128,8 @@ class PairMethod(Recipe):
         return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum()) // 2
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over pairs; the log-probability of an answer is the sum over its tokens."""
-        import torch  # which a recipe must load without
+        """Sum over pairs; the log-probability of an answer is the sum over its tokens."""
+        import torch  # imported here: recipes must load without torch
 
         from finetune.methods.losses import Loss, sequence_logps
 
@@ -166,5 +166,5 @@ class PairMethod(Recipe):
     def further_metrics(
         self, chosen: "torch.Tensor", rejected: "torch.Tensor"
     ) -> "dict[str, torch.Tensor]":
-        """Sums over pairs of what this method measures besides `METRICS`."""
+        """Sums over pairs of this method's metrics in addition to `METRICS`."""
         return {}

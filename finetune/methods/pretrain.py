@@ -1,4 +1,4 @@
-"""Next-token training on text: every token of a document and its end token."""
+"""Next-token training on text, with a loss on every token including the end-of-text token."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=STRICT)
 class Pretrain(SFT):
-    """Train a model, often from scratch, on all of a text."""
+    """Train on all tokens of a text, often from scratch."""
 
     method: ClassVar[str] = "pretrain"
 

@@ -1,4 +1,4 @@
-"""Reward model: a score for an answer, learned from pairs of which one was preferred."""
+"""Reward model: learn to score answers from preference pairs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.methods.losses import Loss
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-5, "warmup": 0.1}
-"""Of the optimizer's section; adapters take about ten times this rate."""
+"""Defaults of `optim`; adapters need about ten times this learning rate."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,7 +42,7 @@ class RewardModel(Recipe):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Factor c of c (chosen + rejected)^2, which keeps scores around zero (0.01 is usual)."""
+    """Factor c of c (chosen + rejected)^2, which centers scores around zero (0.01 is common)."""
 
     @property
     def scores(self) -> Scores:
@@ -66,11 +66,11 @@ class RewardModel(Recipe):
         return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum()) // 2
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over pairs, with s the logarithm of the sigmoid:
+        """Sum over pairs, with s the log-sigmoid:
 
         -s(chosen - rejected - margin) + c (chosen + rejected)^2        arXiv:2312.09244, eq. 2
         """
-        from torch.nn.functional import logsigmoid  # which a recipe must load without
+        from torch.nn.functional import logsigmoid  # imported here: recipes must load without torch
 
         from finetune.methods.losses import Loss, sequence_scores
 

@@ -1,4 +1,4 @@
-"""REINFORCE with the mean reward of a prompt's other completions as the baseline (RLOO)."""
+"""REINFORCE leave-one-out (RLOO): the baseline is the mean reward of a prompt's other samples."""
 
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=STRICT)
 class RLOO(Online):
-    """Compare each completion with the others of its prompt (Ahmadian et al. 2024, 2402.14740)."""
+    """Compare a completion with the others of its prompt (Ahmadian et al. 2024, 2402.14740)."""
 
     method: ClassVar[str] = "rloo"
     metrics: ClassVar[tuple[str, ...]] = (
@@ -33,11 +33,11 @@ class RLOO(Online):
     )  # fmt: skip
 
     epsilon: Annotated[float, Field(gt=0)] = 0.2
-    """How far from 1 the ratio of policies of a whole completion may be."""
+    """Clipping range around 1 of a completion's policy ratio."""
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """Factor of log(policy / reference) that a completion's reward loses; 0 needs no reference."""
+    """Factor of log(policy / reference), subtracted from the reward; 0 needs no reference."""
     reference: Text = "start"
-    """What `beta` holds the policy to: its `start`, the `base` without adapter, a model's name."""
+    """Reference of `beta`: the policy's `start`, the `base` without adapter, or a model name."""
 
     @property
     def needs_reference(self) -> bool:
@@ -56,7 +56,7 @@ class RLOO(Online):
         return np.where(scored, less, 0.0)
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Summed over completions: -min(r A, clip(r) A), r the ratio of the whole completion."""
+        """Sum over completions of -min(r A, clip(r) A), with r the ratio of a completion."""
         import torch
 
         from finetune.methods.losses import Loss, token_logps

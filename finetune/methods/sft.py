@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token cross-entropy on the tokens that the person wants learned."""
+"""Supervised fine-tuning (SFT): next-token cross-entropy on the tokens that the recipe selects."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -25,7 +25,7 @@ class SFT(Recipe):
     method: ClassVar[str] = "sft"
 
     train_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens with a loss: every assistant turn, the last assistant turn only, or all."""
+    """Tokens with a loss: all assistant turns, only the last assistant turn, or all tokens."""
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         from finetune.data.example import Example
@@ -39,6 +39,6 @@ class SFT(Recipe):
         return int(rows.labelled[chosen].sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        from finetune.methods.losses import token_loss  # torch, which a recipe must load without
+        from finetune.methods.losses import token_loss  # imports torch, so not at the top
 
         return token_loss(model, batch)

@@ -1,4 +1,4 @@
-"""Simple preference optimisation: mean log-probabilities are compared, without a reference."""
+"""Simple preference optimization (SimPO): compare mean log-probabilities, without a reference."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
 
 @dataclass(frozen=True, config=STRICT)
 class SimPO(PairMethod):
-    """Prefer the chosen answer by its mean log-probability of a token (arXiv:2405.14734)."""
+    """Prefer the chosen answer by the mean log-probability of its tokens (arXiv:2405.14734)."""
 
     method: ClassVar[str] = "simpo"
     of_means: ClassVar[bool] = True
@@ -25,12 +25,12 @@ class SimPO(PairMethod):
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     beta: Annotated[float, Field(gt=0)] = 2.0
-    """Scale of the rewards: 2 to 10."""
+    """Scale of the rewards, usually 2 to 10."""
     gamma: Annotated[float, Field(ge=0)] = 1.0
-    """Margin that the chosen answer's reward is to have: 0.3 to 0.5 of `beta`."""
+    """Target margin between the rewards, usually 0.3 to 0.5 of `beta`."""
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """Of each pair -log sigmoid(beta (chosen - rejected) - gamma), eq. 6."""
+        """-log sigmoid(beta (chosen - rejected) - gamma) of each pair, eq. 6."""
         from torch.nn.functional import logsigmoid
 
         return -logsigmoid(self.beta * (answers.chosen - answers.rejected) - self.gamma)
