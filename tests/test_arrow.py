@@ -128,7 +128,7 @@ VALUES: dict[str, tuple[Any, str]] = {
 def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path: Path, name: str):
     value, kind = VALUES[name]
     path = tmp_path / "a.parquet"
-    why = f"is {kind}, which JSON does not have, so its text is not known; store it as text"
+    why = f"is {kind}, which has no JSON form; store it as text"
     write_table(path, [called("f", {"when": [value]}, {"type": "object"})])
     assert problems_of(recipe_of(str(path), "messages"), tmp_path / "cache") == [
         f"{path} row 1: messages[1].tool_calls[0].arguments.when[0] {why}"

@@ -62,7 +62,7 @@ NESTED: dict[str, tuple[list[Any], list[str]]] = {
             {"message_tree_id": "a", "prompt": {"role": "prompter", "text": None, "replies": None}},
             {"message_tree_id": "b", "prompt": {"role": "prompter", "text": "", "replies": [None]}},
         ],
-        ["row 1: text is null, expected text", "row 2: replies hold null, expected messages"],
+        ["row 1: text is null, expected text", "row 2: replies contain null, expected messages"],
     ),
     "self_instruct": (
         [{"instruction": "a", "instances": [None]}],
@@ -134,7 +134,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(folder: Path, tmp_path: P
         recipe = recipe_of(str(source), "messages")
         counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
         assert describe(counts)[-1] == (
-            f"not read, of no known kind: {folder}/b.jsonl.rar, {folder}/c.JS, "
+            f"not read, unsupported file type: {folder}/b.jsonl.rar, {folder}/c.JS, "
             f"{folder}/d.parquet.gz and 1 more"
         )
 
@@ -146,15 +146,15 @@ def test_files_of_a_folder_without_a_row_are_named(folder: Path, tmp_path: Path)
     recipe = recipe_of(str(folder), "messages")
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-1] == (
-        f"without a row: {folder}/b.json, {folder}/c.csv, {folder}/d.jsonl"
+        f"without rows: {folder}/b.json, {folder}/c.csv, {folder}/d.jsonl"
     )
 
 
 def test_half_a_character_is_named(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
-        f"{source} row 1: the text holds half a character ('\\udfff'), which no tokenizer can "
-        "read; its other half was lost, perhaps where the text was cut"
+        f"{source} row 1: the text contains an unpaired surrogate ('\\udfff'), which tokenizers "
+        "cannot encode; the text may have been cut inside a character"
     ]
 
 
@@ -165,8 +165,8 @@ def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path: P
     least = (2 + 8 * 13_000_000) // (4 * longest)
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
         f"{source}: 1 of 2 rows are longer than batch.max_length=1024 tokens, the longest {least} "
-        f"({source} row 2, which has at least so many); set batch.max_length={least}, or "
-        "batch.overlong to drop, truncate or split"
+        f"({source} row 2, a lower bound); set batch.max_length={least}, or batch.overlong to "
+        "drop, truncate or split"
     ]
     prepared = prepare(recipe_of(source, overlong="drop"), CHAT, tmp_path / "cache")
     assert answers(prepared.train) == ["Bye<|im_end|>"]
@@ -175,7 +175,7 @@ def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path: P
 
 BROKEN = {
     "{{ nothing.here }}": "it refuses this conversation",
-    "{% for m in messages %}{{ m.content }}{% endfor %}": "closes with '0', which is no end token",
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "closes with '0', which is not an end",
     "{% for m in messages %}{{ m.role }}{% endfor %}": "it leaves out message 0",
 }
 
@@ -211,7 +211,7 @@ def test_rows_that_all_lose_their_end_are_a_mistake(tmp_path: Path):
     assert counts["first"]["unended"] == f"{source} row 1"
     assert list(mistakes(counts)) == [
         "data: none of the 5 rows is trained to end (5 rows are truncated), so the model would "
-        "never stop; raise batch.max_length, or set batch.overlong=drop; if it is meant, set "
+        "never stop; raise batch.max_length, or set batch.overlong=drop; if this is intended, set "
         "data_checks=report"
     ]
 
@@ -228,13 +228,14 @@ def test_truncation_that_eats_every_answer_is_a_mistake(tmp_path: Path):
         2,
     )
     assert list(mistakes(counts)) == [
-        f"{source}: truncation ate the whole answer of each of the 2 rows that it cut, of 3; raise "
-        "batch.max_length, or set batch.overlong=drop; if it is meant, set data_checks=report"
+        f"{source}: truncation removed the complete answer of all 2 truncated rows, of 3 rows; "
+        "raise batch.max_length, or set batch.overlong=drop; if this is intended, set "
+        "data_checks=report"
     ]
     write_jsonl(tmp_path / "a.jsonl", asked)
     assert problems_of(recipe, tmp_path / "empty") == [
         f"{source}: none of its 2 rows is left to train on (2 without a trained token, 2 of them "
-        "because truncation ate their answer, 0 longer than batch.max_length=24, 0 passed over by "
+        "because truncation removed their answer, 0 longer than batch.max_length=24, 0 skipped by "
         "format 'question_answer')"
     ]
 
@@ -248,9 +249,9 @@ def test_rows_that_are_empty_or_masked_or_too_long_are_told_with_the_first_of_ea
     recipe = recipe_of(source, "messages", max_length=32, overlong="drop")
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[1] == (
-        f"2 in which nothing is said to train on (first: {source} row 2), "
+        f"2 with only empty answers (first: {source} row 2), "
         f"2 without a trained token (first: {source} row 3), "
-        f"1 dropped for their length (first: {source} row 6), 1 duplicates"
+        f"1 dropped because of their length (first: {source} row 6), 1 duplicates"
     )
 
 

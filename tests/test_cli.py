@@ -360,7 +360,7 @@ BAD_DATA: dict[str, tuple[bytes, str]] = {
     "rows with nothing to train on": (
         b'{"messages": [{"role": "user", "content": "a"}]}\n',
         "{path}: none of its 1 rows is left to train on (1 without a trained token, 0 longer than "
-        "batch.max_length=128, 0 passed over by format 'messages')",
+        "batch.max_length=128, 0 skipped by format 'messages')",
     ),
 }
 
@@ -406,8 +406,9 @@ def test_a_mistake_that_a_process_finds_is_told_without_a_traceback(
     [
         (
             "{% for m in messages %}{{ m.content }} {% endfor %}",
-            "which is no end token of this tokenizer, so a model could not learn to stop; end it "
-            "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer",
+            "which is not an end token of this tokenizer, so a model could not learn to stop; end "
+            "it with {{ eos_token }} (as the built-in 'plain' does) or add the token to the "
+            "tokenizer",
         ),
         (None, "chatml"),
     ],
@@ -558,7 +559,7 @@ def test_rows_beyond_the_context_of_the_model_are_told(
         f"{context} tokens, the longest {longest}; set batch.max_length={context}, and "
         "batch.overlong to drop, truncate or split"
     )
-    assert errors(run_here(*words)) == [f"{said}; if it is meant, set data_checks=report"]
+    assert errors(run_here(*words)) == [f"{said}; if this is intended, set data_checks=report"]
     assert list((tmp_path / "run").iterdir()) == []
     passed = run_here(*words, "data_checks=report")
     assert passed.status == 0
@@ -572,7 +573,7 @@ def test_rows_beyond_the_context_of_the_model_are_told(
     }  # fmt: skip
     learned = write_recipe(tmp_path / "l.json", one_step(tiny, model=model))
     words = ("train", learned, "data_checks=report", "--output", tmp_path / "other")
-    assert errors(run_here(*words)) == [f"{said}; it has no position beyond that"]
+    assert errors(run_here(*words)) == [f"{said}; it has no positions beyond that"]
 
 
 def test_an_adapter_on_the_table_of_tokens_hides_no_vocabulary(

@@ -300,7 +300,7 @@ def test_stored_log_probabilities_teach_as_the_teacher_does(
     damaged = bytearray((tmp_path / "few/logps.npy").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "few/logps.npy").write_bytes(damaged)
-    with pytest.raises(FinetuneError, match=r"logps.npy is not what was written"):
+    with pytest.raises(FinetuneError, match=r"logps.npy does not match its recorded hash"):
         train(tmp_path / "damaged", few)
 
 

@@ -240,7 +240,7 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
     [
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "did not come to an end",
+            "did not finish within",
         ),
         ("{{ 'x' * 10**12 }}", "too much memory"),
         ("{{ 'x' | center(10**12) }}", "too much memory"),

@@ -703,8 +703,8 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "two system prompts": (
         "sharegpt",
         {"conversations": [{"from": "system", "value": "A"}], "system": "B"},
-        "the row has a column 'system' and a system message with another text; keep one of them, "
-        'or leave the column out: columns={"system": null}',
+        "the row has a column 'system' and a system message with a different text; keep one of "
+        'them, or leave the column out: columns={"system": null}',
     ),
     "a system prompt by another name": (
         "question_answer",
@@ -806,7 +806,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "a prompt that is to be trained": (
         "prompt_completion",
         {"prompt": [user("Hi"), assistant("Go") | {"weight": 1}], "completion": [assistant("a")]},
-        "prompt[1] is to be trained by its weight or train, but a prompt is context; leave the key "
+        "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the key "
         "out, or use format 'messages'",
     ),
     "columns of three": (
@@ -830,8 +830,8 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "texts without a prompt": (
         "preference",
         {"chosen": "Hi Hello", "rejected": "Hi Go"},
-        "chosen and rejected are texts, and there is no prompt: where it ends in them cannot be "
-        "told; give it in a column 'prompt', or use format 'hh' for dialogues as text",
+        "chosen and rejected are texts without a prompt, so it is unknown where the prompt ends; "
+        "give it in a column 'prompt', or use format 'hh' for dialogues as text",
     ),
     "a system prompt of bare preferences": (
         "preference",
@@ -843,12 +843,12 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "equal texts": (
         "preference",
         {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
-        "chosen and rejected are equal, so that none is preferred; leave the row out",
+        "chosen and rejected are equal, so neither is preferred; remove the row",
     ),
     "equal messages": (
         "preference",
         {"chosen": [user("Hi"), assistant("Go")], "rejected": [user("Hi"), assistant("Go")]},
-        "chosen and rejected are equal, so that none is preferred; leave the row out",
+        "chosen and rejected are equal, so neither is preferred; remove the row",
     ),
     "an empty text": (
         "preference",
@@ -863,7 +863,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "an answer that ends with the prompt": (
         "preference",
         {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
-        "chosen is empty: nothing is said behind the prompt",
+        "chosen is empty: no message follows the prompt",
     ),
     "a prompt that is not a prefix": (
         "preference",
@@ -882,7 +882,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
             "chosen": [user("Hi"), assistant("Hello")],
             "rejected": [user("Hi"), assistant("Go")],
         },
-        "prompt is text that is none of the messages with which both chosen and rejected begin; "
+        "prompt is text, but not one of the messages that both chosen and rejected begin with; "
         'give it as a list of messages, or leave the column out: columns={"prompt": null}',
     ),
     "no prompt in common": (
@@ -898,7 +898,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
             "rejected": [user("Hi"), assistant("Hello"), user("So?"), assistant("Go")],
         },
         "chosen and rejected differ from message 2 on, which is from 'user': they need the same "
-        "prompt, and may differ from an answer of the assistant on",
+        "prompt, and may first differ in a message of the assistant",
     ),
     "a prompt that ends with the assistant": (
         "sharegpt_preference",
@@ -907,8 +907,8 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
             "chosen": {"from": "gpt", "value": "Hello"},
             "rejected": {"from": "gpt", "value": "Go"},
         },
-        "the prompt ends with a message of the assistant, but an answer begins behind what the "
-        "user says; put that message into chosen and rejected",
+        "the prompt ends with a message of the assistant, but an answer must follow a message of "
+        "the user; put that message into chosen and rejected",
     ),
     "text that is no dialogue": (
         "hh",

@@ -206,7 +206,7 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -
         batch = pyarrow.RecordBatch.from_arrays([column], ["text"])
         with pyarrow.ipc.new_stream(path, batch.schema) as stream:
             stream.write_batch(batch)
-        with pytest.raises(FinetuneError, match="it is not a whole Arrow file"):
+        with pytest.raises(FinetuneError, match="it is not a complete Arrow file"):
             list(read_file(path))
 
 
@@ -219,7 +219,7 @@ def test_a_column_whose_name_is_not_utf8_is_refused(tmp_path: Path, suffix: str)
         with pyarrow.ipc.new_stream(path, table.schema) as stream:
             stream.write_table(table)
     path.write_bytes(path.read_bytes().replace(b"columnname", b"columnn\xbame"))
-    with pytest.raises(FinetuneError, match=r"it is not a whole (Arrow|Parquet) file"):
+    with pytest.raises(FinetuneError, match=r"it is not a complete (Arrow|Parquet) file"):
         list(read_file(path))
 
 

@@ -170,7 +170,7 @@ def test_what_is_not_read_or_dropped_or_held_out_twice_is_shown_by_inspect_and_a
     shown = [
         "columns that the format does not read: id (48 rows)",
         f"1 bad rows dropped (first: {data} row 49)",
-        f"1 also in the training (first: {tiny.data} row 1, as {data} row 1)",
+        f"1 also in the training data (first: {tiny.data} row 1, as {data} row 1)",
     ]
     loaded = catalog.load(recipe)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)

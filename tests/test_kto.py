@@ -182,8 +182,8 @@ def test_labels_of_one_side_are_a_mistake_and_uneven_ones_a_note(
     one_side.write_text("\n".join(lines) + "\n")
     counts = inspect(recipe.with_data(ft.Data(str(one_side), "kto"))).counts["train"]
     assert list(mistakes(counts)) == [
-        "data: each of the 16 answers is labelled as wanted, so there is nothing to tell them "
-        "from; look at the column of labels; if it is meant, set data_checks=report"
+        "data: each of the 16 answers is labelled as wanted, so there is nothing to compare them "
+        "with; check the column of labels; if this is intended, set data_checks=report"
     ]
 
 

@@ -133,12 +133,12 @@ def test_padded_rows_say_what_would_fill_their_slots() -> None:
     def told(recipe: SFT, fields: Mapping[str, Any] = FALCON) -> list[str]:
         return filling_notes(rows, recipe, layout_of(recipe, fields), 1)
 
-    start = "batch: 75% of the token slots are real, the others are padding; "
+    start = "batch: 75% of the token slots are tokens, the others are padding; "
     # By 8 tokens they are 8, 2 x 4 and 1 slots, which is 88 %.
     assert told(recipe) == [f"{start}batch.micro_rows=1 fills them, one row in each forward pass"]
     llama = {"model_type": "llama"}
     assert told(recipe, llama) == []
-    side_by_side = " lays rows side by side, without padding"
+    side_by_side = " concatenates rows without padding"
     assert told(recipe.with_batch(padding_free=False), llama) == [
         f"{start}batch.padding_free=auto{side_by_side}"
     ]
@@ -154,8 +154,8 @@ def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
     recipe = SFT().with_batch(rows=8, micro_rows=4, max_length=16)
     assert real_share(rows, recipe, 1) == 44 / 80
     assert filling_notes(rows, recipe, layout_of(recipe, FALCON), 1) == [
-        "batch: 55% of the token slots are real, the others are padding; batch.micro_tokens=16 "
-        "makes 100% of them real"
+        "batch: 55% of the token slots are tokens, the others are padding; batch.micro_tokens=16 "
+        "raises this share to 100%"
     ]
 
 

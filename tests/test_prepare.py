@@ -374,7 +374,7 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", [only_asked, only_asked])
     assert problems_of(recipe_of(source, "messages"), tmp_path / "empty") == [
         f"{source}: none of its 2 rows is left to train on (2 without a trained token, 0 longer "
-        "than batch.max_length=1024, 0 passed over by format 'messages')"
+        "than batch.max_length=1024, 0 skipped by format 'messages')"
     ]
 
 
@@ -625,23 +625,23 @@ def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
         "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
         "prompts, question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
-        f"data.source: '{tmp_path}/*.xlsx' matches 1 paths and no file that is read; "
+        f"data.source: '{tmp_path}/*.xlsx' matches 1 paths, but no file that can be read; "
         f"{tmp_path}/a.xlsx is not a {known} file",
-        f"data.source: the folder {tmp_path}/empty holds no file that is read",
+        f"data.source: the folder {tmp_path}/empty has no file that can be read",
         f"data.source: {tmp_path}/a.xlsx is not a {known} file",
     ]
 
 
 def test_a_recipe_without_data_is_refused(tmp_path: Path):
     assert problems_of(SFT(), tmp_path / "cache") == [
-        "data: the recipe has none; give with_data(Data(source, format))"
+        "data: the recipe has no data; use with_data(Data(source, format))"
     ]
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "empty file": ("a.jsonl", b"", "{path}: the file is empty"),
-    "only blank lines": ("a.jsonl", b"\n\n", "{path}: it holds no rows"),
-    "empty list": ("a.json", b"[]", "{path}: it holds no rows"),
+    "only blank lines": ("a.jsonl", b"\n\n", "{path}: it has no rows"),
+    "empty list": ("a.json", b"[]", "{path}: it has no rows"),
     "not UTF-8": (
         "a.jsonl",
         b'{"question": "a", "answer": "b"}\n{"question": "caf\xe9"}\n',
@@ -671,7 +671,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "gzip under another name": (
         "a.jsonl",
         gzip.compress(b'{"question": "a", "answer": "b"}\n'),
-        "{path}: it is compressed with gzip; let its name end in .gz",
+        "{path}: it is compressed with gzip; rename it to end in .gz",
     ),
     "a torn gzip file": (
         "a.jsonl.gz",
@@ -687,18 +687,18 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a list under the name of JSON lines": (
         "a.jsonl",
         b'[{"question": "a", "answer": "b"}]',
-        "{path}: it holds a JSON list, expected one row a line; let its name end in .json",
+        "{path}: it contains a JSON list, expected one row per line; rename it to end in .json",
     ),
     "a list over lines under the name of JSON lines": (
         "a.jsonl",
         b'[\n{"question": "a", "answer": "b"}\n]',
-        "{path}: it holds a JSON list, expected one row a line; let its name end in .json",
+        "{path}: it contains a JSON list, expected one row per line; rename it to end in .json",
     ),
     "rows over several lines": (
         "a.jsonl",
         b'{\n"question": "a",\n"answer": "b"\n}\n',
-        "{path}: its first row is written over several lines, expected one row a line; write each "
-        "on one line (jq -c . does), or a list of them under a name that ends in .json",
+        "{path}: its first row spans several lines, expected one row per line; write each row on "
+        "one line (jq -c . does), or a list of rows to a file that ends in .json",
     ),
     "CSV with semicolons": (
         "a.csv",
@@ -710,7 +710,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.csv",
         b"question\tanswer\na\tb\n",
         "{path}: its header is one column, 'question\\tanswer': the delimiter is a tab, expected "
-        "','; let its name end in .tsv",
+        "','; rename it to end in .tsv",
     ),
     "broken line": (
         "a.jsonl",
@@ -727,19 +727,19 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "one object": (
         "a.json",
         b'{"a": 1}',
-        "{path}: it holds one JSON value, expected a list of rows",
+        "{path}: it contains one JSON value, expected a list of rows",
     ),
     "rows inside an object": (
         "a.json",
         b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
-        "{path}: it holds one JSON value, expected a list of rows; write the list of 'data' alone "
+        "{path}: it contains one JSON value, expected a list of rows; extract the list 'data' "
         "(jq .data)",
     ),
     "TSV with commas": (
         "a.tsv",
         b"question,answer\na,b\n",
         "{path}: its header is one column, 'question,answer': the delimiter is ',', expected a "
-        "tab; let its name end in .csv",
+        "tab; rename it to end in .csv",
     ),
     "not a row": (
         "a.jsonl",
@@ -796,7 +796,7 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path):
     write_as(path, PAIRS)
     path.write_bytes(path.read_bytes()[:-20])
     (problem,) = problems_of(recipe_of(str(path)), tmp_path / "cache")
-    assert problem.startswith(f"{path}: it is not a whole Parquet file: ")
+    assert problem.startswith(f"{path}: it is not a complete Parquet file: ")
 
 
 def test_several_bad_rows_are_told_at_once_and_reading_stops_some_time(tmp_path: Path):
@@ -875,7 +875,7 @@ for recipe in (recipe_of("nobody/nothing"), SFT().with_data(dataclasses.replace(
 """
     read, nowhere, no_split = run_python(script, tmp_path).splitlines()
     assert read == f"True {tmp_path} (train) row 2"
-    hub_gave = "is no file or folder here, and the hub gave: "
+    hub_gave = "is not a local file or folder, and the hub reports: "
     assert nowhere.startswith(f"data.source: 'nobody/nothing' {hub_gave}")
     assert no_split.startswith(f"data.source: '{tmp_path}' {hub_gave}Unknown split")
 

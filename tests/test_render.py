@@ -281,7 +281,7 @@ def test_a_header_that_cannot_be_cut_off_is_refused_with_both_texts():
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer.add_tokens(["assistant\nHello"])
     chat = Chat(tokenizer, CHATML_UNMARKED)
-    with pytest.raises(FinetuneError, match="ends inside a token; tokenised at once the chat is"):
+    with pytest.raises(FinetuneError, match="ends inside a token; tokenized as one text the chat"):
         chat.render(talk("Hi", "Hello there"), "assistant")
 
 
@@ -378,8 +378,8 @@ def test_a_turn_that_does_not_end_in_an_end_token_is_refused():
     bad = Chat(chat.tokenizer, CHATML_UNMARKED.replace("<|im_end|>", "##"))
     assert refusal(bad, talk("Hi", "Hello")) == (
         "chat template: the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
-        "which is no end token of this tokenizer, so a model could not learn to stop; end it with "
-        "{{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"
+        "which is not an end token of this tokenizer, so a model could not learn to stop; end it "
+        "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"
     )
 
 
@@ -387,7 +387,7 @@ def test_generation_marks_that_leave_out_the_end_token_are_refused():
     marked = CHATML_UNMARKED.replace(
         "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
     )
-    assert "closes with 'Hello', which is no end token" in refusal(
+    assert "closes with 'Hello', which is not an end token" in refusal(
         chat_of(marked), talk("Hi", "Hello")
     )
 

@@ -341,7 +341,7 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
         ({"batch": {"packing": True}}, "batch.packing: true, but completions are sampled"),
         ({"adapter": {"dropout": 0.1}}, "adapter.dropout: completions are sampled without it"),
         ({"reward_funcs": ["exact_match"]}, "needs 'answer', which is neither a column"),
-        ({"max_completion_length": 40, "batch": {"max_length": 50}}, "less 40 of a completion"),
+        ({"max_completion_length": 40, "batch": {"max_length": 50}}, "minus 40 for the completion"),
         ({"format": "messages"}, r"learns from prompts without an answer \(formats: prompts\)"),
     ],
 )

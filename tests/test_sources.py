@@ -188,8 +188,8 @@ def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
     with pytest.raises(FinetuneError) as error:
         find_source(Data(str(tmp_path), "text"))
     assert str(error.value) == (
-        f"data.split: {tmp_path} has no split 'train'; it has test (test.jsonl); a.jsonl in none "
-        "of them"
+        f"data.split: {tmp_path} has no split 'train'; it has test (test.jsonl); a.jsonl in no "
+        "split"
     )
 
 
@@ -221,7 +221,7 @@ def test_files_in_no_split_are_named(tmp_path: Path):
     write_files(tmp_path / "data", ["train.jsonl", "other.jsonl", "test.jsonl"])
     counts = prepare(recipe_of(str(tmp_path / "data")), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-1] == (
-        f"not read, in no split by their names: {tmp_path}/data/other.jsonl"
+        f"not read, not in a split by their names: {tmp_path}/data/other.jsonl"
     )
 
 
@@ -241,19 +241,19 @@ def test_columns_are_read_by_other_names(tmp_path: Path):
 COLUMNS: dict[str, tuple[dict[str, str | None], str]] = {
     "a name that the format does not read": (
         {"a": "qestion"},
-        "data.columns: format 'question_answer' reads no column 'qestion'; did you mean "
+        "data.columns: format 'question_answer' does not read a column 'qestion'; did you mean "
         "'question'?; it reads question, answer, system, tools, functions, chat_template_kwargs, "
         "history",
     ),
     "the wrong way round": (
         {"question": "a"},
-        "data.columns: format 'question_answer' reads no column 'a'; it reads question, answer, "
-        "system, tools, functions, chat_template_kwargs, history; columns maps names of the file "
-        "to those of the format",
+        "data.columns: format 'question_answer' does not read a column 'a'; it reads question, "
+        "answer, system, tools, functions, chat_template_kwargs, history; columns maps names of "
+        "the file to those of the format",
     ),
     "two of one name": (
         {"a": "question", "b": "question"},
-        "data.columns: two columns would be 'question'; name one of them",
+        "data.columns: two columns would be renamed to 'question'; rename only one of them",
     ),
     "a name that no row has": (
         {"sistem": "system"},
@@ -276,8 +276,8 @@ def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", **PAIRS[0]}])
     recipe = SFT().with_data(Data(source, "question_answer", columns={"prompt": "question"}))
     assert problems_of(recipe, tmp_path / "cache") == [
-        f"{source} row 1: columns names 'prompt' 'question', but the row has a column of that "
-        'name too; leave that one out: {"question": null}'
+        f"{source} row 1: columns renames 'prompt' to 'question', but the row also has a column of "
+        'that name; leave that one out: {"question": null}'
     ]
 
 
@@ -325,7 +325,7 @@ def test_a_text_beside_its_answer_is_told_what_would_train_both(tmp_path: Path):
     counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-2:] == [
         "columns that the format does not read: code (1 row)",
-        f"{source}: format 'text' trains the column 'text' alone; format 'question_answer' would "
+        f"{source}: format 'text' trains only the column 'text'; format 'question_answer' would "
         'fit with columns={"text": "question", "code": "answer"}',
     ]
 
@@ -357,7 +357,7 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path: Path):
         "broken JSON at column 14",
         "answer is a number, expected text",
         "not UTF-8",
-        "the text holds half a character",
+        "the text contains an unpaired surrogate",
     ]
     assert [each["value"] for each in listed] == [
         '{"question": "a',
@@ -372,7 +372,7 @@ def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     (problem,) = problems_of(recipe, tmp_path / "cache")
     assert problem.endswith(
-        f"0 passed over by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
+        f"0 skipped by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
     )
 
 
@@ -381,8 +381,8 @@ def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
     assert list(mistakes(counts)) == [
-        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if it is "
-        "meant, set data_checks=report"
+        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if this "
+        "is intended, set data_checks=report"
     ]
 
 
@@ -409,7 +409,8 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path: Path):
     )
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["eval"]
     assert (
-        describe(counts)[1] == f"1 also in the training (first: {held_out} row 2, as {train} row 3)"
+        describe(counts)[1]
+        == f"1 also in the training data (first: {held_out} row 2, as {train} row 3)"
     )
     source = write_jsonl(tmp_path / "c.jsonl", [PAIRS[0]] * 3)
     counts = prepare(

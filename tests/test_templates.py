@@ -244,7 +244,7 @@ def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
     [
         ("m.content if not m.tool_calls", sample_of(
             user("Weather"), says("4", tool_calls=[call({"city": 4})])
-        ), "what message 1 says beside its tool calls (assistant: '4')"),
+        ), "the text of message 1 next to its tool calls (assistant: '4')"),
         ("m.content if m.role != 'tool'", WEATHER, "message 2 (tool: 'rain')"),
         ("m.content[:8]", sample_of(user("Name a colour, fast or slow"), says("red")),
          "message 0 (user: 'Name a colour, fast or slow')"),
@@ -565,7 +565,7 @@ def test_inspect_ends_with_status_2_and_tells_each_count(finetune: Any, tiny: An
     done = finetune("inspect", tmp_path / "recipe.json", "model.chat_template=dated")
     assert done.status == 0, done.output
     assert (
-        f"1 whose thoughts of earlier turns the template leaves out (first: {data} row 1)"
+        f"1 with thoughts in earlier turns that the template leaves out (first: {data} row 1)"
         in done.stdout
     )
-    assert "the chat template writes the date of the day" in done.stdout
+    assert "the chat template writes the current date" in done.stdout

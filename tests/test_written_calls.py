@@ -153,7 +153,9 @@ def test_words_that_a_template_leaves_out_beside_calls_are_refused(words: str):
     chat.tokenizer.chat_template = chat.template.replace(
         "{{ m.content }}", "{{ m.content if not m.tool_calls }}"
     )
-    with pytest.raises(FinetuneError, match="leaves out what message 1 says beside its tool calls"):
+    with pytest.raises(
+        FinetuneError, match="leaves out the text of message 1 next to its tool calls"
+    ):
         written(load_chat(chat.tokenizer, None), CALLS, words)
 
 

@@ -26,7 +26,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         table = pyarrow.parquet.ParquetFile(path)
         yield from _numbered(table.iter_batches(batch_size=AT_ONCE))
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise FinetuneError(f"{path}: it is not a whole Parquet file: {error}") from None
+        raise FinetuneError(f"{path}: it is not a complete Parquet file: {error}") from None
 
 
 def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
@@ -37,7 +37,7 @@ def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
         with pyarrow.memory_map(str(path)) as source:
             yield from _numbered(_batches(source))
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise FinetuneError(f"{path}: it is not a whole Arrow file: {error}") from None
+        raise FinetuneError(f"{path}: it is not a complete Arrow file: {error}") from None
 
 
 def _batches(source: Any) -> Iterator[Any]:
@@ -101,7 +101,7 @@ def _refuse_torn_offsets(column: Any) -> None:
         return  # has no offsets
     offsets = column.offsets.to_numpy()
     if (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
-        raise pyarrow.ArrowInvalid("offsets of a list lead out of its values")
+        raise pyarrow.ArrowInvalid("list offsets exceed the values of the list")
 
 
 def _values(batch: Any) -> list[Any]:

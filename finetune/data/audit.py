@@ -18,7 +18,7 @@ MOST_TIED = 0.01
 """Share of pairs with equal answers above which they are reported as a mistake."""
 MOSTLY_LONGER = 0.65
 """Share of pairs with a longer chosen answer above which a model may mostly learn length."""
-MEANT = "if it is meant, set data_checks=report"
+MEANT = "if this is intended, set data_checks=report"
 
 
 class Facts:
@@ -148,13 +148,13 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
         yield (
             f"data: the two answers of {counts['tied']} of {counts['samples']} pairs are the same "
             f"tokens, the first: {counts['first'].get('tied')}; raise batch.max_length if they are "
-            f"cut, or look for answers that were copied; {MEANT}"
+            f"truncated, or check for copied answers; {MEANT}"
         )
     if counts["documents"] and counts.get("wanted") in (0, counts["documents"]):
         said = "wanted" if counts["wanted"] else "unwanted"
         yield (
             f"data: each of the {counts['documents']:,} answers is labelled as {said}, so there is "
-            f"nothing to tell them from; look at the column of labels; {MEANT}"
+            f"nothing to compare them with; check the column of labels; {MEANT}"
         )
     if counts.get("same_label"):
         yield (
@@ -182,8 +182,8 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             )
         if each["eaten"] and each["eaten"] == each["truncated"] >= each["samples"] / 10:
             yield (
-                f"{each['source']}: truncation ate the whole answer of each of the "
-                f"{each['truncated']} rows that it cut, of {each['samples']}; raise "
+                f"{each['source']}: truncation removed the complete answer of all "
+                f"{each['truncated']} truncated rows, of {each['samples']} rows; raise "
                 f"batch.max_length, or set batch.overlong=drop; {MEANT}"
             )
 
@@ -199,7 +199,7 @@ def beyond_context(splits: Iterable[Rows], context: int, learned: bool) -> str |
     longer, longest = np.count_nonzero(lengths > context), lengths.max(initial=0)
     if not longer:
         return None
-    meant = "it has no position beyond that" if learned else MEANT
+    meant = "it has no positions beyond that" if learned else MEANT
     return (
         f"data: {longer:,} of {len(lengths):,} rows are longer than the model's context of "
         f"{context:,} tokens, the longest {longest:,}; set batch.max_length={context}, and "
@@ -223,7 +223,7 @@ def describe(counts: dict[str, Any]) -> list[str]:
         unit += f" in {counts['rows']:,} packs, {counts['filled']:.1%} filled"
     trained = f"{counts['trained_tokens'] / counts['tokens']:.1%} trained"
     if counts.get("scored"):
-        trained = "each scored at its last"
+        trained = "scored at the last token of each"
     line = f"{unit}; {counts['tokens']:,} tokens, {trained}; longest {counts['longest']}"
     first = {name: f" (first: {place})" for name, place in counts.get("first", {}).items()}
     unusual = [
@@ -256,7 +256,7 @@ def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
         yield f"{wanted:,} wanted and {counts['documents'] - wanted:,} unwanted answers"
     share = counts.get("longer_chosen")
     if share is not None:
-        more = "; what is learned first may be length" if share > MOSTLY_LONGER else ""
+        more = "; the model may mostly learn length" if share > MOSTLY_LONGER else ""
         yield f"the chosen answer is the longer one in {share:.0%} of the pairs{more}"
 
 
@@ -270,7 +270,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
     for each in counts.get("by_source", ()):
         instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
         if each["format"] == "text" and instead is not None and "text" in instead[1]:
-            alone = f"{each['source']}: format 'text' trains the column 'text' alone"
+            alone = f"{each['source']}: format 'text' trains only the column 'text'"
             yield f"{alone}; {told(*instead)}"
 
 
@@ -282,39 +282,39 @@ def _shown(name: str) -> str:
 
 UNUSUAL = {
     "bad": "bad rows dropped",
-    "also_trained": "also in the training",
-    "passed_over": "passed over by their format",
-    "empty": "in which nothing is said to train on",
+    "also_trained": "also in the training data",
+    "passed_over": "skipped by their format",
+    "empty": "with only empty answers",
     "empty_turns": "with an empty answer among others",
     "untrained": "without a trained token",
-    "dropped": "dropped for their length",
+    "dropped": "dropped because of their length",
     "left_out": "left out by the weights of the mixture",
     "truncated": "truncated",
-    "eaten": "that truncation left no answer",
-    "tied": "pairs with two equal answers, left out",
+    "eaten": "without an answer after truncation",
+    "tied": "pairs with two equal answers, dropped",
     "split": "split",
     "unended": "whose end is not trained",
     "duplicates": "duplicates",
-    "history_thoughts": "whose thoughts of earlier turns the template leaves out",
-    "unserved": "whose last answer lacks what the generation prompt opens",
-    "call_ids": "whose ids of tool calls the template refuses, replaced",
+    "history_thoughts": "with thoughts in earlier turns that the template leaves out",
+    "unserved": "whose last answer does not begin with the full generation prompt",
+    "call_ids": "with tool call ids that the template refuses, replaced",
     "markup_asked": "with special tokens of the template in the text of their prompts",
     "markup_said": "with special tokens of the template in the text of their answers",
-    "no_bos": "without the BOS that the tokenizer begins texts with",
-    "two_bos": "with two BOS at their beginning",
+    "no_bos": "without the BOS that the tokenizer adds",
+    "two_bos": "that begin with two BOS",
 }
 """Counts that are shown if they are not zero."""
 
 DATED = (
-    "the chat template writes the date of the day: all rows are rendered on 26 July 2024, so that "
-    "the data is the same on every day; set the date with model.chat_template_kwargs where the "
-    "template has a variable for it (date_string)"
+    "the chat template writes the current date: all rows are rendered with 26 July 2024, so that "
+    "the data is the same every day; set the date with model.chat_template_kwargs if the template "
+    "has a variable for it (date_string)"
 )
 """Shown for a template with `strftime_now`."""
 
 FILES = {
-    "unread": "not read, of no known kind",
-    "outside": "not read, in no split by their names",
-    "without_rows": "without a row",
+    "unread": "not read, unsupported file type",
+    "outside": "not read, not in a split by their names",
+    "without_rows": "without rows",
 }
 """Lists of files that are shown if they are not empty."""

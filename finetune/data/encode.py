@@ -155,7 +155,7 @@ class Encoder:
             # Unicode normalization merges at most four characters into one.
             least = characters // (4 * self._longest_token)
             if least > batch.max_length:
-                _note_length(tally, batch, least, f"{place}, which has at least so many")
+                _note_length(tally, batch, least, f"{place}, a lower bound")
                 tally.note("dropped", place, batch.overlong == "drop")
                 return []
         example = self.recipe.encode(sample, self.chat)

@@ -50,12 +50,12 @@ def _check_shape(path: Path, first: str) -> None:
     """Refuse a file whose first line shows that it does not have one row per line."""
     if first.startswith("["):
         raise FinetuneError(
-            f"{path}: it holds a JSON list, expected one row a line; let its name end in .json"
+            f"{path}: it contains a JSON list, expected one row per line; rename it to end in .json"
         )
     if first in ("{", '{"'):
         raise FinetuneError(
-            f"{path}: its first row is written over several lines, expected one row a line; write "
-            "each on one line (jq -c . does), or a list of them under a name that ends in .json"
+            f"{path}: its first row spans several lines, expected one row per line; write each row "
+            "on one line (jq -c . does), or a list of rows to a file that ends in .json"
         )
 
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> Iterator[NumberedRow]:
         raise FinetuneError(f"{path}: {problem}") from None
     if not isinstance(value, list):
         raise FinetuneError(
-            f"{path}: it holds one JSON value, expected a list of rows{_list_inside(value)}"
+            f"{path}: it contains one JSON value, expected a list of rows{_list_inside(value)}"
         )
     yield from enumerate(value, 1)
 
@@ -86,7 +86,7 @@ def _list_inside(value: Any) -> str:
     """A hint where the rows of a JSON object are, if it has exactly one list."""
     inside = value.items() if isinstance(value, dict) else ()
     lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
-    return f"; write the list of '{lists[0]}' alone (jq .{lists[0]})" if len(lists) == 1 else ""
+    return f"; extract the list '{lists[0]}' (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
@@ -117,7 +117,7 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
     others = {";": "';'", "\t": "a tab", "|": "'|'", ",": "','"}
     found = [other for other in others if other != delimiter and other in names[0]] if names else []
     if len(names) == 1 and found:
-        instead = {"\t": "let its name end in .tsv", ",": "let its name end in .csv"}
+        instead = {"\t": "rename it to end in .tsv", ",": "rename it to end in .csv"}
         raise FinetuneError(
             f"{path}: its header is one column, {names[0]!r}: the delimiter is {others[found[0]]}, "
             f"expected {others[delimiter]}; {instead.get(found[0], 'write it with commas')}"

@@ -41,14 +41,14 @@ def filling_notes(rows: Rows, recipe: Recipe, padding: Padding, steps: int) -> l
     share = real_share(rows, recipe, steps)
     if share >= ENOUGH:
         return []
-    told = f"batch: {share:.0%} of the token slots are real, the others are padding"
+    told = f"batch: {share:.0%} of the token slots are tokens, the others are padding"
     if padding.instead:
-        return [f"{told}; {padding.instead} lays rows side by side, without padding"]
+        return [f"{told}; {padding.instead} concatenates rows without padding"]
     batch = recipe.batch
     if batch.micro_tokens is None:
         better = real_share(rows, recipe, steps, recipe.row_length)
         if better >= ENOUGH:
             return [
-                f"{told}; batch.micro_tokens={recipe.row_length} makes {better:.0%} of them real"
+                f"{told}; batch.micro_tokens={recipe.row_length} raises this share to {better:.0%}"
             ]
     return [f"{told}; batch.micro_rows=1 fills them, one row in each forward pass"]

@@ -198,7 +198,7 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
     given = messages_of(prompt, "prompt")
     if given.wanted:
         raise RowProblem(
-            f"prompt[{min(given.wanted)}] is to be trained by its weight or train, but a prompt is "
+            f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
             "context; leave the key out, or use format 'messages'"
         )
     answer = messages_of(completion, "completion")
@@ -234,7 +234,7 @@ def read_oasst(row: Raw) -> Conversation | None:
     messages: list[Message] = []
     while True:
         if not isinstance(node, Mapping) or node.get("role") not in roles:
-            raise RowProblem(f"message {len(messages)} of the tree has no role of {list(roles)}")
+            raise RowProblem(f"message {len(messages)} of the tree has no role in {list(roles)}")
         messages.append({"role": roles[node["role"]], "content": text_of(node, "text")})
         replies = [_reply(reply) for reply in list_of(node.get("replies") or [], "replies")]
         replies = [reply for reply in replies if not reply.get("deleted")]
@@ -272,7 +272,7 @@ def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
 
 def _reply(reply: Any) -> Raw:
     if not isinstance(reply, Mapping):
-        raise RowProblem(f"replies hold {kind_of(reply)}, expected messages")
+        raise RowProblem(f"replies contain {kind_of(reply)}, expected messages")
     return reply
 
 
@@ -310,7 +310,7 @@ FORMATS["kto"] = Format(
     ),
     read_kto,
     ("input", "label", "kto_tag", *EXCHANGE),
-    "'label' (or 'kto_tag') beside the columns of " + ", ".join(JUDGED),
+    "'label' (or 'kto_tag') and the columns of " + ", ".join(JUDGED),
     gives="judged",
 )
 FORMATS |= {

@@ -47,5 +47,6 @@ def _hub(data: Data) -> Iterator[ModuleType]:
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FinetuneError(
-            f"data.source: '{data.source}' is no file or folder here, and the hub gave: {reason}"
+            f"data.source: '{data.source}' is not a local file or folder, and the hub reports: "
+            f"{reason}"
         ) from None

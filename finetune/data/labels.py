@@ -25,8 +25,8 @@ def reader(
         sequence = next(each(row) for columns, each in formats.values() if there >= {*columns})
         if isinstance(sequence, Conversation) and sequence.untrained:
             raise RowProblem(
-                f"message {min(sequence.untrained)} is context only by its weight or train, but "
-                "the score of a whole conversation is learned; leave the key out"
+                f"message {min(sequence.untrained)} is marked as context only (weight or train), "
+                "but the score of the complete conversation is trained; leave the key out"
             )
         return Labelled(sequence, row["label"])
 

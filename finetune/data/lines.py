@@ -29,13 +29,13 @@ COMPRESSED: dict[str, Callable[..., Any]] = {
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 """Suffixes of archive files."""
 MAGIC = {
-    b"\x1f\x8b": "compressed with gzip; let its name end in .gz",
-    b"BZh": "compressed with bzip2; let its name end in .bz2",
-    b"\xfd7zXZ\x00": "compressed with xz; let its name end in .xz",
-    b"\x28\xb5\x2f\xfd": "compressed with zstandard; let its name end in .zst",
+    b"\x1f\x8b": "compressed with gzip; rename it to end in .gz",
+    b"BZh": "compressed with bzip2; rename it to end in .bz2",
+    b"\xfd7zXZ\x00": "compressed with xz; rename it to end in .xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstandard; rename it to end in .zst",
     b"PK\x03\x04": "a zip archive; unpack it",
-    b"PAR1": "a Parquet file; let its name end in .parquet",
-    b"ARROW1": "an Arrow file; let its name end in .arrow",
+    b"PAR1": "a Parquet file; rename it to end in .parquet",
+    b"ARROW1": "an Arrow file; rename it to end in .arrow",
 }
 """Magic bytes of other kinds of files."""
 

@@ -38,8 +38,8 @@ def mix(
             chosen = permutation(len(part), seed, CHOSEN)[: int(weight * scale)]
             if not len(chosen):
                 raise FinetuneError(
-                    f"data.weight: {data.weight} gives no row of {data.source}: beside the other "
-                    "weights it is too small; raise it, or leave the source out"
+                    f"data.weight: {data.weight} gives no row of {data.source}: it is too small "
+                    "compared to the other weights; raise it, or leave the source out"
                 )
             mixed.append(part[np.sort(chosen)])
     return tuple(mixed)

@@ -52,9 +52,8 @@ def read_preference(row: Raw) -> Preference:
     shared = _shared(answers)
     if isinstance(prompt, str) and not any(each["content"] == prompt for each in shared):
         raise RowProblem(
-            "prompt is text that is none of the messages with which both chosen and rejected "
-            "begin; give it as a list of messages, or leave the column out: "
-            'columns={"prompt": null}'
+            "prompt is text, but not one of the messages that both chosen and rejected begin with; "
+            'give it as a list of messages, or leave the column out: columns={"prompt": null}'
         )
     if prompt is not None and not isinstance(prompt, str):
         raise RowProblem(f"prompt is {kind_of(prompt)}, expected text or a list of messages")
@@ -130,8 +129,8 @@ def _dialogue(text: str, where: str) -> Turns:
 def _of_texts(row: Raw) -> Preference:
     if row.get("prompt") is None:
         raise RowProblem(
-            "chosen and rejected are texts, and there is no prompt: where it ends in them cannot "
-            "be told; give it in a column 'prompt', or use format 'hh' for dialogues as text"
+            "chosen and rejected are texts without a prompt, so it is unknown where the prompt "
+            "ends; give it in a column 'prompt', or use format 'hh' for dialogues as text"
         )
     lost = next((name for name in CONVERSATION if row.get(name)), None)
     if lost is not None:
@@ -202,12 +201,12 @@ def _shared(answers: Mapping[str, Turns]) -> tuple[Message, ...]:
     if speaker != "assistant":
         raise RowProblem(
             f"chosen and rejected differ from message {number} on, which is from '{speaker}': they "
-            "need the same prompt, and may differ from an answer of the assistant on"
+            "need the same prompt, and may first differ in a message of the assistant"
         )
     return chosen[:number]
 
 
-EQUAL = "chosen and rejected are equal, so that none is preferred; leave the row out"
+EQUAL = "chosen and rejected are equal, so neither is preferred; remove the row"
 
 
 def _refuse_other_speakers(
@@ -216,11 +215,11 @@ def _refuse_other_speakers(
     """Refuse a prompt that ends with an assistant turn, or an answer that begins with another."""
     if prompt[-1]["role"] == "assistant":
         raise RowProblem(
-            "the prompt ends with a message of the assistant, but an answer begins behind what the "
-            "user says; put that message into chosen and rejected"
+            "the prompt ends with a message of the assistant, but an answer must follow a message "
+            "of the user; put that message into chosen and rejected"
         )
     if not end:
-        raise RowProblem(f"{name} is empty: nothing is said behind the prompt")
+        raise RowProblem(f"{name} is empty: no message follows the prompt")
     if end[0]["role"] != "assistant":
         raise RowProblem(
             f"{name}[{skipped}] is from '{end[0]['role']}', expected the assistant: the prompt is "
@@ -231,7 +230,7 @@ def _refuse_other_speakers(
 def _refuse_trained_prompt(given: Turns) -> None:
     if given.wanted:
         raise RowProblem(
-            f"prompt[{min(given.wanted)}] is to be trained by its weight or train, but a prompt is "
+            f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
             "context; leave the key out"
         )
 

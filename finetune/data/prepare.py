@@ -138,8 +138,8 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
         OSError, ValueError, EOFError, RecursionError, LookupError, TypeError, AttributeError,
     ) as error:  # fmt: skip
         raise FinetuneError(
-            f"{folder}: the prepared data is damaged ({error}); delete that folder, and the data "
-            "is prepared again"
+            f"{folder}: the prepared data is damaged ({error}); delete that folder to prepare the "
+            "data again"
         ) from None
     return Prepared(train, evaluation, counts, folder)
 
@@ -152,7 +152,7 @@ def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
     """
     read = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
     if not isinstance(read, dict) or sealed(read)["sha256"] != read.get("sha256"):
-        raise ValueError(f"{COUNTS}: its sha256 is not that of what it holds")
+        raise ValueError(f"{COUNTS}: its sha256 does not match its content")
     wrong = differing(folder, read["content"]) if check else []
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -180,7 +180,7 @@ def _write(
             if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
                 raise FinetuneError(
                     f"data: {', '.join(_changing(sources + eval_sources))}: changed while it was "
-                    "read; start again when nothing writes there"
+                    "read; start again when no process writes to it"
                 )
             scratch.rename(folder)
     except OSError as error:

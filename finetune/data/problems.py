@@ -61,9 +61,9 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
     """Yield problems of a complete source, of which `rows` rows are left to train on."""
     source, longest, batch = data.source, tally.longest_sample, recipe.batch
     answer = batch.max_length - recipe.encoded_length
-    less = f" less {answer} of a completion" if answer else ""
+    less = f" minus {answer} for the completion" if answer else ""
     if not tally.samples:
-        yield f"{source}: it holds no rows"
+        yield f"{source}: it has no rows"
     elif batch.overlong == "error" and tally.overlong:
         yield (
             f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
@@ -73,10 +73,10 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
         )
     elif not rows:
         bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
-        eaten = f", {tally.eaten} of them because truncation ate their answer"
+        eaten = f", {tally.eaten} of them because truncation removed their answer"
         yield (
             f"{source}: none of its {tally.samples} rows is left to train on "
             f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
             f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} passed over by format '{data.format}'{bad if tally.bad else ''})"
+            f"{tally.passed_over} skipped by format '{data.format}'{bad if tally.bad else ''})"
         )

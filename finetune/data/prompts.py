@@ -42,12 +42,12 @@ def read_prompt(row: Raw) -> Prompt:
         answer = messages[-1]["content"]
         if columns.setdefault(ANSWER, answer) != answer:
             raise RowProblem(
-                f"{name} ends with a message of the assistant, and there is another text in column "
-                f"'{ANSWER}'; leave one of them out"
+                f"{name} ends with a message of the assistant, and column '{ANSWER}' has a "
+                "different text; leave one of them out"
             )
         messages = messages[:-1]
     if not messages:
-        raise RowProblem(f"{name} holds no message that the assistant could answer")
+        raise RowProblem(f"{name} has no message that the assistant could answer")
     conversation = conversation_of(row, Turns(messages), len(messages))
     return Prompt(conversation, columns)
 
@@ -66,7 +66,7 @@ def columns_as_json(sample: Prompt) -> str:
         wrong = [name for name, value in sample.columns.items() if not is_json(value)]
         kinds = ", ".join(f"'{name}' ({kind_of(sample.columns[name])})" for name in wrong)
         raise RowProblem(
-            f"column {kinds}: a reward is given values of JSON only; leave it out: "
+            f"column {kinds}: rewards accept only JSON values; leave it out: "
             f'columns={{"{wrong[0] if wrong else "NAME"}": null}}'
         ) from None
 

@@ -152,7 +152,7 @@ def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
     told = [each for each in messages if each["role"] in ("system", "developer")]
     if told and [each["content"] for each in told] != [system]:
         raise RowProblem(
-            "the row has a column 'system' and a system message with another text; keep one of "
+            "the row has a column 'system' and a system message with a different text; keep one of "
             'them, or leave the column out: columns={"system": null}'
         )
     return bool(told)

@@ -100,8 +100,8 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> Any:
     except KeyError as error:
         theirs = next(name for name, ours in columns.items() if ours == error.args[0])
         return Unreadable(
-            f"columns names '{theirs}' '{error.args[0]}', but the row has a column of that name "
-            f'too; leave that one out: {{"{error.args[0]}": null}}',
+            f"columns renames '{theirs}' to '{error.args[0]}', but the row also has a column of "
+            f'that name; leave that one out: {{"{error.args[0]}": null}}',
             json.dumps(row, default=str, ensure_ascii=False),
         )
 
@@ -113,7 +113,7 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
     """
     problems = list[str]()
     if not recipe.data:
-        problems.append("data: the recipe has none; give with_data(Data(source, format))")
+        problems.append("data: the recipe has no data; use with_data(Data(source, format))")
     problems += [*mixture_problems(recipe), *method_problems(recipe)]
     found: tuple[list[Source], list[Source]] = ([], [])
     for sources, section in zip(found, (recipe.data, recipe.eval_data), strict=True):
@@ -145,7 +145,8 @@ def find_source(data: Data) -> Source:
     source = _found(data)
     if data.stream and source.files:
         raise FinetuneError(
-            f"data.stream: {data.source} is here, and files are read piece by piece; leave it out"
+            f"data.stream: {data.source} is local, and local files are always read piece by piece; "
+            "leave it out"
         )
     return source
 
@@ -163,11 +164,13 @@ def _check_columns(data: Data) -> None:
             swapped = any(theirs in known for theirs in data.columns)
             hint = "; columns maps names of the file to those of the format" if swapped else ""
             raise FinetuneError(
-                f"data.columns: format '{data.format}' reads no column '{ours}'"
+                f"data.columns: format '{data.format}' does not read a column '{ours}'"
                 f"{did_you_mean(ours, known)}; it reads {', '.join(known)}{hint}"
             )
         if named.count(ours) > 1:
-            raise FinetuneError(f"data.columns: two columns would be '{ours}'; name one of them")
+            raise FinetuneError(
+                f"data.columns: two columns would be renamed to '{ours}'; rename only one of them"
+            )
 
 
 def _found(data: Data) -> Source:
@@ -178,7 +181,7 @@ def _found(data: Data) -> Source:
         path = _saved_split(path, data.split)
         return Source(data, tuple(sorted(path.glob("*.arrow"))))
     if (path / "state.json").is_file():  # what `Dataset.save_to_disk` writes
-        _refuse_split(data, "a split that was saved alone")
+        _refuse_split(data, "a single saved split")
         return Source(data, tuple(sorted(path.glob("*.arrow"))))
     if path.is_dir():
         return _folder(data, path)
@@ -198,7 +201,7 @@ def _globbed(data: Data) -> Source:
     files, unread = _by_kind(found)
     if not files:
         why = f"; {why_not_read(unread[0])}" if unread else ""
-        what = f"matches {len(found)} paths and no file that is read{why}"
+        what = f"matches {len(found)} paths, but no file that can be read{why}"
         raise FinetuneError(f"data.source: '{data.source}' {what if found else 'matches nothing'}")
     _refuse_split(data, "a pattern of files")
     return Source(data, files, unread)
@@ -210,7 +213,7 @@ def _folder(data: Data, path: Path) -> Source:
     unread = tuple(sorted({*unread, *(p for p in inside if p.name in ABOUT and p.is_file())}))
     if not files:
         why = f"; {why_not_read(unread[0])}" if unread else ""
-        raise FinetuneError(f"data.source: the folder {path} holds no file that is read{why}")
+        raise FinetuneError(f"data.source: the folder {path} has no file that can be read{why}")
     splits = splits_of(path, files, data.subset)
     within = {file for members in splits.values() for file in members}
     outside = tuple(file for file in files if file not in within)
@@ -232,7 +235,7 @@ def _refuse_split(data: Data, what: str) -> None:
     """Refuse `split` and `subset` for a source that has neither."""
     if data.split != "train":
         raise FinetuneError(
-            f"data.split: {data.source} is {what}, of which all rows are read, got "
+            f"data.split: {data.source} is {what}, and all of its rows are read, got "
             f"split='{data.split}'; leave it out, or name the file of that split"
         )
     if data.subset is not None:

@@ -72,7 +72,7 @@ def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = (
     """
     if split not in splits:
         shown = "; ".join(f"{name} ({_some(paths, folder)})" for name, paths in splits.items())
-        others = f"; {_some(outside, folder)} in none of them" if outside else ""
+        others = f"; {_some(outside, folder)} in no split" if outside else ""
         raise FinetuneError(
             f"data.split: {folder} has no split '{split}'{did_you_mean(split, splits)}; it has "
             f"{shown or 'none'}{others}"

@@ -18,7 +18,7 @@ from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
 
 ABOUT, IDS, LOGPS = "teacher.json", "ids.npy", "logps.npy"
-AGAIN = "make it again with finetune teach"
+AGAIN = "create it again with finetune teach"
 
 
 def hash_of_rows(data: Prepared) -> str:
@@ -56,7 +56,7 @@ def read(recipe: Recipe, data: Prepared) -> dict[str, TokenColumn]:
     except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
         raise FinetuneError(f"{told}: cannot be read ({error}); {AGAIN}") from None
     temperature = getattr(recipe, "temperature", 1.0)
-    problems = [f"{told}: {file} is not what was written; {AGAIN}" for file in wrong]
+    problems = [f"{told}: {file} does not match its recorded hash; {AGAIN}" for file in wrong]
     if about.get("rows") != hash_of_rows(data):
         problems.append(
             f"{told}: was made for other rows, or other trained tokens, than those of the recipe; "

@@ -24,7 +24,7 @@ THOUGHT = re.compile(
 )
 """Marks that delimit thoughts inside a message's content."""
 CUT = "\0"
-BESIDE_CALLS = "what message {} says beside its tool calls"
+BESIDE_CALLS = "the text of message {} next to its tool calls"
 
 
 @dataclass(frozen=True)

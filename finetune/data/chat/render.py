@@ -103,7 +103,7 @@ class Chat:
         """Ids that serving passes to a scoring model, with the last marked; no EOS after a text."""
         row = self.render(sample, "all") if not isinstance(sample, Text) else self._text(sample)
         if not row.ids:
-            raise FinetuneError("the text is empty: there is no token whose score could be read")
+            raise FinetuneError("the text is empty, so it has no token to score")
         return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes)
 
     def prompt(self, sample: Conversation | Completion) -> list[int]:
@@ -154,7 +154,7 @@ class Chat:
                 return prompt, completion
         raise FinetuneError(
             f"the prompt ends inside a token ({excerpt(sample.prompt[-20:])} before "
-            f"{excerpt(sample.completion[:20])}); end it at a word"
+            f"{excerpt(sample.completion[:20])}); end it at a word boundary"
         )
 
     def _opened(self, ids: list[int]) -> list[int]:
@@ -279,9 +279,9 @@ class Chat:
         whole, joined = self.tokenizer.decode(ids), self.tokenizer.decode(apart)
         if whole != joined:
             raise FinetuneError(
-                "chat template: the header of an assistant turn ends inside a token; tokenised at "
-                f"once the chat is {excerpt(whole)}, cut behind the header {excerpt(joined)}; let "
-                "the header end at a word"
+                "chat template: the header of an assistant turn ends inside a token; tokenized as "
+                f"one text the chat is {excerpt(whole)}, split after the header {excerpt(joined)}; "
+                "end the header at a word boundary"
             )
         return apart, places
 
@@ -290,8 +290,8 @@ class Chat:
         if token not in self.end_tokens:
             raise FinetuneError(
                 f"chat template: the assistant turn {excerpt(turn)} closes with "
-                f"{self.tokenizer.decode([token])!r}, which is no end token of this tokenizer, so "
-                "a model could not learn to stop; end it with {{ eos_token }} (as the built-in "
+                f"{self.tokenizer.decode([token])!r}, which is not an end token of this tokenizer, "
+                "so a model could not learn to stop; end it with {{ eos_token }} (as the built-in "
                 "'plain' does) or add the token to the tokenizer"
             )
 
@@ -407,8 +407,8 @@ class Chat:
         half = HALF_CHARACTER.search(text)
         if half is not None:
             raise FinetuneError(
-                f"the text holds half a character ({half[0]!r}), which no tokenizer can read; its "
-                "other half was lost, perhaps where the text was cut"
+                f"the text contains an unpaired surrogate ({half[0]!r}), which tokenizers cannot "
+                "encode; the text may have been cut inside a character"
             )
         return self._tokenised([text])[0]
 
@@ -440,7 +440,7 @@ def load_chat(
     """
     if not tokenizer.is_fast:
         raise FinetuneError(
-            f"tokenizer: {type(tokenizer).__name__} cannot say which characters a token is; "
+            f"tokenizer: {type(tokenizer).__name__} does not report the characters of a token; "
             "use a model with a tokenizer.json"
         )
     # Dates from YAML become text, as in JSON and in the printed recipe.

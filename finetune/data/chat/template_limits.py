@@ -55,8 +55,8 @@ def limited() -> Iterator[None]:
         yield
     except _Endless:
         raise FinetuneError(
-            f"chat template: it did not come to an end within {SECONDS:g} s of processor time for "
-            "this conversation; set model.chat_template to another one"
+            f"chat template: it did not finish within {SECONDS:g} s of CPU time for this "
+            "conversation; set model.chat_template to another one"
         ) from None
     except MemoryError:
         raise FinetuneError(

@@ -98,10 +98,7 @@ def check_plain(value: Any, where: str) -> None:
         for index, inner in enumerate(value):
             check_plain(inner, f"{where}[{index}]")
     elif not isinstance(value, PLAIN):
-        raise RowProblem(
-            f"{where} is {kind_of(value)}, which JSON does not have, so its text is not known; "
-            "store it as text"
-        )
+        raise RowProblem(f"{where} is {kind_of(value)}, which has no JSON form; store it as text")
 
 
 def spoken_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -299,7 +299,7 @@ class Turns:
         except FinetuneError as error:
             raise FinetuneError(
                 f"chat template: its assistant turns cannot be located in {excerpt(text)}: "
-                f"{reason}, and of the messages before it alone it says: {error}"
+                f"{reason}, and it fails for the messages before it alone: {error}"
             ) from None
         common = os.path.commonprefix([text, ended, following])  # noqa: RUF071, of characters
         ends = [m.end() for m in self._end_tokens.finditer(common, len(prompt))]
