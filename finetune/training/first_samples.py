@@ -1,4 +1,4 @@
-"""Sample and score completions of the model that an online method starts from, before a run."""
+"""Sample and score completions of an online method's initial model, without a run."""
 
 import dataclasses
 
@@ -26,15 +26,15 @@ from finetune.training.reward_columns import column_names, last_words, reward_co
 
 
 def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
-    """The first prompts that a recipe trains on, with completions and their rewards.
+    """The first training prompts of a recipe, with completions and their rewards.
 
-    In fp32 they are the first completions of the first step: the noise is that of step 0. A reward
-    that fails is a note, and gives no score.
+    In fp32 these equal the first completions of the first step, because they use the noise of step
+    0. A reward function that fails becomes a note and gives no score.
 
     Args:
-        recipe: of an online method, with its `model.adapter` settled.
-        rows: prompts, in the order of the training.
-        each: completions of each prompt.
+        recipe: recipe of an online method, after `starting_adapter.settle`.
+        rows: number of prompts, in training order.
+        each: completions per prompt.
 
     Raises:
         FinetuneError: the method does not sample, or its model, data or rewards cannot be used.
@@ -54,7 +54,7 @@ def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
 def _first_samples(
     recipe: Online, chat: Chat, train: Rows, rows: int, each: int
 ) -> tuple[list[list[Scored]], list[str]]:
-    """Completions of the first prompts, and which rewards failed."""
+    """Completions of the first prompts, and notes on reward functions that failed."""
     names = column_names(train)
     model = base_model(recipe)
     if recipe.model.adapter is not None:
@@ -93,7 +93,7 @@ def _first_samples(
 
 
 def check_samples(recipe: Recipe) -> None:
-    """Refuse what cannot be sampled from, before anything is loaded.
+    """Refuse recipes that cannot be sampled from, before anything is loaded.
 
     Raises:
         FinetuneError: with every problem.

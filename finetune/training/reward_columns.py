@@ -1,4 +1,4 @@
-"""Arguments of rewards: prompts, completions and the columns of the data, each a list."""
+"""Build the arguments of reward functions: prompts, completions and data columns, as lists."""
 
 from collections.abc import Sequence
 from typing import Any
