@@ -185,9 +185,10 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     "a backend that this process cannot be": (
         ["train", "quickstart", "--backend", "ddp"],
         [
-            "--backend ddp: `finetune train` alone is one process; start it with `finetune launch "
-            "--backend ddp`, `torchrun --nproc-per-node 2 -m finetune train`, or `accelerate "
-            f"launch --config_file {ROOT}/accelerate_configs/ddp.yaml -m finetune train`"
+            "--backend ddp: `finetune train` starts one process; start several with `finetune "
+            "launch --backend ddp`, `torchrun --nproc-per-node 2 -m finetune train`, or "
+            f"`accelerate launch --config_file {ROOT}/accelerate_configs/ddp.yaml -m finetune "
+            "train`"
         ],
     ),
     "a run that is not there": (
@@ -337,8 +338,8 @@ def test_a_folder_without_a_model_and_a_file_for_a_folder_are_told(
     model = {"name": str(tmp_path / "empty"), "tokenizer": str(weights)}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(model=model))
     assert errors(finetune("train", recipe)) == [
-        f"model.name: the folder {tmp_path}/empty holds no model (no config.json)",
-        f"model.tokenizer: {weights} is a file; name the folder that it lies in",
+        f"model.name: the folder {tmp_path}/empty contains no model (no config.json)",
+        f"model.tokenizer: {weights} is a file; give its folder",
     ]
 
 
@@ -630,18 +631,18 @@ def test_a_directory_is_never_taken_from_another_run(
     output = tmp_path / "run"
     assert run_here("train", recipe, "--output", output).status == 0
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    free = f"Free to change are {', '.join(sorted(catalog.FREE_TO_CHANGE))}"
+    free = f"Fields that may change: {', '.join(sorted(catalog.FREE_TO_CHANGE))}"
     changes = ("optim.lr=0.5", "batch.max_length=64", "saving.keep=9")
     assert errors(run_here("train", recipe, *changes, "--output", output)) == [
-        f"{output}: holds the run of another recipe; choose another --output. They differ in "
+        f"{output}: contains a run of another recipe; choose another --output. They differ in "
         f"batch.max_length: 128 -> 64; optim.lr: 0.001 -> 0.5. {free}"
     ]
     assert errors(run_here("train", recipe, "optim.lr=0.5", "--resume", "--output", output)) == [
-        f"{output}: holds the run of another recipe; choose another --output. They differ in "
+        f"{output}: contains a run of another recipe; choose another --output. They differ in "
         f"optim.lr: 0.001 -> 0.5. {free}"
     ]
     assert errors(run_here("train", recipe, "--output", output)) == [
-        f"{output}: holds this recipe's run up to step 1; continue it with --resume, or choose "
+        f"{output}: contains this recipe's run up to step 1; continue it with --resume, or choose "
         "another --output"
     ]
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
@@ -656,10 +657,10 @@ def test_a_directory_with_other_files_is_left_alone(
     (folder / "b.png").write_text("b")
     (folder / "a.png").write_text("a")
     assert errors(run_here("train", recipe, "--output", folder)) == [
-        f"{folder}: not empty and not a run (it holds a.png and 1 more); choose another --output"
+        f"{folder}: not empty and not a run (it contains a.png and 1 more); choose another --output"
     ]
     assert errors(run_here("train", recipe, "--output", folder / "a.png")) == [
-        f"{folder}/a.png: no directory for a run (File exists); choose another --output"
+        f"{folder}/a.png: cannot be a run directory (File exists); choose another --output"
     ]
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png"]
 

@@ -45,7 +45,7 @@ def test_runs_are_beside_each_other(
     assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line.split() for line in lines]
-    assert table[0] == ["Recipes:", "all", "that", "differs", "one", "two"]
+    assert table[0] == ["Recipes:", "differences", "one", "two"]
     assert table[1:4] == [
         ["adapter.r", "16", "-"],
         ["adapter.targets", "all-linear", "-"],
@@ -66,7 +66,7 @@ def test_answers_to_other_rows_are_marked(
     path = runs[1].evaluations / "held-out" / "results.json"
     write_json(path, json.loads(path.read_text()) | {"rows": {"digest": "another"}})
     assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
-    assert "Evaluation held-out, on other rows" in capsys.readouterr().out
+    assert "Evaluation held-out, on different rows" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared_is_named(

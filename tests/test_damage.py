@@ -65,7 +65,7 @@ def tear(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped": (flip_a_bit, "damaged, its sha256 is not that of the manifest"),
+    "flipped": (flip_a_bit, "damaged, its sha256 does not match the manifest"),
     "torn": (tear, "damaged, "),
     "gone": (Path.unlink, "missing, though the manifest lists it"),
 }
@@ -81,7 +81,7 @@ def test_the_newest_intact_checkpoint_continues(
     assert status == 0
     assert f"warning: {run.checkpoint(6)}: damaged: {run.checkpoint(6) / 'state'}" in stderr
     assert told in stderr
-    assert "renamed to damaged-step-00000006, going on from step 3" in stderr
+    assert "renamed to damaged-step-00000006, resuming from step 3" in stderr
     assert losses(run) == losses(trained)
     assert run.steps() == [3, 6]
     assert newest_intact(run) == (6, {})
@@ -96,7 +96,7 @@ def test_where_nothing_is_intact_the_error_says_what_to_do(
     assert status == 2
     assert stderr.splitlines()[-1] == (
         f"error: {run.root}: no checkpoint is intact; restore one from a copy, or remove "
-        f"{run.checkpoints} and start anew without --resume"
+        f"{run.checkpoints} and start again without --resume"
     )
     assert run.steps() == [3, 6]  # nothing was touched
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_recipe_is_set_aside(
     assert status == 0
     assert (
         f"warning: {run.checkpoint(6)}: damaged: it belongs to the run of another recipe; they "
-        f"differ in seed: 99 -> {recipe['seed']}; renamed to damaged-step-00000006, going on from "
+        f"differ in seed: 99 -> {recipe['seed']}; renamed to damaged-step-00000006, resuming from "
         "step 3" in stderr
     )
     assert losses(run) == losses(trained)
@@ -131,7 +131,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_never_continued(
     run.checkpoint(3).rename(run.checkpoint(5))
     status, stderr = resume(finetune, trained, run, "--resume")
     assert status == 2
-    assert "it is the checkpoint of step 3, under the name of another" in stderr
+    assert "it is the checkpoint of step 3, in the folder of another" in stderr
     assert run.steps() == [5]
 
 
@@ -151,7 +151,7 @@ def test_the_damaged_manifest_of_a_complete_run_is_set_aside(
     (run.checkpoint(6) / "manifest.json").write_bytes(b"")
     status, stderr = resume(finetune, trained, run, "--resume", "auto")
     assert status == 0
-    assert "renamed to damaged-step-00000006, going on from step 3" in stderr
+    assert "renamed to damaged-step-00000006, resuming from step 3" in stderr
     assert losses(run) == losses(trained)
 
 
@@ -174,7 +174,7 @@ def test_a_damaged_best_checkpoint_is_not_published(run: Run) -> None:
     assert step is not None
     weights = run.checkpoint(step) / "model" / "model.safetensors"
     flip_a_bit(weights)
-    with pytest.raises(FinetuneError, match=f"{weights}: damaged, its sha256 is not that"):
+    with pytest.raises(FinetuneError, match=f"{weights}: damaged, its sha256 does not match"):
         publish(run)
     assert not run.final.exists()
 
@@ -221,7 +221,7 @@ def test_another_versions_format_is_refused_and_not_taken_for_damage(
     assert stderr == (
         f"error: {run.checkpoint(6)}/manifest.json: a checkpoint of format {FORMAT + 1}, this "
         f"version reads formats 1 and {FORMAT}; continue it with the version of finetune in its "
-        "environment.json, or start anew in another --output\n"
+        "environment.json, or start again in another --output\n"
     )
 
 
@@ -252,8 +252,8 @@ def test_a_run_is_not_continued_in_another_precision(
     done = other_precision(finetune, trained, run, verb)
     assert (done.status, done.stderr) == (
         2,
-        f"error: {run.root}: trained in fp32, which changes the mathematics, and is to go on in "
-        "bf16; continue it with --precision fp32, or choose another --output\n",
+        f"error: {run.root}: trained in fp32; bf16 would change its results; continue it with "
+        "--precision fp32, or choose another --output\n",
     )
     shutil.copytree(trained.final, run.final)
     assert other_precision(finetune, trained, run, verb).stderr == done.stderr  # complete too
@@ -265,13 +265,13 @@ ENTRY = {"bytes": 1, "sha256": ""}
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"files": {"../../recipe.json": ENTRY}}, "leaves the checkpoint's folder"),
-        ({"files": {"/etc/passwd": ENTRY}}, "leaves the checkpoint's folder"),
+        ({"files": {"../../recipe.json": ENTRY}}, "is outside the checkpoint's folder"),
+        ({"files": {"/etc/passwd": ENTRY}}, "is outside the checkpoint's folder"),
         ({"files": {"a" * 300: ENTRY}}, "missing, though the manifest lists it"),
         ({"files": []}, "files: expected keys and values, got []"),
         ({"step": "6"}, "step: got '6', progress has 6"),
         ({"shapes": {"w": "3"}}, "shapes: w: got '3', expected sizes"),
-        ({"format": None}, "no format: it is no manifest of a checkpoint"),
+        ({"format": None}, "no format: it is not a checkpoint's manifest"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_is_none_is_damage(run: Run, changes: dict[str, object], told: str) -> None:
@@ -287,7 +287,7 @@ def test_a_recipe_with_other_mathematics_is_refused_by_its_fields(
         "saving.keep=9", "backend=ddp",
     )  # fmt: skip
     assert status == 2
-    assert "They differ in optim.lr: 0.001 -> 0.5. Free to change are backend, batch.m" in stderr
+    assert "They differ in optim.lr: 0.001 -> 0.5. Fields that may change: backend, " in stderr
 
 
 def rows_and_tokens(run: Run, split: str) -> str:
@@ -320,7 +320,7 @@ def test_a_run_goes_on_with_its_own_data_only(
         assert run.steps() == [3]
         assert run.data.read_text() == record
         begin = f"error: {run.root}: the data is not that of the run: "
-        end = "; put the old data back, or choose another --output\n"
+        end = "; restore the old data, or choose another --output\n"
         assert done.stderr.startswith(begin)
         assert done.stderr.endswith(end)
         return done.stderr.removeprefix(begin).removesuffix(end)
@@ -330,7 +330,7 @@ def test_a_run_goes_on_with_its_own_data_only(
     assert fewer.endswith(" tokens now")
     swapped = refused([lines[1], lines[0], *lines[2:]], [*others[:-1], others[0]])
     assert swapped.startswith(
-        f"to train on {then['train']}, but others than then; to evaluate on {then['eval']} then, 8 "
+        f"to train on {then['train']}, but different ones; to evaluate on {then['eval']} then, 8 "
     )
     # What may change does not change the rows; and a manifest from before says nothing of them.
     data.write_text("\n".join(lines))
@@ -357,8 +357,8 @@ def test_two_runs_in_one_directory_are_refused(
     first.communicate()
     assert second.status == 2
     assert second.stderr == (
-        f"error: {tmp_path / 'run'}: process {first.pid} on {os.uname().nodename} trains in it; "
-        "wait for its end, or choose another --output\n"
+        f"error: {tmp_path / 'run'}: in use by process {first.pid} on {os.uname().nodename}; "
+        "wait until it ends, or choose another --output\n"
     )
 
 
@@ -377,8 +377,8 @@ def test_the_lock_of_another_host_says_when_that_last_wrote(
         refused = finetune(*words)
         assert refused.status == 2
         assert refused.stderr == (
-            f"error: {run}: process 7 on node-gone trains in it; wait for its end, or choose "
-            "another --output (it last wrote 2 h 00 min ago; where that host is gone, a network "
+            f"error: {run}: in use by process 7 on node-gone; wait until it ends, or choose "
+            "another --output (it last wrote 2 h 00 min ago; if that host is gone, a network "
             "disk may keep its lock: delete run.lock)\n"
         )
         lock.unlink()  # as the message says
@@ -399,7 +399,7 @@ def test_a_disk_without_locks_is_said_and_trained_on(
     assert done.status == 0
     assert (
         f"warning: {tmp_path}/run/run.lock: its file system has no locks (Function not "
-        "implemented): a second training in this directory would not be noticed\n"
+        "implemented): a second training in this directory would not be detected\n"
     ) in done.stderr
 
 
@@ -433,7 +433,7 @@ def test_a_directory_that_cannot_be_written_is_told(
     done = finetune("train", recipe, "--output", read_only / "run")
     assert (done.status, done.stderr) == (
         2,
-        f"error: {read_only / 'run'}: no directory for a run (Read-only file system); choose "
+        f"error: {read_only / 'run'}: cannot be a run directory (Read-only file system); choose "
         "another --output\n",
     )
 
@@ -450,8 +450,8 @@ def test_a_disk_too_small_is_told_before_the_first_step(
         recipe = write_recipe(tmp_path / "r.json", tiny.fields(saving={"every": 1, "keep": 5}))
         done = finetune("train", recipe, "--precision", "fp32", "--output", place / "run")
         assert done.status == 2
-        assert "free, the checkpoints to come take up to" in done.stderr
-        assert "make room, choose another --output, or lower saving.keep" in done.stderr
+        assert "free, the coming checkpoints need up to" in done.stderr
+        assert "free disk space, choose another --output, or lower saving.keep" in done.stderr
         assert steps_made(Run(place / "run")) == 0
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
@@ -494,9 +494,8 @@ def test_another_base_under_the_same_name_is_refused(
     scaled(model / "model.safetensors")
     now = base_weights.fingerprint(Model(str(model)))
     told = (
-        f"error: {run.checkpoint(2)}: its adapter was trained on other weights than those of "
-        f"{model} now ({first} then, {now} now): put the old ones back, or train another run on "
-        "these\n"
+        f"error: {run.checkpoint(2)}: its adapter was trained on different weights than {model} "
+        f"has now ({first} then, {now} now): restore the old weights, or start another run\n"
     )
     for refused in (
         [*words, "max_steps=4", "--resume"],

@@ -144,7 +144,7 @@ def as_a_report(words: list[str], folder: Path, finetune: Finetune) -> None:
         return
     done = finetune(*words[1:], cwd=folder)
     assert done.status == 2
-    assert "no proof can be read there" in done.stderr
+    assert "cannot be read as a proof" in done.stderr
 
 
 def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:

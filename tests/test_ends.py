@@ -90,7 +90,7 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, made: tup
     )  # fmt: skip
     os.close(writer)
     assert done.returncode == 0, done.stderr
-    assert "standard output: Broken pipe; the work goes on" in done.stderr
+    assert "standard output: Broken pipe; the work continues" in done.stderr
     assert (run / "final/adapter_model.safetensors").is_file()
     end = read_history(Run(run)).end
     assert end is not None

@@ -191,7 +191,7 @@ def test_a_merge_of_a_quantised_run_says_that_the_base_was_unquantised(tmp_path)
     model = trained_adapter(base)
     save_checkpoint(run, 10, model)
     folder = export(run, tmp_path / "out", merge=True)
-    assert "trained on the base in nf4 and is merged into the unquantised base" in " ".join(
+    assert "trained on the base in nf4 and is merged into the unquantized base" in " ".join(
         (folder / "README.md").read_text().split()
     )
     assert relative(logits(plain_model(folder)), logits(model)) < ROUNDING
@@ -331,7 +331,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_to_use_instead(tmp_path):
     with pytest.raises(FinetuneError) as caught:
         export(trained.run, tmp_path / "out")
     assert caught.value.problems == (
-        f"{path}: damaged, its sha256 is not that of the manifest; use step 10 instead",
+        f"{path}: damaged, its sha256 does not match the manifest; use step 10 instead",
     )
     assert export(trained.run, tmp_path / "out", step=10) == tmp_path / "out"
 

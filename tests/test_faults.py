@@ -78,9 +78,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
     assert done.status == 1
     step = len(losses(Run(tmp_path / "run"))) + 1
     assert done.stderr == (
-        f"error: step {step}: loss nan, gradient norm nan: the step was not taken; it trained on "
-        f"{poisoned.data} row {BAD + 1}. Lower optim.lr, mend these rows, or set "
-        "optim.on_nonfinite=skip to leave out up to optim.max_skipped=10 such steps, and resume\n"
+        f"error: step {step}: loss nan, gradient norm nan: the step was skipped; it trained on "
+        f"{poisoned.data} row {BAD + 1}. Lower optim.lr, fix these rows, or set "
+        "optim.on_nonfinite=skip to skip up to optim.max_skipped=10 such steps, and resume\n"
     )
 
 

@@ -129,12 +129,12 @@ def doubled(levels: int, form: str) -> str:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: &a [*a]", "line 1: *a stands inside of what it names"),
-        ("a: &a\n  b: {c: *a}", "line 2: *a stands inside of what it names"),
+        ("a: &a [*a]", "line 1: *a is inside the value that it refers to"),
+        ("a: &a\n  b: {c: *a}", "line 2: *a is inside the value that it refers to"),
         (doubled(30, "*a{1}"), f"more than {MOST_VALUES:,} values"),
         (doubled(30, "k{0}: *a{1}"), f"more than {MOST_VALUES:,} values"),
         ("a: &a {b: 1}\nc: *b", "line 2 column 4: found undefined alias 'b'"),
-        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands there a second time"),
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' occurs a second time"),
         ("a: [", "line "),
         ("[" * 100_000, "line 1: more than 50 levels of lists and maps"),
         ("- " * 100_000, "line 1: more than 50 levels of lists and maps"),
@@ -266,7 +266,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("chat HOME/data.jsonl --prompt a", 2, "no such folder", {}),
     ("chat HOME/data --prompt a", 2, "neither a model", {}),
     ("report HOME/model", 2, "not a run directory", {}),
-    ("report HOME/run --proof HOME/model", 2, "no proof can be read there", {}),
+    ("report HOME/run --proof HOME/model", 2, "cannot be read as a proof", {}),
     ("prove RECIPE --backends single --output /proc/x", 2, "No such file or directory", {}),
     ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "cannot be written", {}),
 ]

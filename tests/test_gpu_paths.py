@@ -492,7 +492,7 @@ def test_an_out_of_memory_error_is_one_message(
         ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
     (told,) = failure.value.problems
     assert re.fullmatch(
-        r"step 3: out of memory on cpu of rank 0, which had held up to \S+ \S+ \(\S+ \S+ were "
+        r"step 3: out of memory on cpu of rank 0, which had used up to \S+ \S+ \(\S+ \S+ "
         r"predicted\): Tried to allocate 2\.00 GiB; change batch\.micro_rows=1 \(-\S+ \S+\) or "
         r"model\.activation_checkpointing=true \(-\S+ \S+\).*; the last complete checkpoint is "
         r"that of step 2: continue with --resume",

@@ -117,7 +117,7 @@ def test_other_axes_that_reach_a_worker_are_refused() -> None:
         (["--backend", "hsdp", "--shard-size", "1"], "a copy takes at least 2 processes"),
         (["--backend", "hsdp", "--processes", "6", "--shard-size", "4"], "do not divide into"),
         (["--backend", "ddp", "--shard-size", "2"], "ddp keeps one copy of the model in all"),
-        (["--backend", "hsdp", "--verify"], "--verify: of hsdp only one copy could be traced"),
+        (["--backend", "hsdp", "--verify"], "--verify: only one copy of hsdp could be traced"),
     ],
 )
 def test_copies_that_cannot_be_are_refused(

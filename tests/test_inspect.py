@@ -105,8 +105,8 @@ def test_what_cannot_be_inspected_is_said_without_a_traceback(
 ) -> None:
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
     for words, told in (
-        ([nameless], "error: model: give model.name or model.tokenizer, whose tokenizer reads"),
-        ([recipe, "--html", tmp_path / "no" / "x.html"], "it cannot be written (No such file"),
+        ([nameless], "error: model: set model.name or model.tokenizer; the data needs a tokenizer"),
+        ([recipe, "--html", tmp_path / "no" / "x.html"], ": cannot be written (No such file"),
         ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
     ):
         done = finetune("inspect", *words)

@@ -175,8 +175,8 @@ def test_resuming_where_there_is_nothing_says_what_to_do(
     done = finetune(*words, "--resume")
     assert done.status == 2
     assert done.stderr == (
-        f"error: {tmp_path / 'run'}: no run to resume; leave --resume out to start one, or write "
-        "--resume auto, which starts where there is nothing and else continues\n"
+        f"error: {tmp_path / 'run'}: no run to resume; omit --resume to start one, or use "
+        "--resume auto, which starts a run if there is none\n"
     )
 
 

@@ -145,5 +145,5 @@ def test_inspect_samples_what_the_first_step_samples(
 
 
 def test_only_online_methods_are_sampled_from(tiny: Tiny) -> None:
-    with pytest.raises(FinetuneError, match="--completions: method sft samples none"):
+    with pytest.raises(FinetuneError, match="--completions: method sft samples no completions"):
         inspect_samples(catalog.from_fields(tiny.fields()), rows=1, each=1)

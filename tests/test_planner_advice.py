@@ -577,7 +577,7 @@ def test_what_the_host_lacks_is_said_where_nothing_fits(capsys: pytest.CaptureFi
     given = ("--gpu", "A100-80", "--gpus", "8", "--host-ram", "128")
     assert command.run(words(*given), recipe) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert "nothing fits on 8 x A100-80: the least is zero3_nvme" in first
+    assert "nothing fits on 8 x A100-80: the smallest is zero3_nvme" in first
     assert "of host memory in a node of 128.0 GB" in first
 
 

@@ -127,7 +127,7 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged", merge=True))
     assert getattr(merged.config, "quantization_config", None) is None
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert f"The files of the base are quantised ({kind}); the adapter is merged into its" in card
+    assert f"The files of the base are quantized ({kind}); the adapter is merged into its" in card
     if kind == "nf4":
         assert relative(logits(merged), answering) < ROUNDING
     else:  # LLM.int8 also rounds what a layer is given; the dequantised weights multiply it as is

@@ -73,7 +73,7 @@ def test_products_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
         HEAD,
     }
     assert found[COMMUNICATION] == 0
-    assert told[0].startswith("where a step of ")
+    assert told[0].startswith("time of a step of ")
 
 
 def test_products_of_our_attention_are_attention(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_ends_before_the_step_that_is_traced_says_so(
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
     done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
     assert done.status == 0, done.output
-    assert "--profile: nothing is traced" in " ".join(done.output.split())
+    assert "--profile has no effect: it traces step 3" in " ".join(done.output.split())
 
 
 def test_a_run_tells_its_rates_and_traces_one_step(
@@ -154,7 +154,7 @@ def test_a_run_tells_its_rates_and_traces_one_step(
     trace = json.loads((run.profile / "trace-rank-00000.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::mm", "GroupedLoRA", "ChunkedLoss"} <= names
-    assert "where a step of" in done.output
+    assert "time of a step of" in done.output
     steps = list(run.read_metrics("train"))
     assert all(0 < step["mfu"] < 1 for step in steps)
     assert all(0 < step["data_seconds"] < step["seconds"] for step in steps)

@@ -350,7 +350,7 @@ def test_a_signal_ends_a_proof_with_every_process_of_it(
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == status, told
-    assert told.endswith(f"interrupted by {signal.Signals(number).name}: nothing is proved\n")
+    assert told.endswith(f"interrupted by {signal.Signals(number).name}: nothing was proved\n")
     assert "Traceback" not in told
     assert [each for each in psutil.process_iter() if str(output) in " ".join(words_of(each))] == []
     assert [each for each in seen if each.is_running()] == []
@@ -415,7 +415,7 @@ def test_what_this_machine_lacks_is_stood_in_for_and_said(tmp_path: Path) -> Non
     told = " ".join(subject.notes)
     for what in (
         "the tokenizer of Qwen/Qwen3-0.6B is not on this machine",
-        "its architecture is the published one",
+        "its published architecture is used",
         "tatsu-lab/alpaca is not on this machine: rows are generated",
     ):
         assert what in told
@@ -493,7 +493,7 @@ def other_than(recipe: Recipe) -> Recipe:
     ("words", "said"),
     [
         (["--backends", "ddpp"], "backend 'ddpp': unknown; did you mean 'ddp'?"),
-        (["--backends", ","], "--backends: got ',', expected names with commas, or all"),
+        (["--backends", ","], "--backends: got ',', expected comma-separated names, or all"),
         (["--kinds", "qlorra"], "--kinds: got 'qlorra', expected some of"),
         (["--steps", "3"], "--steps: got 3, expected at least 6"),
         (["--output", "."], "which no proof wrote; choose another --output"),

@@ -26,6 +26,6 @@ def test_a_rank_with_other_libraries_is_named() -> None:
     with pytest.raises(FinetuneError) as caught:
         agree([mine, mine, other])
     assert caught.value.problems == (
-        "rank 2 has other libraries than rank 0: torch 1, tokenizers 3 instead of torch 1, "
+        "rank 2 differs from rank 0 in libraries: torch 1, tokenizers 3 instead of torch 1, "
         "tokenizers 2",
     )

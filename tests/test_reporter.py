@@ -212,14 +212,14 @@ def test_samples_are_shown_with_what_was_exact(tmp_path: Path) -> None:
     write_json(run.root / "samples.json", [right, wrong, open_ended] + [wrong] * 60)
     page = page_of(run)
     assert "Answers exactly as expected: 61 of 62 before, 1 after." in page.text
-    assert "13 more are in samples.json." in page.text
+    assert "13 more in samples.json." in page.text
     assert page.text.count("exact") == 49  # 48 wrong ones that were right before, and one after
 
 
 @pytest.mark.parametrize(
     ("records", "state", "expected"),
     [
-        ([], "not started", "Training has not begun."),
+        ([], "not started", "Training has not started."),
         (
             [START],
             "no end recorded",
@@ -254,7 +254,7 @@ def test_samples_are_shown_with_what_was_exact(tmp_path: Path) -> None:
         (
             [START, trained(1), trained(2, loss=math.nan), trained(3, loss=math.inf), ended(3)],
             "not finite",
-            "Finished 3 steps in 6.0 s. The training loss is not finite since step 2.",
+            "Finished 3 steps in 6.0 s. The training loss has not been finite since step 2.",
         ),
     ],
 )
@@ -451,7 +451,7 @@ def test_a_card_of_an_export_names_its_checkpoint_and_kind(tmp_path: Path) -> No
     card = write_card(run, tmp_path / "out", kind="merged", step=10)
     assert front_of(card)["library_name"] == "transformers"
     assert "The weights are those of step 10.\n" in card.read_text()
-    assert "merged into the unquantised base" in card.read_text()
+    assert "merged into the unquantized base" in card.read_text()
     assert "PeftModel" not in card.read_text()
 
 

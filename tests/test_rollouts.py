@@ -255,9 +255,9 @@ def test_a_training_that_learns_nothing_or_never_ends_is_warned_of_once() -> Non
     assert watch.warnings(usual) == []  # in a row
     assert [len(watch.warnings(flat)) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
     (told,) = watch.warnings(usual | {"completions/clipped_ratio": 1.0})
-    assert told.startswith("completions/clipped_ratio: more than 50% of the completions ran into")
+    assert told.startswith("completions/clipped_ratio: more than 50% of the completions reached")
     (told,) = watch.warnings(usual | {"entropy": 0.29})
-    assert told.startswith("entropy: it fell below 10% of what it was at first")
+    assert told.startswith("entropy: it fell below 10% of its first value")
     assert watch.warnings(usual | {"completions/clipped_ratio": 1.0, "entropy": 0.2}) == []
 
 

@@ -232,7 +232,7 @@ def test_a_disk_that_fills_between_checkpoints_is_told(
     _, told = process.communicate(timeout=120)
     assert process.returncode == 1, told
     files = [run.metrics, run.realised][: 3 - steps]
-    said = ": cannot be written (No space left on device); make room"
+    said = ": cannot be written (No space left on device); free disk space"
     assert any(f"{file}{said}" in told for file in files), told
     assert "Traceback" not in told
 

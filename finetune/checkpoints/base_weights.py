@@ -48,8 +48,8 @@ def refuse_other_base(checkpoint: Path, model: Model) -> None:
     then, now = read_manifest(checkpoint)["progress"].get("base"), fingerprint(model)
     if None not in (then, now) and then != now:
         raise FinetuneError(
-            f"{checkpoint}: its adapter was trained on other weights than those of {model.name} "
-            f"now ({then} then, {now} now): put the old ones back, or train another run on these"
+            f"{checkpoint}: its adapter was trained on different weights than {model.name} has "
+            f"now ({then} then, {now} now): restore the old weights, or start another run"
         )
 
 

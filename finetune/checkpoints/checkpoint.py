@@ -166,7 +166,7 @@ def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list
     if engine.speaks:
         shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
     kept = Run(folder.parent.parent).newest()
-    standing = f"step {kept} is the newest complete one" if kept else "there is none before it"
+    standing = f"step {kept} is the newest complete one" if kept else "there is no earlier one"
     raise TrainingFailure(f"{folder}: the checkpoint could not be written ({causes}); {standing}")
 
 

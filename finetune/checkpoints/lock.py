@@ -65,21 +65,21 @@ def _taken(descriptor: int, path: Path) -> bool:
         return False
     except OSError as error:
         print(f"warning: {path}: its file system has no locks ({error.strerror}): a second "
-              "training in this directory would not be noticed", file=sys.stderr)  # fmt: skip
+              "training in this directory would not be detected", file=sys.stderr)  # fmt: skip
     return True
 
 
 def _held(run: Run, holder: str) -> str:
     """The message that a directory is locked; for another host, with the time of its last write."""
     told = (
-        f"{run.root}: {holder or 'another process'} trains in it; wait for its end, or choose "
+        f"{run.root}: in use by {holder or 'another process'}; wait until it ends, or choose "
         "another --output"
     )
     if not holder or holder.endswith(f" on {socket.gethostname()}"):
         return told
     wrote = [path.stat().st_mtime for path in run.root.iterdir() if path.is_file()]
     return (
-        f"{told} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; where that "
+        f"{told} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; if that "
         "host is gone, a network disk may keep its lock: delete run.lock)"
     )
 
@@ -93,12 +93,12 @@ def _refuse_foreign(root: Path) -> None:
     others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
     if others:
         raise FinetuneError(
-            f"{root}: not empty and not a run (it holds {others[0]}"
+            f"{root}: not empty and not a run (it contains {others[0]}"
             f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
         )
 
 
 def _no_place(root: Path, error: OSError) -> FinetuneError:
     return FinetuneError(
-        f"{root}: no directory for a run ({error.strerror}); choose another --output"
+        f"{root}: cannot be a run directory ({error.strerror}); choose another --output"
     )

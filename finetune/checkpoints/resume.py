@@ -28,15 +28,15 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
     if not run.recipe.exists():
         if resume is True:
             raise FinetuneError(
-                f"{run.root}: no run to resume; leave --resume out to start one, or write "
-                "--resume auto, which starts where there is nothing and else continues"
+                f"{run.root}: no run to resume; omit --resume to start one, or use --resume auto, "
+                "which starts a run if there is none"
             )
         return None
     changed = catalog.differences(catalog.load(run.recipe), plan.recipe)
     if changed:
         raise FinetuneError(
-            f"{run.root}: holds the run of another recipe; choose another --output. "
-            f"They differ in {'; '.join(changed)}. Free to change are "
+            f"{run.root}: contains a run of another recipe; choose another --output. "
+            f"They differ in {'; '.join(changed)}. Fields that may change: "
             f"{', '.join(sorted(catalog.FREE_TO_CHANGE))}"
             f"{_further(run)}"
         )
@@ -46,15 +46,15 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
     if resume is False:
         if newest is not None:
             raise FinetuneError(
-                f"{run.root}: holds this recipe's run up to step {newest}; continue it with "
+                f"{run.root}: contains this recipe's run up to step {newest}; continue it with "
                 "--resume, or choose another --output"
             )
         return None
     if newest is None:
         if resume is True:
             raise FinetuneError(
-                f"{run.root}: its run has no complete checkpoint to resume from; leave --resume "
-                "out to start it anew, or write --resume auto, which does so by itself"
+                f"{run.root}: its run has no complete checkpoint to resume from; omit --resume "
+                "to start it again, or use --resume auto, which does the same"
             )
         return None
     return _intact(run, plan.recipe)
@@ -71,8 +71,8 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
     then: dict[str, Any] = read_manifest(run.checkpoint(step))["progress"].get("data") or now
     if then != now:
         raise FinetuneError(
-            f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; put the old "
-            f"data back, or choose another --output{_further(run)}"
+            f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; restore the "
+            f"old data, or choose another --output{_further(run)}"
         )
 
 
@@ -92,7 +92,7 @@ def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:
         if then[split] != now[split]:
             was, has = (f"{each[split]['documents']:,} rows of {each[split]['tokens']:,} tokens"
                         for each in (then, now))  # fmt: skip
-            change = f"{was} then, {has} now" if was != has else f"{was}, but others than then"
+            change = f"{was} then, {has} now" if was != has else f"{was}, but different ones"
             told.append(f"to {purpose} on {change}")
     return "; ".join(told)
 
@@ -101,8 +101,8 @@ def _refuse_other_precision(run: Run, precision: str) -> None:
     known = _recorded(run.plan, "precision")
     if known not in (None, precision):
         raise FinetuneError(
-            f"{run.root}: trained in {known}, which changes the mathematics, and is to go on in "
-            f"{precision}; continue it with --precision {known}, or choose another --output"
+            f"{run.root}: trained in {known}; {precision} would change its results; continue it "
+            f"with --precision {known}, or choose another --output"
         )
 
 
@@ -124,11 +124,11 @@ def _intact(run: Run, recipe: Recipe) -> int:
         raise FinetuneError(
             *told,
             f"{run.root}: no checkpoint is intact; restore one from a copy, or remove "
-            f"{run.checkpoints} and start anew without --resume",
+            f"{run.checkpoints} and start again without --resume",
         )
     for number, line in zip(damaged, told, strict=True):
         aside = set_aside(run, number)
-        print(f"warning: {line}; renamed to {aside.name}, going on from step {step}",
+        print(f"warning: {line}; renamed to {aside.name}, resuming from step {step}",
               file=sys.stderr)  # fmt: skip
     return step
 

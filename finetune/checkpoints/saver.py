@@ -115,8 +115,8 @@ def tidy(
     if causes:
         raise TrainingFailure(
             f"{run.root}: the checkpoint of step {progress.step} is complete, but best.json could "
-            f"not be written or older ones not removed ({causes}); make room or allow writing, "
-            "and resume"
+            f"not be written or older ones not removed ({causes}); free disk space or allow "
+            "writing, and resume"
         )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from finetune.cli import options
 from finetune.errors import FinetuneError
 
-SUMMARY = "talk to a run's model"
+SUMMARY = "chat with a run's model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory, or a folder with a model")
-    parser.add_argument("--prompt", help="answer this once, instead of a conversation")
+    parser.add_argument("--prompt", help="answer this prompt instead of starting a conversation")
     parser.add_argument("--max-new-tokens", type=options.count, default=512)
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-SUMMARY = "put runs beside each other: recipes, curves, measures"
+SUMMARY = "compare runs: recipes, curves, measures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from finetune.cli import options
 if TYPE_CHECKING:
     from finetune.verification.doctor.finding import Finding
 
-SUMMARY = "check a model or a recipe in seconds, before a GPU"
+SUMMARY = "check a model or a recipe in seconds, before renting a GPU"
 NAME_WIDTH = 26
 
 

@@ -11,7 +11,7 @@ from finetune.errors import FinetuneError
 if TYPE_CHECKING:
     from finetune.evaluation.evaluation import Request
 
-SUMMARY = "measure a model on held-out rows, beside its base or another model"
+SUMMARY = "evaluate a model on held-out rows, against its base or another model"
 SHOWN = 3
 """Number of printed examples."""
 WIDTH = 200
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", help="base, another run, folder or URL, or none; by default an adapter's base"
     )
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--rows-of", help="run whose held-out rows are asked")
+    rows.add_argument("--rows-of", help="run whose held-out rows are used")
     rows.add_argument("--data", help="data file, instead of held-out rows of a run")
     rows.add_argument("--format", default="messages", help="format of --data")
     rows.add_argument(
@@ -33,28 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", help="of a run: a checkpoint's step, best or last")
     measured = parser.add_argument_group("measures")
-    measured.add_argument("--metrics", help="names, separated by commas; by default those that fit")
+    measured.add_argument("--metrics", help="comma-separated names; by default those that fit")
     measured.add_argument("--max-new-tokens", type=options.count, default=256)
     measured.add_argument("--batch-rows", type=options.count, default=8)
     measured.add_argument("--schema", type=Path, help="JSON schema of the answers")
     measured.add_argument("--database", type=Path, help="SQLite file of the queries")
-    measured.add_argument("--run-code", action="store_true", help="run code of answers with limits")
+    measured.add_argument(
+        "--run-code", action="store_true", help="run code in answers, with limits"
+    )
     measured.add_argument("--code-samples", type=options.count, default=1, help="for pass@k")
-    measured.add_argument("--general-text", type=Path, help="file for forgetting")
-    measured.add_argument("--judge", help="URL of a model that says which answer is better")
-    measured.add_argument("--judge-model", help="its name there; by default the first")
+    measured.add_argument("--general-text", type=Path, help="text file to measure forgetting on")
+    measured.add_argument("--judge", help="URL of a model that judges which answer is better")
+    measured.add_argument("--judge-model", help="name of the judge there; by default the first")
     measured.add_argument(
         "--rewards",
-        help="what scores the answers: runs of reward models, built-in rewards or module:function",
+        help="score answers with runs of reward models, built-in rewards or module:function",
     )
     measured.add_argument(
-        "--tasks", help="tasks of lm-evaluation-harness: names or YAML files, separated by commas"
+        "--tasks", help="tasks of lm-evaluation-harness: comma-separated names or YAML files"
     )
-    parser.add_argument("--model-name", help="of a URL: the model's name there")
+    parser.add_argument("--model-name", help="for a URL: the model's name there")
     parser.add_argument("--key-file", type=Path, help="file with the API key of the URLs")
     parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
-    parser.add_argument("--name", help="of the folder eval/NAME that is written")
-    parser.add_argument("--output", type=Path, help="folder to write instead")
+    parser.add_argument("--name", help="name of the folder eval/NAME to write")
+    parser.add_argument("--output", type=Path, help="folder to write instead of eval/NAME")
     parser.add_argument("--json", action="store_true", help="print results.json")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from finetune.exporters.export import Gate
     from finetune.runs.run import Run
 
-SUMMARY = "write a run's result as a model that loads everywhere"
+SUMMARY = "export a run's result for other libraries"
 EVALUATION = "export"
 """Name of the evaluation written for `--require`."""
 
@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--merge", action="store_true", help="the same as --format merged")
     parser.add_argument(
-        "--merge-into", choices=("nf4",), help="the base as it was quantised for training"
+        "--merge-into", choices=("nf4",), help="merge into the base as quantized for training"
     )
     parser.add_argument(
-        "--check-rows", type=options.whole, default=8, help="rows of the run to compare, or 0"
+        "--check-rows", type=options.whole, default=8, help="rows of the run for the check, or 0"
     )
     parser.add_argument(
         "--llama-cpp",
@@ -39,19 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR",
     )
     parser.add_argument("--gguf-type", default="q8_0", help="f32, f16, bf16, q8_0, q4_k_m, ...")
-    parser.add_argument("--shard-size", default="5GB", help="of a weight file at most")
+    parser.add_argument("--shard-size", default="5GB", help="maximum size of a weight file")
     parser.add_argument(
         "--step", type=options.count, help="checkpoint, instead of the best or last one"
     )
 
     parser.add_argument(
         "--require",
-        help="bounds on the held-out rows, such as 'exact>=0.8'; else nothing is written",
+        help="export only if these bounds hold on held-out rows, such as 'exact>=0.8'",
     )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="repository of the hub to upload to")
-    parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="hub repository to upload to")
+    parser.add_argument("--public", action="store_true", help="with --push: make it public")
     parser.add_argument(
-        "--base", help="name by which others find the base of an adapter, instead of its path"
+        "--base", help="name with which others find the base of an adapter, instead of its path"
     )
     parser.add_argument(
         "--bundle", type=Path, metavar="ZIP", help="the run's record as one file, without weights"
@@ -62,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune.runs.run import open_run
 
     if arguments.merge and arguments.format not in (None, "merged"):
-        raise FinetuneError(f"--merge: --format {arguments.format} is another; leave one away")
+        raise FinetuneError(f"--merge: conflicts with --format {arguments.format}; omit one")
     if arguments.to is None and (arguments.bundle is None or arguments.push is not None):
         raise FinetuneError("--to: name the folder to write, or a --bundle")
     if arguments.public and arguments.push is None:
-        raise FinetuneError("--public: says how --push uploads; leave it away")
+        raise FinetuneError("--public: only applies to --push; omit it")
     if arguments.require is not None and arguments.to is None:
-        raise FinetuneError("--require: says what is exported; name the folder with --to")
+        raise FinetuneError("--require: only applies to an export; name the folder with --to")
     run = open_run(arguments.run)
     from finetune.exporters.share import bundle, check_name, push
 

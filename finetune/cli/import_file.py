@@ -5,13 +5,15 @@ from pathlib import Path
 
 from finetune.cli import options
 
-SUMMARY = "the recipe of an axolotl or LLaMA-Factory file"
+SUMMARY = "convert a config file of axolotl or LLaMA-Factory to a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="YAML of axolotl or LLaMA-Factory")
     parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
-    parser.add_argument("--processes", type=options.count, default=1, help="that it is for")
+    parser.add_argument(
+        "--processes", type=options.count, default=1, help="number of processes it is for"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

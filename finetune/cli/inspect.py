@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.cli import options
 
-SUMMARY = "rows as the model sees them, and what is trained"
+SUMMARY = "show rows as the model sees them, and which tokens are trained"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--completions",
         type=options.count,
         metavar="N",
-        help="of an online method: N samples of the starting model for each row, with rewards",
+        help="for an online method: N completions of the initial model per row, with rewards",
     )
     parser.add_argument("--html", type=Path, help="page to write, instead of printing rows")
     parser.add_argument("--json", action="store_true", help="print JSON")

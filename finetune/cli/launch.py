@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=options.count,
         default=0,
-        help="start anew after a failure so many times",
+        help="maximum number of restarts after a failure",
     )
     parser.add_argument(
         "--launcher",

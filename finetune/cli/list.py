@@ -3,7 +3,7 @@
 import argparse
 import json
 
-SUMMARY = "recipes and backends that can be named"
+SUMMARY = "list recipes and backends"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ def backend_words(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=count,
         metavar="N",
-        help="hsdp: processes that hold one copy together; by default those of a node",
+        help="hsdp: processes that share one copy; by default those of a node",
     )
     axes_words(parser)
     parser.add_argument(
@@ -61,7 +61,7 @@ def axes_words(parser: argparse.ArgumentParser) -> None:
 
     for field, what in FLAGS.items():
         parser.add_argument(f"--{field}", type=count, metavar="N", help=what)
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of a pipeline's micro-batches")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="schedule of a pipeline")
 
 
 def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
@@ -79,16 +79,16 @@ def run_words(parser: argparse.ArgumentParser) -> None:
         const="yes",
         choices=("yes", "auto"),
         metavar="auto",
-        help="continue from the newest checkpoint; `--resume auto` starts where there is none",
+        help="continue from the newest checkpoint; `--resume auto` starts if there is none",
     )
     parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
     parser.add_argument(
-        "--timeout", type=minutes, default=30.0, help="minutes a rank waits for others"
+        "--timeout", type=minutes, default=30.0, help="minutes that a rank waits for others"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="trace the third step, and say where it went"
+        "--profile", action="store_true", help="trace the third step, and print where its time went"
     )
-    parser.add_argument("--no-plot", action="store_true", help="draw no loss.png at the end")
+    parser.add_argument("--no-plot", action="store_true", help="do not draw loss.png at the end")
 
 
 def output_of(arguments: argparse.Namespace) -> Path:

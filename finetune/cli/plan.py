@@ -4,7 +4,7 @@ import argparse
 
 from finetune.cli import options
 
-SUMMARY = "what a recipe means on a backend, or why it cannot run"
+SUMMARY = "show the plan of a recipe on a backend, or why it cannot run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,18 +17,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add options that describe the machine to plan for; without `--gpu` it is this machine."""
     parser.add_argument("--gpu", help="name of the GPU, such as H100-80, A100-40, RTX4090")
-    parser.add_argument("--gpus", type=int, help="GPUs of the whole job")
-    parser.add_argument("--nodes", type=int, default=1, help="machines that hold them")
+    parser.add_argument("--gpus", type=int, help="total number of GPUs")
+    parser.add_argument("--nodes", type=int, default=1, help="number of machines")
     parser.add_argument("--link", help="between GPUs of a node: nvlink, pcie4, pcie5, ...")
-    parser.add_argument("--network", help="between nodes: ib400, or 10gbe/node of one port")
+    parser.add_argument("--network", help="between nodes: ib400, or 10gbe/node for one port")
     parser.add_argument("--host-ram", type=float, metavar="GB", help="host memory of a node")
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of a GPU without a name")
-    parser.add_argument("--tflops", type=float, help="its dense 16-bit rate")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of its own memory")
-    parser.add_argument("--price", type=float, help="per GPU and hour")
-    parser.add_argument("--rows", type=int, help="rows of the training set, for the whole run")
-    parser.add_argument("--row-tokens", type=int, help="tokens of a row on average, for packing")
-    parser.add_argument("--fit", action="store_true", help="largest micro-batch, fewest changes")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="memory of a GPU that is not known by name"
+    )
+    parser.add_argument("--tflops", type=float, help="dense 16-bit rate of that GPU")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth of that GPU"
+    )
+    parser.add_argument("--price", type=float, help="price per GPU and hour")
+    parser.add_argument("--rows", type=int, help="training rows, for the time of the run")
+    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for packing")
+    parser.add_argument(
+        "--fit", action="store_true", help="show the largest micro-batch and fewest changes to fit"
+    )
     parser.add_argument(
         "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"
     )

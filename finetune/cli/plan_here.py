@@ -38,7 +38,7 @@ def plain(
     here, problem = None, ""
     try:
         if settled.traits.divides:
-            raise FinetuneError("of a divided model only for GPUs: name one with --gpu and --gpus")
+            raise FinetuneError("a divided model is only planned for GPUs: use --gpu and --gpus")
         here = dataclasses.replace(
             workload_of(settled, model_source(recipe).shape),
             cpu=True,
@@ -115,7 +115,7 @@ def _page(
         times, gpu = prediction.times, prediction.machine.gpu
         lines.append(
             f"speed        {page.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
-            f"tokens/s on this CPU where every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
+            f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
         )
         found = judges(prediction.plan.recipe, lambda each: model_source(each).shape, cpu=True)

@@ -273,10 +273,10 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         if machine.host_memory is not None and not least.host_fits:
             host = (
                 f", and {page.size(least.host)} of host memory in a node of "
-                f"{page.size(machine.host_memory)}, of which nine tenths are taken as free"
+                f"{page.size(machine.host_memory)}, of which nine tenths are assumed to be free"
             )
         print(
-            f"nothing fits on {page.machine_words(machine)}: the least is {least.name} with "
+            f"nothing fits on {page.machine_words(machine)}: the smallest is {least.name} with "
             f"{page.size(least.peak.total)} of {page.size(least.usable)}{host}"
         )
         print()
@@ -297,7 +297,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(
             f"\n{best.name} would be the fastest, with {page.size(best.peak.total)} and "
             f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.rows} rows: this "
-            f"toolkit has no backend of it; its table: --backend {best.name}"
+            f"toolkit has no such backend; its table: --backend {best.name}"
         )
     chosen, words = _chosen(recipe, ranked[0])
     backend = _backend_of(ranked[0], machine, precision)
@@ -373,7 +373,7 @@ def _one_process(recipe: Recipe) -> Recipe:
 def _too_few_rows(recipe: Recipe, machine: hardware.Machine) -> str:
     rows = max(1, recipe.batch.rows // machine.count) * machine.count
     return (
-        f"batch.rows: {recipe.batch.rows} rows do not divide over {machine.count} GPUs; use "
+        f"batch.rows: {recipe.batch.rows} rows cannot be divided among {machine.count} GPUs; use "
         f"batch.rows={rows}"
     )
 

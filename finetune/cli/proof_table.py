@@ -20,7 +20,7 @@ def tell(proof: Proof, output: Path, console: Console) -> None:
             where = f"{KINDS[check.kind]} on {check.backend}, {check.name}"
             console.print(f"[red]failed[/]  {where}: {escape(check.summary)}", highlight=False)
     for refused in proof.refused:
-        word = "not possible here:" if refused.missing else "refused"
+        word = "not possible here:" if refused.missing else "refused:"
         where = f"{KINDS[refused.kind]} on {refused.backend}"
         console.print(f"[dim]{word} {where}: {escape(refused.reason)}[/]", highlight=False)
     colour = "green" if proof.proved else "red"

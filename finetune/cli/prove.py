@@ -14,28 +14,37 @@ from finetune.process.signals import heeded
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
-SUMMARY = "show that backends change nothing of a recipe"
+SUMMARY = "check that training is equivalent on every backend"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     parser.add_argument(
         "--backends",
-        help="names with commas; all leaves out what divides a model; by default the recipe's",
+        help="comma-separated names, or all except those that divide a model; by default the "
+        "recipe's",
     )
-    parser.add_argument("--processes", type=options.count, default=2, help="of each sharded run")
-    parser.add_argument("--steps", type=options.count, default=10, help="optimizer steps compared")
-    parser.add_argument("--like-mine", action="store_true", help="the recipe's own batch")
-    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
-    parser.add_argument("--full", action="store_true", help="the real model instead of a small one")
-    parser.add_argument("--kinds", default="own", help="lora,qlora,full instead of the recipe's")
+    parser.add_argument(
+        "--processes", type=options.count, default=2, help="processes of each sharded run"
+    )
+    parser.add_argument(
+        "--steps", type=options.count, default=10, help="optimizer steps to compare"
+    )
+    parser.add_argument("--like-mine", action="store_true", help="use the recipe's own batch")
+    parser.add_argument("--bf16", action="store_true", help="run in bf16 instead of fp32")
+    parser.add_argument(
+        "--full", action="store_true", help="use the real model instead of a small one"
+    )
+    parser.add_argument(
+        "--kinds", default="own", help="lora,qlora,full instead of what the recipe trains"
+    )
     parser.add_argument(
         "--crossings",
         choices=("each", "ring", "all"),
         default="each",
-        help="whose checkpoints are continued elsewhere: all is between every two backends",
+        help="which checkpoints are resumed on other backends; all is between every two",
     )
-    parser.add_argument("--jobs", type=options.count, default=1, help="launches at a time")
+    parser.add_argument("--jobs", type=options.count, default=1, help="concurrent launches")
     parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -64,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _prove(arguments, recipe)
     except Ended as ended:
         (number,) = ended.args
-        print(f"interrupted by {signal.Signals(number).name}: nothing is proved", file=sys.stderr)
+        print(f"interrupted by {signal.Signals(number).name}: nothing was proved", file=sys.stderr)
         return 128 + number
 
 

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-SUMMARY = "the main job, offline, in minutes on a CPU"
+SUMMARY = "run the main job offline, in minutes on a CPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--method", choices=("sft", "dpo", "grpo"), default="sft", help="what to show"
+        "--method", choices=("sft", "dpo", "grpo"), default="sft", help="training method"
     )
     parser.add_argument("--output", type=Path, help="by default runs/quickstart[-METHOD]")
 

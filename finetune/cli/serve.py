@@ -13,8 +13,8 @@ SUMMARY = "serve a model over HTTP, with a chat page"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="run directory, folder with a model or adapter, or hub name")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=options.port, default=8000, help="0 takes a free one")
-    parser.add_argument("--name", help="of the model in requests; by default its folder's")
+    parser.add_argument("--port", type=options.port, default=8000, help="0 chooses a free port")
+    parser.add_argument("--name", help="name of the model in requests; by default its folder's")
     parser.add_argument(
         "--adapter",
         action="append",
@@ -26,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("finetune", "vllm", "llama.cpp"),
         default="finetune",
-        help="another program that serves an export, with the right flags",
+        help="program that serves the model; others serve an export, with the right flags",
     )
     parser.add_argument(
-        "--rows", type=options.count, default=8, help="requests that are answered at once"
+        "--rows", type=options.count, default=8, help="requests answered concurrently"
     )
     parser.add_argument(
-        "--queue", type=options.count, default=16, help="further requests, which wait"
+        "--queue", type=options.count, default=16, help="further requests that may wait"
     )
 
 

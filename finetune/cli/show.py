@@ -5,7 +5,7 @@ import json
 
 from finetune.cli import options
 
-SUMMARY = "a recipe with every field"
+SUMMARY = "print a recipe with every field"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from finetune.cli import options
 
-SUMMARY = "store a teacher's log-probabilities, for a distillation without the teacher"
+SUMMARY = "store a teacher's log-probabilities, for distillation without the teacher"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--top-k", type=options.count, default=64, help="tokens stored of a label")
+    parser.add_argument(
+        "--top-k", type=options.count, default=64, help="tokens stored for each label"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

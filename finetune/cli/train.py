@@ -9,7 +9,7 @@ SUMMARY = "train in this process (or under `accelerate launch`)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--backend", help="backend of a run that Accelerate did not launch")
+    parser.add_argument("--backend", help="backend of a run not launched by Accelerate")
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
     )

@@ -41,7 +41,7 @@ class _Lasting(io.RawIOBase):
 def _tell(descriptor: int, error: OSError) -> None:
     """Report a failed stream on the other stream."""
     name = "standard output" if descriptor == 1 else "standard error"
-    words = f"{name}: {error.strerror}; the work goes on, and its record is written\n"
+    words = f"{name}: {error.strerror}; the work continues, and its record is written\n"
     stream = sys.stderr if descriptor == 1 else sys.stdout
     if stream is not None:
         stream.write(words)

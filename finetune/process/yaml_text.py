@@ -70,7 +70,7 @@ def _measure(text: str) -> None:
         match event:
             case yaml.AliasEvent():
                 if any(each.anchor == anchor for each in within):
-                    raise NotYAML(f"line {line}: *{anchor} stands inside of what it names")
+                    raise NotYAML(f"line {line}: *{anchor} is inside the value that it refers to")
                 _add(within, sizes.get(str(anchor), 1), line)
             case yaml.ScalarEvent():
                 _refuse_second_key(within, event, line)
@@ -91,13 +91,13 @@ def _measure(text: str) -> None:
 def _add(within: list[_Open], size: int, line: int) -> None:
     """Add the size of a complete value to the list or map that contains it."""
     if size > MOST_VALUES:
-        raise NotYAML(f"line {line}: its aliases stand for more than {MOST_VALUES:,} values")
+        raise NotYAML(f"line {line}: its aliases expand to more than {MOST_VALUES:,} values")
     if within:
         holder = within[-1]
         holder.size += size
         holder.at_key = holder.keys is not None and not holder.at_key
         if holder.size > MOST_VALUES:
-            raise NotYAML(f"line {line}: more than {MOST_VALUES:,} values, aliases counted in full")
+            raise NotYAML(f"line {line}: more than {MOST_VALUES:,} values, with aliases expanded")
 
 
 def _refuse_second_key(within: list[_Open], event: yaml.ScalarEvent, line: int) -> None:
@@ -106,5 +106,5 @@ def _refuse_second_key(within: list[_Open], event: yaml.ScalarEvent, line: int) 
     if holder is None or holder.keys is None or not holder.at_key:
         return
     if event.value in holder.keys and event.value != "<<":
-        raise NotYAML(f"line {line}: the key '{event.value}' stands there a second time")
+        raise NotYAML(f"line {line}: the key '{event.value}' occurs a second time")
     holder.keys.add(event.value)

@@ -109,7 +109,7 @@ def result_table(run: Run, before: Score, after: Score, seconds: float) -> Table
         "exact match after": f"{after.share:.1%} of {after.rows} held-out rows",
         "speed": f"{ended['tokens_per_second']:,.0f} tokens/s",
         "peak memory": units.size(ended["peak_memory"]),
-        "all of it took": units.duration(seconds),
+        "total time": units.duration(seconds),
         "run": str(run.root),
     }
     for name, value in rows.items():

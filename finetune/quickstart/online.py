@@ -85,7 +85,7 @@ def result_table(before: float, run: Run, hacked: Run, seconds: float) -> Table:
     table.add_row("reward of last samples", *(f"{each:.2f}" for each in last))
     table.add_row(f"exact match of {HELD_OUT_ROWS} before", *[f"{before:.1%}"] * 2)
     table.add_row("exact match after", *(f"{each:.1%}" for each in exact))
-    table.add_row("all of it took", units.duration(seconds), "")
+    table.add_row("total time", units.duration(seconds), "")
     return table
 
 

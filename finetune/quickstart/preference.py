@@ -89,5 +89,5 @@ def result_table(run: Run, before: Behaviour, after: Behaviour, seconds: float) 
     table.add_row("preferred answers", f"{before.preferred:.1%}", f"{after.preferred:.1%}")
     table.add_row("valid records", f"{before.valid:.1%}", f"{after.valid:.1%}")
     table.add_row("margin of rewards", "0", f"{last['metrics']['rewards/margins']:.3g}")
-    table.add_row("all of it took", "", units.duration(seconds))
+    table.add_row("total time", "", units.duration(seconds))
     return table

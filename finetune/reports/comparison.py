@@ -38,7 +38,7 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     differing = [key for key in keys if len({_said(r.get(key)) for r in recipes}) > 1]
     tables = [Table(
         [[key, *(_short(_said(r.get(key))) for r in recipes)] for key in differing],
-        ["", *names], "Recipes: all that differs",
+        ["", *names], "Recipes: differences",
     )]  # fmt: skip
     tables.append(Table(list(_reached(histories)), ["", *names], "Training"))
     tables += _evaluations(runs, names)
@@ -111,7 +111,7 @@ def _reached(histories: Sequence[History]) -> Iterator[list[str]]:
     yield ["steps", *(f"{history.step:,}" for history in histories)]
     yield ["training loss", *(_loss(h.trained[-1].loss if h.trained else None) for h in histories)]
     yield ["best eval loss", *(_loss(h.best.loss if h.best else None) for h in histories)]
-    yield ["its step", *(f"{h.best.step:,}" if h.best else ABSENT for h in histories)]
+    yield ["at step", *(f"{h.best.step:,}" if h.best else ABSENT for h in histories)]
     for name in dict.fromkeys(n for h in histories for e in h.evaluated for n in e.metrics):
         last = [h.evaluated[-1].metrics.get(name) if h.evaluated else None for h in histories]
         yield [name, *(_loss(each) for each in last)]
@@ -144,7 +144,7 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Table]:
             measures = dict.fromkeys(measure for each in some for measure in each["measures"])
             rows = [[m, *(_value(each, m) for each in results)] for m in measures]
             same = len({each["rows"]["digest"] for each in some}) == 1
-            note = "" if same else ", on other rows"
+            note = "" if same else ", on different rows"
             yield Table(rows, ["", *names], f"Evaluation {name}{note}")
 
 

@@ -332,7 +332,7 @@ def next_commands(run: Run, end: Ended) -> list[tuple[str, str]]:
     root = shlex.quote(str(run.root))
     report = ("report", f"finetune report {root}")
     if end.reason == "interrupted":
-        return [("go on", "the same command with --resume"), report]
+        return [("resume", "the same command with --resume"), report]
     merge = " --merge" if read_object(run.recipe).get("adapter") else ""
     target = shlex.quote(f"{run.root}-merged" if merge else f"{run.root}-export")
     scores = is_scorer(read_object(run.final / "config.json"))

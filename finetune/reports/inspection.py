@@ -118,8 +118,8 @@ def inspect_rows(
     notes: list[str] = []
     if prepared.counts["pad_is_eos"]:
         notes.append(
-            "the padding token is the end token: here padding is known by its place, so the end is "
-            "trained; a collator that masks it by its id would never train it"
+            "the padding token is the end token: padding is masked by position here, so the end is "
+            "trained; a collator that masks by id would never train it"
         )
     notes += recipe.data_advice(counts["train"]) if counts["train"]["documents"] else []
     if prepared.bad_rows is not None:
@@ -250,7 +250,7 @@ def write_page(inspection: Inspection, title: str, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise FinetuneError(f"--html {path}: it cannot be written ({error.strerror})") from None
+        raise FinetuneError(f"--html {path}: cannot be written ({error.strerror})") from None
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:

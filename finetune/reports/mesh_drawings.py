@@ -210,8 +210,8 @@ def drawn(axes: Axes, count: int) -> int:
 def about(axes: Axes, count: int) -> str:
     """Caption of `schedule`."""
     shown = drawn(axes, count)
-    part = f"Drawn are {shown} of {count} micro-batches, which take longer to fill. "
-    return (part if shown < count else "") + "A backward pass is taken as two forward passes."
+    part = f"Only {shown} of {count} micro-batches are drawn, with a larger bubble. "
+    return (part if shown < count else "") + "A backward pass counts as two forward passes."
 
 
 NAMES: Mapping[schedules.Kind, str] = {

@@ -19,10 +19,10 @@ FORMAT = 1
 
 QUESTIONS = {
     "realised": "each process holds what the backend promises",
-    "equal": "losses, gradient norms and trained weights are those of one process, step by step",
-    "packing": "packed rows train as rows by themselves do",
-    "resume": "a run that was killed -9 goes on, here and elsewhere, on the same trajectory",
-    "end to end": "the result loads in plain transformers and PEFT and answers as it was trained",
+    "equal": "losses, gradient norms and trained weights equal those of one process, step by step",
+    "packing": "packed rows train like separate rows",
+    "resume": "a run killed with SIGKILL continues, here and elsewhere, on the same trajectory",
+    "end to end": "the result loads in plain transformers and PEFT and answers as trained",
 }
 """Names of the checks, and what each of them shows."""
 
@@ -39,9 +39,9 @@ def read_proof(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: no proof can be read there ({error})") from None
+        raise FinetuneError(f"{path}: cannot be read as a proof ({error})") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FinetuneError(f"{path}: not a proof of format {FORMAT}; make it again")
+        raise FinetuneError(f"{path}: not a proof of format {FORMAT}; run finetune prove again")
     return record
 
 

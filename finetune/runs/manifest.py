@@ -46,7 +46,7 @@ def _seal_problems(manifest: dict[str, Any]) -> list[str]:
         other = sorted((manifest.keys() ^ KEYS) - {"recipe"})
         return [f"damaged, unknown or missing: {', '.join(other)}"] if other else []
     whole = sealed(manifest)["sha256"] == manifest["sha256"]
-    return [] if whole else ["damaged, its own sha256 is not that of what it holds"]
+    return [] if whole else ["damaged, its sha256 does not match its contents"]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise FinetuneError(f"{path}: expected keys and values, got {type(manifest).__name__}")
     found = manifest.get("format")
     if found is None:
-        raise FinetuneError(f"{path}: no format: it is no manifest of a checkpoint")
+        raise FinetuneError(f"{path}: no format: it is not a checkpoint's manifest")
     if found not in READ or isinstance(found, bool):
         raise OtherFormat(
             f"{path}: a checkpoint of format {found!r}, this version reads formats "
             f"{' and '.join(map(str, READ))}; "
-            "continue it with the version of finetune in its environment.json, or start anew in "
+            "continue it with the version of finetune in its environment.json, or start again in "
             "another --output"
         )
     wrong = _shape_problems(manifest) or _seal_problems(manifest)
@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     named = STEP_FOLDER.fullmatch(folder.name)
     if named is not None and int(named[1]) != manifest["step"]:
         raise FinetuneError(
-            f"{path}: it is the checkpoint of step {manifest['step']}, under the name of another"
+            f"{path}: it is the checkpoint of step {manifest['step']}, in the folder of another"
         )
     return manifest
 
@@ -105,7 +105,7 @@ def _shape_problems(manifest: dict[str, Any]) -> list[str]:
     for name, entry in manifest["files"].items():
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or "\0" in name:
-            problems.append(f"files: {name!r} leaves the checkpoint's folder")
+            problems.append(f"files: {name!r} is outside the checkpoint's folder")
         fits = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
         if not fits or type(entry.get("bytes")) is not int:
             problems.append(f"files: {name!r}: expected bytes and sha256, got {entry!r}")
@@ -141,7 +141,7 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
             size = path.stat().st_size
             problems.append(f"{path}: damaged, {size} bytes instead of {known['bytes']}")
         elif sha256(path) != known["sha256"]:
-            problems.append(f"{path}: damaged, its sha256 is not that of the manifest")
+            problems.append(f"{path}: damaged, its sha256 does not match the manifest")
     return problems
 
 

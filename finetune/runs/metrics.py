@@ -301,8 +301,8 @@ def _happened_by(step: int, line: bytes) -> bool:
 def unwritable(path: os.PathLike[str], error: OSError) -> TrainingFailure:
     """The error for a record that could not be written."""
     return TrainingFailure(
-        f"{path}: cannot be written ({error.strerror}); make room or allow writing, and resume "
-        "from the newest checkpoint"
+        f"{path}: cannot be written ({error.strerror}); free disk space or allow writing, and "
+        "resume from the newest checkpoint"
     )
 
 
@@ -390,13 +390,13 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
     unequal = (got.keys() - known.keys()) | (needed - {"time"} - got.keys())
     if unequal:
         raise FinetuneError(
-            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} that lacks or "
-            f"should not have: {', '.join(sorted(unequal))}"
+            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with missing or "
+            f"unexpected fields: {', '.join(sorted(unequal))}"
         )
     wrong = [name for name, value in got.items() if not _fits(known[name].type, value)]
     if wrong:
         raise FinetuneError(
-            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with another kind "
+            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with a wrong type "
             f"of value in {', '.join(wrong)}"
         )
     below = [name for name in COUNTED if got.get(name, 0) < 0]

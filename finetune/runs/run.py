@@ -193,8 +193,8 @@ class Run:
             step = json.loads(self.best.read_text(encoding="utf-8"))["step"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise FinetuneError(
-                f"{self.best}: cannot be read: {error}; `--resume` writes it anew from the newest "
-                "checkpoint, and `finetune export --step` needs none"
+                f"{self.best}: cannot be read: {error}; `--resume` rewrites it from the newest "
+                "checkpoint, and `finetune export --step` does not need it"
             ) from None
         return step if step in self.steps() else None
 
@@ -235,7 +235,7 @@ def of_record(path: Path) -> Generator[None]:
     ) as error:  # fmt: skip
         raise FinetuneError(
             f"{path}: cannot be read as training writes it ({type(error).__name__}: "
-            f"{str(error)[:200]}); put back a copy of it, or move it away"
+            f"{str(error)[:200]}); restore it from a copy, or move it away"
         ) from error
 
 
@@ -250,7 +250,7 @@ def read_object(path: Path) -> dict[str, Any]:
     with of_record(path):
         read = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(read, dict):
-            raise TypeError(f"it holds a {type(read).__name__}, expected an object")
+            raise TypeError(f"it contains a {type(read).__name__}, expected an object")
     return cast(dict[str, Any], read)
 
 

@@ -96,7 +96,7 @@ def verdict(history: History, now: float) -> str:
 
 def _progress(history: History, now: float) -> str:
     if not history.starts:
-        return "Training has not begun."
+        return "Training has not started."
     planned, step = history.starts[-1].steps, history.step
     took = units.duration(history.seconds)
     if history.end is None:
@@ -132,7 +132,7 @@ def _outcome(history: History) -> str:
     trained = history.trained
     if not math.isfinite(trained[-1].loss):
         broken = next(record for record in trained if not math.isfinite(record.loss))
-        return f"The training loss is not finite since step {broken.step:,}."
+        return f"The training loss has not been finite since step {broken.step:,}."
     if history.starts[-1].unit == "completions":
         return _rewards(history)
     if history.best is not None:

@@ -100,7 +100,7 @@ def check_samples(recipe: Recipe) -> None:
     """
     if not isinstance(recipe, Online):
         raise FinetuneError(
-            f"--completions: method {recipe.method} samples none; only grpo and rloo do"
+            f"--completions: method {recipe.method} samples no completions; only grpo and rloo do"
         )
     told = [*recipe.problems(), *reward_problems(recipe.reward_funcs)]
     if recipe.model.add_tokens:

@@ -57,17 +57,17 @@ def verdict(
     named = ", ".join(rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
     what = (
-        f"step {step}: loss {loss:g}, gradient norm {norm:g}: the step was not taken; it "
+        f"step {step}: loss {loss:g}, gradient norm {norm:g}: the step was skipped; it "
         f"trained on {named}{more}"
     )
     if optim.on_nonfinite == "stop":
         raise TrainingFailure(
-            f"{what}. Lower optim.lr, mend these rows, or set optim.on_nonfinite=skip to leave "
-            f"out up to optim.max_skipped={optim.max_skipped} such steps, and resume"
+            f"{what}. Lower optim.lr, fix these rows, or set optim.on_nonfinite=skip to skip "
+            f"up to optim.max_skipped={optim.max_skipped} such steps, and resume"
         )
     if skipped > optim.max_skipped:
         raise TrainingFailure(
             f"{what}. That makes {skipped} such steps, and optim.max_skipped is "
-            f"{optim.max_skipped}: lower optim.lr or mend these rows, and resume"
+            f"{optim.max_skipped}: lower optim.lr or fix these rows, and resume"
         )
     return what

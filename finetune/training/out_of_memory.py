@@ -30,12 +30,12 @@ def out_of_memory(
     said = str(error).strip().splitlines()[0].split(". ")
     tried = ". ".join(part for part in said if "ried to allocate" in part) or said[0]
     predicted = (
-        "nothing was predicted for this model"
+        "no prediction for this model"
         if forecast is None
-        else f"{units.size(forecast.peak_memory)} were predicted"
+        else f"{units.size(forecast.peak_memory)} predicted"
     )
     return TrainingFailure(
-        f"{when}: out of memory on {engine.device} of rank {engine.rank}, which had held up to "
+        f"{when}: out of memory on {engine.device} of rank {engine.rank}, which had used up to "
         f"{held} ({predicted}): {tried.rstrip('.')}; change {' or '.join(_changes(forecast))}; "
         f"{standing}"
     )

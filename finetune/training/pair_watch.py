@@ -39,7 +39,7 @@ class PairWatch:
         self._told = True
         return [
             f"{CHOSEN}: it falls ({before[1]:.3g} to {newest[1]:.3g} in the last {STEPS} steps) "
-            f"while {MARGIN} grows ({before[0]:.3g} to {newest[0]:.3g}): the wanted answers get "
-            "less likely too, and what the model writes may break; look at its answers, lower "
-            "optim.lr, raise beta, or add sft_weight where the method has it"
+            f"while {MARGIN} grows ({before[0]:.3g} to {newest[0]:.3g}): the chosen answers get "
+            "less likely too, and the model's output may degrade; look at its answers, lower "
+            "optim.lr, raise beta, or add sft_weight if the method has it"
         ]

@@ -127,7 +127,7 @@ def check_files(recipe: Recipe) -> None:
     """
     problems = missing_files(recipe)
     if recipe.model.name is None and recipe.model.tokenizer is None:
-        problems.append("model: give model.name or model.tokenizer, whose tokenizer reads the data")
+        problems.append("model: set model.name or model.tokenizer; the data needs a tokenizer")
     if problems:
         raise FinetuneError(*problems)
 
@@ -175,7 +175,7 @@ def check_here(
         return check(recipe, machine, count, precision)
     if backend is not None and several:
         raise FinetuneError(
-            f"--backend {machine.name}: `finetune train` alone is one process; start it with "
+            f"--backend {machine.name}: `finetune train` starts one process; start several with "
             f"`finetune launch --backend {machine.name}`, `torchrun --nproc-per-node 2 -m finetune "
             f"train`, or `accelerate launch --config_file {machine.path} -m finetune train`"
         )
@@ -200,7 +200,7 @@ def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
     if differing:
         raise FinetuneError(
             f"--backend {name}: accelerate launch started another one ({'; '.join(differing)}); "
-            f"give it --config_file {asked.path}, or leave --backend out"
+            f"give it --config_file {asked.path}, or omit --backend"
         )
     return launched
 
@@ -216,7 +216,7 @@ def _not_a_model(folder: Path) -> list[str]:
             else starting_adapter.read_config(folder).get("base_model_name_or_path")
         )
         return [
-            f"model.name: {folder} holds an adapter, not a model; to train it further, set "
+            f"model.name: {folder} contains an adapter, not a model; to train it further, set "
             f"model.name={base} model.adapter={folder}"
         ]
     if (folder / "config.json").is_file():
@@ -224,10 +224,10 @@ def _not_a_model(folder: Path) -> list[str]:
     if (folder / "recipe.json").is_file():
         return [
             f"model.name: {folder} is a run; to train its adapter further, set "
-            f"model.adapter={folder} and name its base here; of a run without an adapter, name "
-            f"{folder / 'final'}"
+            f"model.adapter={folder} and model.name to its base; for a run without an adapter, "
+            f"use {folder / 'final'}"
         ]
-    return [f"model.name: the folder {folder} holds no model (no config.json)"]
+    return [f"model.name: the folder {folder} contains no model (no config.json)"]
 
 
 def _missing_folders(model: Model) -> list[str]:
@@ -239,7 +239,7 @@ def _missing_folders(model: Model) -> list[str]:
             if field == "model.name" and name:
                 problems += _not_a_model(Path(name))
         elif os.path.isfile(name):
-            problems.append(f"{field}: {name} is a file; name the folder that it lies in")
+            problems.append(f"{field}: {name} is a file; give its folder")
         elif not HUB_NAME.fullmatch(name):
             problems.append(
                 f"{field}: no such folder: {name}; give a folder with config.json, or a hub id "

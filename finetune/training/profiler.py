@@ -194,13 +194,13 @@ def table(found: dict[str, float]) -> list[str]:
     """One line per kind, largest first; communication overlaps the rest and is listed last."""
     inside = {kind: seconds for kind, seconds in found.items() if kind != COMMUNICATION}
     whole = sum(inside.values()) or 1.0
-    lines = [f"where a step of {whole:.3g} s went"]
+    lines = [f"time of a step of {whole:.3g} s"]
     for kind, seconds in sorted(inside.items(), key=lambda pair: -pair[1]):
         if seconds:
             lines.append(f"  {kind:34} {seconds / whole:6.1%}  {seconds:.4f} s")
     if found[COMMUNICATION]:
         share = found[COMMUNICATION] / whole
         lines.append(
-            f"  {COMMUNICATION + ' (beside it)':34} {share:6.1%}  {found[COMMUNICATION]:.4f} s"
+            f"  {COMMUNICATION + ' (overlapping)':34} {share:6.1%}  {found[COMMUNICATION]:.4f} s"
         )
     return lines

@@ -251,7 +251,7 @@ class Recorder:
         if name not in ("loss", *result.metrics):
             known = ", ".join(["loss", *result.metrics])
             told = f"evaluation.best: {name} was not measured, so no checkpoint is the best"
-            self.warned(step, f"{told}; there are: {known}")
+            self.warned(step, f"{told}; measured are: {known}")
 
     def saved(self, records: list[Saved]) -> None:
         for record in records:

@@ -289,7 +289,7 @@ def _known(
     if resumed and not again:
         raise FinetuneError(
             f"{run.reference}: the log-probabilities of the reference cannot be read ({problem}); "
-            "they were computed before the first step, and no checkpoint can give them again: "
+            "they were computed before the first step, and cannot be computed from a checkpoint: "
             "restore the file from a copy, or choose another --output"
         )
     return None
@@ -303,8 +303,8 @@ def _read(path: Path, sizes: dict[str, int]) -> Numbers:
         values = read[name]
         if name == TRAIN and values.ndim == 1 and len(values) < count:
             raise ValueError(
-                f"the KL of {len(values)} steps was prepared, and {count} are asked for: max_steps "
-                "and epochs of a method that reads it cannot be raised"
+                f"the KL was computed for {len(values)} steps, and the run now has {count}: "
+                "max_steps and epochs of a method that reads it cannot be raised"
             )
         read[name] = values[:count] if name == TRAIN else values
         if read[name].shape != (count,) or values.dtype.kind != "f":

@@ -163,13 +163,13 @@ class Watch:
         self._entropy = self._entropy or found["entropy"]
         seen = {
             f"nothing is learned: in {self._flat} samplings in a row more than {self.FLAT:.0%} of "
-            "the prompts got completions of equal reward; use prompts that the model answers "
-            "rightly sometimes, a reward with steps between, or more num_generations": self._flat
+            "the prompts got completions of equal reward; use prompts that the model sometimes "
+            "answers correctly, a finer reward, or a larger num_generations": self._flat
             >= self.FLAT_STEPS,
-            f"entropy: it fell below {self.GONE:.0%} of what it was at first, so completions of a "
+            f"entropy: it fell below {self.GONE:.0%} of its first value, so completions of a "
             "prompt hardly differ; lower optim.lr, or stop here": found["entropy"]
             < self.GONE * self._entropy,
-            f"completions/clipped_ratio: more than {self.CUT:.0%} of the completions ran into "
+            f"completions/clipped_ratio: more than {self.CUT:.0%} of the completions reached "
             "max_completion_length before they ended; raise it, or set "
             "mask_truncated_completions=true": found["completions/clipped_ratio"] > self.CUT,
         }

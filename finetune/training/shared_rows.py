@@ -23,7 +23,7 @@ def prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
         prepared = prepare(recipe, chat, folder, check=check)
         engine.meet([], [len(prepared.train)])
     if prepared.counts != counts:
-        raise FinetuneError(f"rank {engine.rank} sees other data than rank 0")
+        raise FinetuneError(f"rank {engine.rank} reads different data than rank 0")
     problems = list(mistakes(counts["train"]))
     if problems and recipe.data_checks == "refuse":
         raise FinetuneError(*problems)

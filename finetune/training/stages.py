@@ -108,8 +108,8 @@ class Training:
         left = self.steps - self.progress.step
         if self.options.profile and left <= STEP:
             self.notes.append(
-                f"--profile: nothing is traced, because it is step {STEP + 1} of a start that is, "
-                f"and {left} are left"
+                f"--profile has no effect: it traces step {STEP + 1} after a start, and {left} "
+                "remain"
             )
         self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
         try:
@@ -282,7 +282,8 @@ class Training:
         if causes:
             raise TrainingFailure(
                 f"{self.run.root}: trained to the end, but the result could not be written "
-                f"({causes}); its checkpoint is whole: make room or allow writing, and resume"
+                f"({causes}); its checkpoint is complete: free disk space or allow writing, and "
+                "resume"
             )
 
     def _publish(self) -> None:

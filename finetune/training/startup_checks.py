@@ -76,7 +76,7 @@ def make_sure(job: Job) -> str:
         "start": f"after step {job.resumed}, whose checkpoint is intact"
         if job.resumed is not None
         else "from the beginning",
-        "rehearsal": rehearse(job) if saving.rehearse else "not asked for (saving.rehearse=true)",
+        "rehearsal": rehearse(job) if saving.rehearse else "off (saving.rehearse=true turns it on)",
     }
     return "\n".join(f"{name:<9}  {line}" for name, line in lines.items())
 
@@ -145,7 +145,7 @@ def agree(everybody: list[Identity]) -> str:
     """
     first = dataclasses.asdict(everybody[0])
     problems = [
-        f"rank {rank} has other {field} than rank 0: {theirs} instead of {first[field]}"
+        f"rank {rank} differs from rank 0 in {field}: {theirs} instead of {first[field]}"
         for rank, other in enumerate(everybody)
         for field, theirs in dataclasses.asdict(other).items()
         if theirs != first[field]
@@ -153,7 +153,7 @@ def agree(everybody: list[Identity]) -> str:
     if problems:
         raise FinetuneError(*problems)
     alike = f"recipe {first['recipe']}, data {first['data']}, {first['libraries'].split(', ')[0]}"
-    return f"{len(everybody)} alike: {alike}" if everybody[1:] else f"1: {alike}"
+    return f"{len(everybody)} agree on {alike}" if everybody[1:] else f"1: {alike}"
 
 
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
@@ -183,11 +183,11 @@ def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) ->
     )  # counts as free space: new checkpoints replace these
     needed = max(0, size * count + size // 3 - there)
     free = shutil.disk_usage(run.root).free
-    told = f"{units.size(free)} free, the checkpoints to come take up to {units.size(needed)}"
+    told = f"{units.size(free)} free, the coming checkpoints need up to {units.size(needed)}"
     if needed > free:
         raise FinetuneError(
-            f"{run.root}: {told} ({count} of {units.size(size)} and the result); make room, choose "
-            "another --output, or lower saving.keep"
+            f"{run.root}: {told} ({count} of {units.size(size)} and the result); free disk space, "
+            "choose another --output, or lower saving.keep"
         )
     return told
 
@@ -230,7 +230,7 @@ def check_model(job: Job) -> str:
     if job.plan.mesh.pipeline * job.plan.mesh.sequence > 1:
         refuse_weights_not_finite(engine)
         lacks = "all layers" if job.plan.mesh.pipeline > 1 else "all tokens of a row"
-        return f"weights finite; no process has {lacks}, so causality was not looked at"
+        return f"weights finite; no process has {lacks}, so causality was not checked"
     rows = token_rows(engine.module) or len(job.tokenizer)
     with soundness.explained(
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
@@ -243,13 +243,13 @@ def check_model(job: Job) -> str:
         engine.gather_frozen_units()
     if not found.finite:
         refuse_weights_not_finite(engine)
-        return "logits of a few tokens are not finite, although its weights are"
+        return "logits of a few tokens are not finite, although the weights are"
     if found.leak:
         raise FinetuneError(
             f"model: '{engine.module.config.model_type}' cannot be trained here: "
             f"{soundness.described(found.leak)}; {soundness.DECODER_ONLY}"
         )
-    return "causal, logits finite; a gradient reaches all that is trained"
+    return "causal, logits finite; gradients reach all trained parameters"
 
 
 def refuse_weights_not_finite(engine: Engine) -> None:
@@ -290,8 +290,8 @@ def rehearse(job: Job) -> str:
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
         raise TrainingFailure(
-            f"rehearsal: {len(wrong)} parameters came back from {folder} with other values than "
-            f"they have, the first is {wrong[0]}"
+            f"rehearsal: {len(wrong)} parameters were read back from {folder} with different "
+            f"values, the first is {wrong[0]}"
         )
     seconds = written - begun
     return (

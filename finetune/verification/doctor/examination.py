@@ -75,7 +75,7 @@ class Examination:
             if question == self._reload and not self.alone:
                 continue
             if needs is not None and not answered[needs]:
-                yield Finding(name, None, f"not asked, because of `{needs}`")
+                yield Finding(name, None, f"not checked, because of `{needs}`")
                 continue
             finding = self._ask(name, question)
             answered[name] = finding.passed is True
@@ -158,7 +158,7 @@ class Examination:
 
     def _gradients(self) -> tuple[bool, str]:
         missing = sorted(self.plain.gradients.keys() - self.ours.gradients.keys())
-        told = f"; none of {missing[0]}" if missing else ""
+        told = f"; none for {missing[0]}" if missing else ""
         return self.gradient_apart <= GRADIENT, (
             f"{len(self.ours.gradients)} tensors, {self.gradient_apart:.1e} from those of "
             f"transformers{self._and_peft}{told}"
@@ -167,7 +167,7 @@ class Examination:
     def _causal(self) -> tuple[bool, str]:
         if self.causality.leak:
             return False, soundness.described(self.causality.leak)
-        return True, "later tokens do not move the logits of earlier ones"
+        return True, "later tokens do not change the logits of earlier ones"
 
     def _adapted(self) -> tuple[bool | None, str]:
         if self.reach is None:
@@ -182,7 +182,7 @@ class Examination:
             return None, "the model is not a mixture of experts"
         if self.balance is None:
             return True, "no load-balancing loss is added"
-        return True, f"the load-balancing loss is added times {self.balance.coefficient:g}"
+        return True, f"the load-balancing loss is added with factor {self.balance.coefficient:g}"
 
     def _compared(self, changed: Recipe) -> tuple[bool, str]:
         """Compare loss and gradient of the same rows under a change that must not affect them."""

@@ -234,7 +234,7 @@ class Verification:
 
     def _verdict(self) -> str:
         if not self.known:
-            return "the formulas do not know this architecture: all numbers are traced"
+            return "there are no formulas for this architecture: all numbers are traced"
         if self.agrees:
             return (
                 f"verified: every component within {TOLERANCE:.0%} of the trace, or apart by less "
@@ -293,12 +293,12 @@ def notes(plan: Plan, sharded: bool) -> list[str]:
     if plan.traits.untraced:
         found.append(f"{plan.traits.untraced}: only the same work on one device was; {rest}")
     if sharded and backend.offload != "none":
-        found.append("states that lie in host memory are left out of both columns")
+        found.append("states in host memory are left out of both columns")
     if model.activation_checkpointing == "offload":
-        found.append("what waits in host memory for the backward pass is traced as if it stayed")
+        found.append("activations offloaded to host memory are traced as if they stayed")
     if model.quantization == "nf4":
         found.append(
-            "4-bit storage is laid out by hand, since bitsandbytes packs real numbers only; the "
+            "4-bit storage is created manually, as bitsandbytes cannot pack fake tensors; the "
             "products and their gradients are its own"
         )
     if model.attention not in ("sdpa", "eager"):

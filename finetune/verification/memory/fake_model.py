@@ -87,8 +87,8 @@ def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode)
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             if isinstance(error, KeyError) and error.args == (UNPADDED,):
                 raise FinetuneError(
-                    f"model.attention: {config['model_type']} has kernels of its own, in whose "
-                    "place none can be traced; set model.attention=eager"
+                    f"model.attention: {config['model_type']} has its own attention kernels, which "
+                    "cannot be traced; set model.attention=eager"
                 ) from None
             raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
         if attention == "sdpa" and not network._supports_sdpa:

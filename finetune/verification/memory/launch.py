@@ -32,7 +32,7 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     backend = settled.backend
     if backend.shard_size is not None:
         raise FinetuneError(
-            f"--verify: of {backend.name} only one copy could be traced; verify fsdp_full_shard or "
+            f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
             "fsdp_shard_grad_op on the processes of a copy"
         )
     sharded = settled.traits.traced and settled.processes > 1

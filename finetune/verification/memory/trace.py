@@ -80,8 +80,8 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
                 steps.append(_Step(engine, network, layers, fake).run())
             except DataDependentOutputException as error:
                 raise FinetuneError(
-                    f"--verify: the step reads a number out of a tensor ({error.func}), and fake "
-                    f"tensors hold none: {_reader(plan)} cannot be traced"
+                    f"--verify: the step reads a value of a tensor ({error.func}), and fake "
+                    f"tensors have none: {_reader(plan)} cannot be traced"
                 ) from None
         return steps
 

@@ -92,15 +92,15 @@ def _claim(request: Request) -> None:
     output = request.output
     if request.precision == "bf16" and isinstance(request.recipe, Online):
         raise FinetuneError(
-            "--bf16: logits depend on the batch then, so that completions are the same in "
-            "distribution only; prove an online method in fp32"
+            "--bf16: logits in bf16 depend on the batch, so completions are only equal in "
+            "distribution; prove an online method in fp32"
         )
     if request.shape.steps < FEWEST_STEPS:
         raise FinetuneError(f"--steps: got {request.shape.steps}, expected at least {FEWEST_STEPS}")
     there = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if there and MARKER not in there:
         raise FinetuneError(
-            f"{output}: holds {there[0]}, which no proof wrote; choose another --output"
+            f"{output}: contains {there[0]}, which no proof wrote; choose another --output"
         )
     if there:
         shutil.rmtree(output)

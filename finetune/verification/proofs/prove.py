@@ -72,7 +72,7 @@ def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str
     for name in chosen:
         known.find(name)
     if not chosen:
-        raise FinetuneError(f"--backends: got '{words}', expected names with commas, or all")
+        raise FinetuneError(f"--backends: got '{words}', expected comma-separated names, or all")
     return chosen
 
 

@@ -115,7 +115,7 @@ def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
                 end(family_of(process.pid))
                 process.wait()
         shutil.rmtree(trial.run.root)
-    raise TrainingFailure(f"too fast to be killed before its end, {KILL_TRIES} times: more --steps")
+    raise TrainingFailure(f"ended before it could be killed, {KILL_TRIES} times: use more --steps")
 
 
 def _words(trial: Trial) -> list[str]:

@@ -166,7 +166,7 @@ def _model(
     if shape.whole:
         return model
     if model.name is not None and _weight_bytes(Path(model.name)) <= SMALL_BYTES:
-        notes.append(f"{model.name} is small: it is proved as it is")
+        notes.append(f"{model.name} is small: it is used unchanged")
         return dataclasses.replace(
             model, name=str(Path(model.name).resolve()), attention=_attention(model)
         )
@@ -180,7 +180,7 @@ def _model(
     tokenizer.save_pretrained(home)
     common = dataclasses.replace(model, attention=_attention(model), revision=None)
     if model.attention not in ("sdpa", "eager"):
-        notes.append(f"attention: sdpa in place of {model.attention}")
+        notes.append(f"attention: sdpa instead of {model.attention}")
     if model.config is not None:
         return dataclasses.replace(common, config=fields, tokenizer=str(home.resolve()))
     torch.manual_seed(recipe.seed)
@@ -200,7 +200,7 @@ def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) 
     config = AutoConfig.for_model(**fields)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
     tokenizer.save_pretrained(home)
-    notes.append("the teacher is one of random weights, in the student's shrunk shape")
+    notes.append("the teacher has random weights and the student's shrunk architecture")
     changed: Any = recipe  # a method with a `teacher` field
     return dataclasses.replace(changed, teacher=Teacher(str(home.resolve())), teacher_logps=None)
 
@@ -210,7 +210,7 @@ def _with_rewards(recipe: Recipe, shape: Shape, notes: list[str]) -> Recipe:
     if not isinstance(recipe, Online) or shape.whole:
         return recipe
     reward = Reward("finetune.verification.proofs.fixtures:vowels")
-    notes.append("completions of random weights are rewarded for vowels, not as the recipe says")
+    notes.append("completions are rewarded for vowels instead of with the recipe's rewards")
     longest = min(recipe.max_completion_length, COMPLETION_LENGTH)
     given = dataclasses.replace(
         recipe, reward_funcs=(reward,), eval_reward_funcs=(), max_completion_length=longest
@@ -244,9 +244,9 @@ def _config(model: Model, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError):
         known = published.find(model.name)
     if known is not None:
-        notes.append(f"{model.name} is not on this machine: its architecture is the published one")
+        notes.append(f"{model.name} is not on this machine: its published architecture is used")
         return AutoConfig.for_model(**known).to_dict()
-    notes.append(f"{model.name} is not on this machine: a small Llama stands in for it")
+    notes.append(f"{model.name} is not on this machine: a small Llama replaces it")
     return AutoConfig.for_model("llama", tie_word_embeddings=True).to_dict()
 
 
@@ -275,7 +275,7 @@ def _optim(optim: Optim, notes: list[str]) -> Optim:
     if optim.lr_scaling == "none":
         return optim
     notes.append(
-        f"optim.lr_scaling={optim.lr_scaling} asks for another step on more processes: it is off"
+        f"optim.lr_scaling={optim.lr_scaling} depends on the number of processes: it is off"
     )
     return dataclasses.replace(optim, lr_scaling="none")
 
