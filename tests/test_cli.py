@@ -530,20 +530,20 @@ def test_weights_that_do_not_fit_their_config_are_told(
         f"model.name: the weights of '{deeper}' do not fit its config.json: "
         "the tensor model.layers.2.input_layernorm.weight is missing; "
     )
-    assert told.endswith(f"; and 4 more are as wrong{advice}")  # 9 tensors a layer
+    assert told.endswith(f"; and 4 more like these{advice}")  # 9 tensors a layer
     (told,) = errors(run_here("train", recipe, f"model.name={wider}", "--output", tmp_path / "b"))
     assert told.startswith(
         f"model.name: the weights of '{wider}' do not fit its config.json: "
         "the tensor model.layers.0.mlp.down_proj.weight is [64, 192] instead of [64, 200]; "
     )
-    assert told.endswith(f"; and 1 more are as wrong{advice}")  # 3 tensors in each of 2 layers
+    assert told.endswith(f"; and 1 more like these{advice}")  # 3 tensors in each of 2 layers
     # ZeRO-3 loads in a way of its own, of which the first rank alone sees the shapes.
     words = ("--backend", "zero3", "--processes", "2", "--precision", "fp32")
     done = finetune("launch", recipe, f"model.name={wider}", *words, "--output", tmp_path / "c")
     assert done.status == 2
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "config.json: size mismatch for model.layers.0.mlp.gate_proj.weight: " in told
-    assert told.endswith(f"; and 1 more are as wrong{advice}")
+    assert told.endswith(f"; and 1 more like these{advice}")
 
 
 def test_rows_beyond_the_context_of_the_model_are_told(

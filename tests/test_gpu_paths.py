@@ -117,8 +117,8 @@ def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
         (AMPERE, 64, None),
         ((9, 0), 256, None),
         (TURING, 64, "this GPU is older than Ampere"),
-        (AMPERE, 60, "heads of 60 are no multiple of 8 up to 256"),
-        ((9, 0), 264, "heads of 264 are no multiple of 8 up to 256"),
+        (AMPERE, 60, "the head size 60 is not a multiple of 8 up to 256"),
+        ((9, 0), 264, "the head size 264 is not a multiple of 8 up to 256"),
         ((8, 0), 224, None),
         ((8, 9), 224, "this GPU has too little shared memory for heads of 224"),
         ((12, 0), 256, None),
@@ -136,7 +136,7 @@ def test_on_rocm_each_document_is_computed_by_itself(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     gpu["capability"] = (9, 4)
-    assert against_varlen(torch.device("cuda"), 64) == "on ROCm the kernel has not been tried"
+    assert against_varlen(torch.device("cuda"), 64) == "the kernel has not been tested on ROCm"
 
 
 @pytest.mark.parametrize(

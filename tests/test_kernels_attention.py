@@ -372,13 +372,14 @@ def test_why_it_is_not_used_is_said(
     compiling: None, kind: str, fields: dict[str, int], told: str
 ) -> None:
     config = build(kind, **fields).config
-    instead = "model.attention: each document by products of PyTorch, not in one pass over tiles"
+    products = "PyTorch's matrix products for each document"
+    instead = f"model.attention: {products}, not one pass over tiles"
     assert attention_notes(config, "bf16", 41) == ([f"{instead}: {told}"] if told else [])
 
 
-BEHIND = "model.attention: each document of more than {} tokens behind a mask, because of a "
-BEHIND += "layer's window"
-WRITTEN = "model.attention: each document's scores written out, because they are capped"
+BEHIND = "model.attention: documents of more than {} tokens need a mask, because a layer has a "
+BEHIND += "sliding window"
+WRITTEN = "model.attention: scores are stored for each document, because they are capped"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have a kernel with windows")

@@ -77,7 +77,7 @@ def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
         fuse(model)
     assert kernel_notes(model, settled) == [
         "kernels.activation: fused, but plain in Qwen2MoeExperts, because those feed-forward "
-        "layers are not known here"
+        "layers are not supported"
     ]
 
 
@@ -355,7 +355,7 @@ def test_without_a_compiler_chains_are_eager_and_it_is_said(
 ) -> None:
     for path, reason in (
         (tmp_path / "nothing", "this machine has no C compiler"),
-        (tmp_path / "broken", f"{tmp_path}/broken/gcc refused: no licence"),
+        (tmp_path / "broken", f"{tmp_path}/broken/gcc failed: no licence"),
     ):
         path.mkdir()
         if path.name == "broken":

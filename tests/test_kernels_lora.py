@@ -141,7 +141,7 @@ def test_widths_that_tiles_do_not_divide_are_told(compiling: None) -> None:
     given = grouped(adapt(build("llama", torch.bfloat16, hidden_size=48, intermediate_size=96)))
     told = lora.reasons_against_tiles(given)
     if tiled_adapters.reason_against() is None:
-        assert told == [f"rows of {each} numbers are no multiple of 32" for each in (24, 48)]
+        assert told == [f"the width {each} is not a multiple of 32" for each in (24, 48)]
     loss, _ = step(given, autocast=True)
     assert loss > 0
 

@@ -420,7 +420,7 @@ def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused()
 
 def test_a_model_that_does_not_say_where_documents_end_is_refused():
     batch = batch_of(packs(documents()))
-    with pytest.raises(FinetuneError, match="LlamaAttention does not say where documents end"):
+    with pytest.raises(FinetuneError, match="LlamaAttention does not pass on where"):
         tiny("llama", DOCUMENTS)(input_ids=batch.ids)
 
 

@@ -45,7 +45,7 @@ def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
     done = finetune("train", recipe, "--output", tmp_path / "run")
     assert done.status == 2, done.output
     assert "Traceback" not in done.output
-    assert ("set model.pickle=true where you trust who made them" in done.stderr) is not asked
+    assert ("set model.pickle=true if you trust their author" in done.stderr) is not asked
     assert not (tmp_path / "ran").exists()
 
 

@@ -142,7 +142,7 @@ def test_a_folder_that_gives_no_score_is_no_reward(tiny: Tiny, tmp_path: Path) -
     named = ("runs/none", str(tiny.model), str(sft.root))
     assert functions.problems(Reward(name) for name in named) == [
         "reward_funcs: 'runs/none': there is no such folder; name the run of a reward model",
-        f"reward_funcs: '{tiny.model}': neither a run nor a folder with a whole model that scores "
+        f"reward_funcs: '{tiny.model}': neither a run nor a folder with a complete reward model "
         "(architectures in config.json: ['LlamaForCausalLM']); name a run of method reward, or its "
         "export with --merge",
         f"reward_funcs: '{sft.root}': a run of method sft, expected one of method reward",

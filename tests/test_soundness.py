@@ -274,7 +274,7 @@ def test_weights_that_are_no_numbers_are_blamed_on_the_base(tiny: Tiny, tmp_path
     with pytest.raises(FinetuneError) as caught:
         train(tiny, tmp_path / "run", model=model, adapter={"r": 4})
     assert caught.value.problems == (
-        f"model.name: 1 tensor of '{tmp_path / 'base'}' hold NaN or infinity: {name}; name a "
+        f"model.name: 1 tensor of '{tmp_path / 'base'}' contains NaN or infinity: {name}; name a "
         "folder whose weights are intact",
     )
 

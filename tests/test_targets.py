@@ -185,7 +185,7 @@ def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(
     assert problem in first
     assert second.startswith("adapter.target_parameters: no parameter is named 'experts.nothing'")
     for told in (first, second):
-        assert "; tensors of experts here: experts.down_proj, experts.gate_up_proj" in told
+        assert "; expert tensors here: experts.down_proj, experts.gate_up_proj" in told
 
 
 def test_a_model_of_which_the_plan_knew_nothing_is_refused_when_it_is_loaded() -> None:

@@ -219,7 +219,7 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path
         train(tiny, tmp_path / "refused", **sections)
     assert error.value.problems == (
         f"model.tokenizer: '{tmp_path / 'tokenizer'}' gave the token {rows + 2}, but the model has "
-        f'{rows}; without a row are "<think>", "</think>", " a b": give them rows with '
+        f'{rows}; tokens without a row: "<think>", "</think>", " a b"; add rows with '
         'model.add_tokens=["<think>", "</think>", " a b"], or name the tokenizer that belongs to '
         "the model",
     )

@@ -125,7 +125,7 @@ def failure(device: torch.device) -> str | None:
         found = torch.compile(_tried)(given)
     except Exception as error:  # any error of Triton, a compiler or a driver
         return f"TorchInductor cannot compile for this {device.type} device: {_reason(error)}"
-    return None if bool(torch.isfinite(found).all()) else "a compiled kernel gave wrong numbers"
+    return None if bool(torch.isfinite(found).all()) else "a compiled kernel returned wrong numbers"
 
 
 def _tried(given: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def reasons_against_tiles(model: nn.Module) -> list[str]:
 def reason_against(layer: nn.Module) -> str | None:
     """Why an adapted layer cannot be grouped; None if it can."""
     if type(layer) not in (lora.Linear, AdaptedLinear4bit):
-        return f"PEFT's {type(layer).__name__} has another product"
+        return f"PEFT's {type(layer).__name__} computes another product"
     base = layer.get_base_layer()
     if type(base) not in (nn.Linear, Linear4bit):
         return f"the base is a {type(base).__name__}"

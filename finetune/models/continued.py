@@ -57,8 +57,8 @@ def load_adapter(network: PeftModel, recipe: Recipe) -> None:
             problems.append(f"{key} belongs to no module of the base")
         elif not torch.equal(same.detach().cpu().float(), tensors[key].float()):
             problems.append(
-                f"{key} replaces a table of the base, which an adapter written here cannot do: "
-                "merge it into the base, and train on that"
+                f"{key} replaces a table of the base, which is not supported here: merge the "
+                "adapter into the base, and train the result"
             )
     if problems:
         left = len(problems) - MOST_NAMED

@@ -35,7 +35,7 @@ def without_unreached(
     """
     names = unreached(model, recipe.batch.max_length)
     if names is None:
-        return model, "gradients: which parameters they reach could not be measured before training"
+        return model, "gradients: could not measure before training which parameters they reach"
     if not names:
         return model, None
     problems = list(refused(names, model, recipe.adapter))
@@ -60,7 +60,7 @@ def left_out(names: list[str], model: nn.Module) -> str:
     what = f"{len(layers)} adapters" if adapted else f"{len(names)} tensors"
     elements = sum(whole_numel(model.get_parameter(name)) for name in names)
     return (
-        f"left out of what is trained, because no gradient of a text reaches it: {grouped(found)}: "
+        f"not trained, because no gradient of a text reaches it: {grouped(found)}: "
         f"{what}, {elements:,} parameters"
     )
 

@@ -77,7 +77,7 @@ def other_shapes(error: RuntimeError) -> list[str]:
 
 def _first(problems: list[str]) -> list[str]:
     left = len(problems) - MOST_NAMED
-    return [*problems[:MOST_NAMED], *([f"and {left} more are as wrong"] if left > 0 else [])]
+    return [*problems[:MOST_NAMED], *([f"and {left} more like these"] if left > 0 else [])]
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -111,7 +111,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         )
     torch.manual_seed(seed)
     field = "model.name" if recipe.model.config is None else "model.config"
-    with explained(field, "transformers cannot make a model of it", DECODER_ONLY):
+    with explained(field, "transformers cannot create a model from it", DECODER_ONLY):
         model = (
             from_scratch(engine)
             if recipe.model.config is not None
@@ -175,8 +175,8 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
     check_layout(recipe, model.config)
     if plan.padding.free and not layout(recipe, model.config).free:
         raise FinetuneError(
-            f"reference: {model.config.model_type} was not shown to keep documents apart that are "
-            "side by side, as the trained model lays them; set batch.padding_free=false"
+            f"reference: {model.config.model_type} is not known to keep concatenated documents "
+            "apart, as the trained model does; set batch.padding_free=false"
         )
     keep_unpacked(model)
     model.config.use_cache = False
@@ -264,12 +264,12 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
     chosen = {each.option: each.value for each in plan.kernels}
     left = left_alone(model) if chosen.get("lora") == "grouped" else {}
     notes = [
-        f"kernels.lora: {count} adapted layers are computed separately, because of {reason}"
+        f"kernels.lora: {count} adapted layers are computed separately: {reason}"
         for reason, count in left.items()
     ]
     if Chain.compiling and plan.backend.precision == "bf16" and on_cpu():
         notes += [
-            "kernels.lora: gradients of adapters by products of PyTorch, not in one pass over "
+            "kernels.lora: adapter gradients use PyTorch's matrix products, not one pass over "
             f"tiles: {reason}"
             for reason in reasons_against_tiles(model)
         ]
@@ -280,7 +280,7 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
             some = any(isinstance(each, kind) for each in alike)
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
             told = f"those {parts} are" if some else f"the {parts} of this model are"
-            notes.append(f"kernels.{option}: {which}, because {told} not known here")
+            notes.append(f"kernels.{option}: {which}, because {told} not supported")
     place = torch.device("cpu" if on_cpu() else "cuda")
     newest = use_flash_3(place, bool(getattr(model.config, "attention_dropout", 0)))
     notes += [] if newest is None else [newest]

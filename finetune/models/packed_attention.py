@@ -94,22 +94,22 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
     if device == "cuda":
         lacking = against_varlen(torch.device("cuda"), _head_size(config))
         found += [] if lacking is None else [lacking]
-        instead = "each document by itself, not all in one variable-length kernel"
+        instead = "one kernel call per document, not one variable-length kernel"
     elif Chain.compiling and precision == "bf16":
         lacking = cpu.reason_against_attention_tiles()
         found += [] if lacking is None else [lacking]
-        instead = "each document by products of PyTorch, not in one pass over tiles"
+        instead = "PyTorch's matrix products for each document, not one pass over tiles"
     if instead and not found:
         return []
     notes = [f"model.attention: {instead}: {' and '.join(found)}"] if instead else []
     window = _window(config)
     if capped or sinks:
-        why = "they are capped" if capped else "each row has a sink beside them"
-        notes.append(f"model.attention: each document's scores written out, because {why}")
+        why = "they are capped" if capped else "each row has a sink"
+        notes.append(f"model.attention: scores are stored for each document, because {why}")
     elif window is not None and window < longest:
         notes.append(
-            f"model.attention: each document of more than {window} tokens behind a mask, because "
-            "of a layer's window"
+            f"model.attention: documents of more than {window} tokens need a mask, because a layer "
+            "has a sliding window"
         )
     return notes
 
@@ -166,8 +166,8 @@ def attend(
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise FinetuneError(
-            f"batch.padding_free: {type(module).__name__} does not say where documents end, so "
-            "they would see each other; set batch.padding_free=false and batch.packing=false"
+            f"batch.padding_free: {type(module).__name__} does not pass on where documents end, so "
+            "they would attend to each other; set batch.padding_free=false and batch.packing=false"
         )
     # With fp32 norms and tables under autocast, query and key are wider than the value.
     query, key, value = (each.to(compute_dtype(value)) for each in (query, key, value))
@@ -296,12 +296,12 @@ def _has_varlen(query: torch.Tensor) -> bool:
 def against_varlen(device: torch.device, head_size: int) -> str | None:
     """Why a GPU has no variable-length kernel for a head size; None if it has one."""
     if torch.version.hip is not None:
-        return "on ROCm the kernel has not been tried"
+        return "the kernel has not been tested on ROCm"
     capability = _capability(device)
     if capability < VARLEN_FROM:
         return "this GPU is older than Ampere"
     if head_size > LARGEST_HEAD or head_size % 8:
-        return f"heads of {head_size} are no multiple of 8 up to {LARGEST_HEAD}"
+        return f"the head size {head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
     if 192 < head_size <= 224 and capability in SMALL_SHARED_MEMORY:
         return f"this GPU has too little shared memory for heads of {head_size}"
     return None
@@ -318,7 +318,7 @@ def use_flash_3(device: torch.device, dropped: bool) -> str | None:
     if _capability(device)[0] != 9:
         return None
     torch.nn.attention.activate_flash_attention_impl("FA3")
-    return "model.attention: by FlashAttention 3, which is installed here"
+    return "model.attention: uses FlashAttention 3, which is installed"
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

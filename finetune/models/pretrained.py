@@ -203,6 +203,6 @@ def advice(error: Exception) -> str:
     if "model.safetensors" in str(error):
         return (
             "; weights in a pickle are refused, because one can run code: convert them to "
-            "safetensors, or set model.pickle=true where you trust who made them"
+            "safetensors, or set model.pickle=true if you trust their author"
         )
     return ""

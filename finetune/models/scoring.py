@@ -107,13 +107,13 @@ def settle_pad(
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = chosen
     if chosen is None:
         return (
-            "config.json has no pad token, because every candidate is one in which a sequence "
-            "ends: transformers scores one sequence at a time, until pad_token_id names another"
+            "config.json has no pad token, because every candidate ends some sequence: "
+            "transformers scores one sequence at a time, until pad_token_id names another token"
         )
     if chosen == own:
         return None
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chosen)
     return (
         f"the result is padded with {tokenizer.pad_token} ({chosen}): transformers reads a score "
-        "before the pad token, which must not be one in which a sequence ends"
+        "before the pad token, so no sequence may end with that token"
     )

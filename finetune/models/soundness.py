@@ -202,9 +202,9 @@ def _is_finite(values: torch.Tensor) -> bool:
 def blame(names: list[str], base: str) -> str:
     """The error message for weights that are not finite."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    tensors = "tensor" if len(names) == 1 else "tensors"
+    tensors, contain = ("tensor", "contains") if len(names) == 1 else ("tensors", "contain")
     return (
-        f"model.name: {len(names)} {tensors} of '{base}' hold NaN or infinity: "
+        f"model.name: {len(names)} {tensors} of '{base}' {contain} NaN or infinity: "
         f"{', '.join(names[:MOST_NAMED])}{more}; name a folder whose weights are intact"
     )
 

@@ -110,7 +110,7 @@ def _named(model: nn.Module, adapter: LoRA) -> list[str]:
 def expert_words(model: nn.Module) -> str:
     """Names of expert tensors for the end of a message; empty if there are none."""
     here = sorted({".".join(name.split(".")[-2:]) for name in _experts(model)})
-    return f"; tensors of experts here: {', '.join(here)}" if here else ""
+    return f"; expert tensors here: {', '.join(here)}" if here else ""
 
 
 def _modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:

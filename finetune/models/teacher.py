@@ -34,7 +34,7 @@ class Role:
 
 TEACHER = Role(
     "teacher.name", "student", "teacher",
-    "name a teacher of the same family of tokenizers, or fine-tune on texts that the teacher "
+    "name a teacher with the same family of tokenizers, or fine-tune on texts that the teacher "
     "writes (method sft)",
 )  # fmt: skip
 REFERENCE = Role(
@@ -72,14 +72,14 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
         kind = teacher.config.model_type
         if kind not in LOGITS:
             raise FinetuneError(
-                f"teacher.name: what {kind} does between head and loss is not known here; its "
-                "log-probabilities can be stored with finetune teach, and named in teacher_logps"
+                f"teacher.name: how {kind} scales and caps logits is not known here; store its "
+                "log-probabilities with finetune teach, and name them in teacher_logps"
             )
         check_layout(recipe, teacher.config)
         if layout(recipe, student.config).free and not layout(recipe, teacher.config).free:
             raise FinetuneError(
-                f"teacher.name: {kind} was not shown to keep documents apart that are side by "
-                "side, as its student lays them; set batch.padding_free=false"
+                f"teacher.name: {kind} is not known to keep concatenated documents apart, as its "
+                "student does; set batch.padding_free=false"
             )
         keep_unpacked(teacher)
         install(teacher)
@@ -121,7 +121,7 @@ def compare_tokenizer(
             raise
         raise FinetuneError(
             f"{role.field}: no tokenizer can be loaded from '{given.name}' ({first_line(error)}), "
-            "so that its vocabulary cannot be compared; name a folder with tokenizer.json"
+            "so its vocabulary cannot be compared; name a folder with tokenizer.json"
         ) from None
     refuse_other_vocabulary(tokenizer, other, str(given.name), role)
 

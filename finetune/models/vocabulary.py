@@ -41,7 +41,7 @@ def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
     known = tokenizer.get_vocab()
     if not set(known) - set(tokenizer.get_added_vocab()):
-        raise ValueError("the vocabulary is empty: its files are not there")
+        raise ValueError("the vocabulary is empty: its files are missing")
     last = max(known, key=known.__getitem__)
     if known[last] > MOST_TOKENS:  # tokenizers would allocate all ids up to that one
         raise ValueError(f"the token {last!r} has id {known[last]:,}, above {MOST_TOKENS:,}")
@@ -77,7 +77,7 @@ def replace_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> str | N
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
     return (
         f"the pad token {named} ({pad}) has no row in the model, which has {rows}: rows are padded "
-        f"with {tokenizer.pad_token}, which is masked, and the tokenizer is saved so"
+        f"with {tokenizer.pad_token}, which is masked, and the tokenizer is saved with that"
     )
 
 
@@ -112,7 +112,7 @@ def refuse_tokens_without_rows(
         )
     words = ", ".join(f'"{token}"' for _, token in lost)
     raise FinetuneError(
-        f"{told}; without a row are {words}: give them rows with model.add_tokens=[{words}], or "
+        f"{told}; tokens without a row: {words}; add rows with model.add_tokens=[{words}], or "
         "name the tokenizer that belongs to the model"
     )
 
@@ -137,7 +137,7 @@ def grow(model: PreTrainedModel, rows: int) -> None:
     if found != rows:
         raise FinetuneError(
             f"model.add_tokens: transformers gave {type(model).__name__} {found} rows instead of "
-            f"{rows}; it cannot get more tokens"
+            f"{rows}; tokens cannot be added to it"
         )
 
 
@@ -233,7 +233,7 @@ def token_indices(
             continue
         if getattr(table, "bias", None) is not None:
             problems.append(
-                f"the head '{name}' has a bias, which PEFT leaves out where rows are trained; use "
+                f"the head '{name}' has a bias, which PEFT ignores if rows are trained; use "
                 "adapter.modules_to_save"
             )
         ids = set(grown)

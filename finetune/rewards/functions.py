@@ -79,7 +79,7 @@ def refuse_other_model(reward: Reward) -> None:
     fields = read_object(folder / "config.json")
     if not has_score_head(fields):
         raise FinetuneError(
-            f"{told}: neither a run nor a folder with a whole model that scores (architectures in "
+            f"{told}: neither a run nor a folder with a complete reward model (architectures in "
             f"config.json: {fields.get('architectures')}); name a run of method reward, or its "
             "export with --merge"
         )

@@ -180,7 +180,7 @@ class RewardProcess:
         answer = self._ask({"rewards": fields, "parent": os.getpid()}, seconds)
         if answer is None or "problem" in answer:
             self.close()
-            problem = "reward_funcs: the imports of a reward do not end"
+            problem = f"reward_funcs: importing the rewards did not finish within {seconds:g} s"
             raise FinetuneError(problem if answer is None else answer["problem"])
         return self._process
 

@@ -49,7 +49,7 @@ def compiled(
         try:
             return ctypes.CDLL(str(made))
         except OSError as error:
-            raise CannotCompile(f"what {compiler} made cannot be loaded ({error})") from None
+            raise CannotCompile(f"the library from {compiler} cannot be loaded ({error})") from None
 
 
 def _made(
@@ -88,6 +88,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
         words = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[0]
-        raise CannotCompile(f"{command[0]} refused: {words}") from None
+        raise CannotCompile(f"{command[0]} failed: {words}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"{command[0]} did not run ({error})") from None

@@ -40,7 +40,7 @@ def reason_against(dtype: torch.dtype) -> str | None:
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The C functions for a data type, or the reason why there are none."""
     if dtype not in DEFINED:
-        return f"there is no C for {dtype}"
+        return f"there is no C code for {dtype}"
     try:
         return _loaded(DEFINED[dtype])
     except CannotCompile as error:

@@ -31,7 +31,7 @@ def reason_against(width: int = DEEP) -> str | None:
     found = _library()
     if isinstance(found, str):
         return found
-    return f"rows of {width} numbers are no multiple of {DEEP}" if width % DEEP else None
+    return f"the width {width} is not a multiple of {DEEP}" if width % DEEP else None
 
 
 def serves(wide: torch.Tensor) -> bool:
@@ -83,7 +83,7 @@ def _library() -> ctypes.CDLL | str:
     except CannotCompile as error:
         return str(error)
     if found.tiles_of_this_process() != IN_TILES:
-        return "this CPU has no tiles of bfloat16 (AMX)"
+        return "this CPU has no bfloat16 tiles (AMX)"
     found.adapter_gradients.argtypes = (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N, _P, _P, _I)
     found.adapter_gradients.restype = None
     for room in (found.room_of_thread, found.room_of_all):
