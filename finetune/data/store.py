@@ -278,7 +278,7 @@ def open_documents(folder: Path) -> Documents:
 
 
 def check_origins(documents: Documents, files: int) -> None:
-    """Raise ValueError unless each document comes from one of so many files."""
+    """Raise ValueError if a document's file number is not below `files`."""
     origins = documents.origins
     if origins.shape != (len(documents.lengths), 2):
         raise ValueError(f"origins.npy has shape {origins.shape}")

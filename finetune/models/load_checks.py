@@ -13,7 +13,7 @@ from finetune.distributed.parameters import whole_shape
 from finetune.errors import FinetuneError
 
 ON_CPU = "DefaultCPUAllocator"
-"""Found in PyTorch's error when host memory runs out."""
+"""Text in PyTorch's error when host memory runs out."""
 MOST_NAMED = 5
 """Maximum number of tensors that a message names."""
 
@@ -144,13 +144,13 @@ def reading(told: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def within_memory(what: str) -> Generator[None]:
-    """Inside, memory that runs out is an error in one line.
+    """Turn out-of-memory errors into an error of one line.
 
     Args:
-        what: the model or file that is loaded.
+        what: The model or file that is loaded.
 
     Raises:
-        FinetuneError: memory ran out; with what was asked for.
+        FinetuneError: memory ran out; with the first line of the error.
     """
     try:
         yield

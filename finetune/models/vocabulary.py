@@ -21,7 +21,7 @@ MOST_NAMED = 10
 
 
 MOST_TOKENS = 100_000_000
-"""Highest id of a token; published vocabularies end below 300,000."""
+"""Maximum id of a token; published vocabularies end below 300,000."""
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
