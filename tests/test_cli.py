@@ -176,10 +176,10 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
     "patterns that are none": (
         ["plan", "quickstart", "adapter.targets=[q_proj", 'adapter.rank_pattern={"(v":4}'],
         [
-            "adapter.targets: '[q_proj' is no regular expression: unterminated character set at "
-            "position 0",
-            "adapter.rank_pattern.(v: '(v' is no regular expression: missing ), unterminated "
-            "subpattern at position 0",
+            "adapter.targets: '[q_proj' is not a valid regular expression: unterminated "
+            "character set at position 0",
+            "adapter.rank_pattern.(v: '(v' is not a valid regular expression: missing ), "
+            "unterminated subpattern at position 0",
         ],
     ),
     "a backend that this process cannot be": (

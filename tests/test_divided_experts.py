@@ -132,8 +132,8 @@ MIXTURE = LLAMA | {
         ("ep_fsdp", {}, {"experts": 4}, "6 experts do not divide over 4 processes; use 2 or 3"),
         ("ep_tp", {}, {"experts": 3}, "multiple of the 2 tensor parallel processes that divides"),
         ("ep_fsdp", {"num_experts": 1}, {}, "qwen3_moe has no experts to divide"),
-        ("ep_fsdp", {"model_type": "jamba"}, {}, "the experts of jamba are not known to divide"),
-        ("ep_tp", {"model_type": "jamba"}, {}, "the layers of jamba are not known to divide by"),
+        ("ep_fsdp", {"model_type": "jamba"}, {}, "dividing the experts of jamba is not supported"),
+        ("ep_tp", {"model_type": "jamba"}, {}, "tensor parallelism of jamba is not supported"),
         ("tp", {}, {}, "experts are not divided here (tensor 2); use ep_fsdp, which divides them"),
     ],
 )

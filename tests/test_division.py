@@ -426,11 +426,11 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("backend", "change", "problem"),
     [
-        ("tp", {"dropout": 0.1}, "adapter.dropout: each process would drop other elements"),
-        ("cp", {"dropout": 0.1}, "adapter.dropout: each process would drop other elements"),
-        ("pp_tp", {"use_dora": True}, "adapter.use_dora: DoRA needs the norm of whole rows"),
+        ("tp", {"dropout": 0.1}, "adapter.dropout: several processes would drop different"),
+        ("cp", {"dropout": 0.1}, "adapter.dropout: several processes would drop different"),
+        ("pp_tp", {"use_dora": True}, "adapter.use_dora: DoRA needs the norm of complete rows"),
         ("pp", {"modules_to_save": ("lm_head",)}, "adapter.modules_to_save: copies of modules"),
-        ("sp", {"init_lora_weights": "pissa"}, "'pissa' reads whole base weights"),
+        ("sp", {"init_lora_weights": "pissa"}, "'pissa' reads complete base weights"),
         ("pp", {}, ""),
         ("cp", {}, ""),
     ],
@@ -453,9 +453,9 @@ def test_an_adapter_that_does_not_divide_is_refused(
         (Classifier(labels=("a", "b")), "pp", "needs a score head"),
         (RewardModel(), "tp", "needs a score head"),
         (Distill(teacher=Teacher("models/large")), "tp", "needs a teacher, whose head is read"),
-        (GRPO(), "tp", "needs sampling, for which one process takes the whole model"),
+        (GRPO(), "tp", "needs sampling, for which one process needs the complete model"),
         (KTO(), "pp", ""),
-        (KTO(), "cp", "reads whole documents, and under cp no process has all tokens of one"),
+        (KTO(), "cp", "reads complete documents, and under cp no process has all"),
     ],
 )
 def test_a_method_that_does_not_divide_is_refused(
@@ -496,13 +496,13 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
     [
         ("tp", {}, {"tensor": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
         ("tp", {}, {"tensor": 3}, "2 key heads do not divide over 3 processes; use 2"),
-        ("tp", {"model_type": "phi3"}, {}, "phi3 are not known to divide by columns and rows"),
-        ("tp", {"use_qk_norm": True}, {}, "norm with weights of its own for each head"),
-        ("tp", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1 draws other numbers"),
+        ("tp", {"model_type": "phi3"}, {}, "tensor parallelism of phi3 is not supported"),
+        ("tp", {"use_qk_norm": True}, {}, "norm with separate weights for each head"),
+        ("tp", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1 draws different"),
         ("pp", {}, {"pipeline": 7}, "6 layers do not fill 7 stages"),
-        ("pp", {"model_type": "granite"}, {}, "granite is not known to compute the same in stages"),
-        ("cp", {"model_type": "gemma2"}, {}, "attention of gemma2 is not known to be plain here"),
-        ("cp", {"sliding_window": 64}, {}, "sliding_window=64, and keys are gathered of all"),
+        ("pp", {"model_type": "granite"}, {}, "parallelism of granite is not supported"),
+        ("cp", {"model_type": "gemma2"}, {}, "context parallelism of gemma2 is not"),
+        ("cp", {"sliding_window": 64}, {}, "sliding_window=64, but the keys of all previous"),
         ("sp_tp", {}, {}, "3 attention heads of a tensor parallel process do not divide over 2"),
         ("sp", {}, {"sequence": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
     ],
@@ -528,7 +528,7 @@ def test_fewer_micro_batches_than_stages_are_refused() -> None:
     [
         ("tp", 3, "3 are not a multiple of tensor 2 (2 processes)"),
         ("tp", 4, "tp with tensor 2 runs 2, got 4; use tp_fsdp"),
-        ("tp_fsdp", 2, "shards over what is left of 2 processes, which is 1; use tp"),
+        ("tp_fsdp", 2, "leaves 1 of 2 processes to shard over; use tp"),
     ],
 )
 def test_sizes_multiply_to_the_processes(backend: str, processes: int, problem: str) -> None:
@@ -684,4 +684,4 @@ def test_a_plan_tells_how_long_a_stage_waits(count: int, expected: float) -> Non
     """(P - 1) / (P - 1 + M), arXiv:2104.04473."""
     found = plan(BASE.with_batch(rows=count, micro_rows=1), "pp", 2)
     assert found.bubble == pytest.approx(expected)
-    assert f"a stage waits {expected:.1%} of a step, by {count} micro-batches" in found.explain()
+    assert f"a stage is idle for {expected:.1%} of a step with {count}" in found.explain()

@@ -56,7 +56,7 @@ def test_what_the_plan_refuses_is_a_no_and_the_rest_is_still_examined(
     status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
     assert status == 1
     assert found["plan"]["passed"] is False
-    assert "muon orthogonalises whole matrices" in found["plan"]["why"]
+    assert "muon orthogonalizes complete matrices" in found["plan"]["why"]
     assert found["loss"]["passed"] is True
 
 

@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_known_is_refused_by_the_plan(
 ) -> None:
     model = Model(config=config, tokenizer="t", router_aux_loss=asked)
     assert refused(SFT(model).with_data(ROWS), "single") == [
-        f"model.router_aux_loss: {source}, but no load-balancing loss is known here for "
+        f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for "
         f"{config['model_type']}; set model.router_aux_loss=none to train without one"
     ]
 

@@ -91,7 +91,7 @@ def test_the_scale_falls_at_once_and_rises_in_time() -> None:
 
 def test_deepspeed_is_refused(tiny: Tiny) -> None:
     recipe = catalog.from_fields(tiny.fields())
-    with pytest.raises(FinetuneError, match="fp16 scales the loss, which zero2 would do in a way"):
+    with pytest.raises(FinetuneError, match="fp16 needs loss scaling, which zero2 implements"):
         plan(recipe, "zero2", 2, "fp16")
     assert plan(recipe, "fsdp_full_shard", 2, "fp16").quant_storage == "float16"
 

@@ -146,7 +146,7 @@ def test_a_plan_of_a_mesh_shows_stages_links_and_the_bubble(finetune: Finetune) 
     assert done.status == 0, done.output
     assert done.stdout.startswith("pp_tp_fsdp on 64 x H100-80 in 8 nodes: fits")
     assert "the mesh: pipeline 4 x shard 2 x tensor 8" in done.stdout
-    assert "4 stages, 1F1B: a stage waits 8.6% of a step, by 32 micro-batches" in done.stdout
+    assert "4 stages, 1F1B: a stage is idle for 8.6% of a step with 32 micro-batches" in done.stdout
     assert "sent in a step, inside a node" in done.stdout
     assert "sent in a step, between nodes" in done.stdout
 

@@ -121,7 +121,9 @@ def test_packed_losses_on_two_processes_are_those_of_one(
 
 
 def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(FinetuneError, match=r"micro_tokens: 100 do not hold a row of .*=128"):
+    with pytest.raises(
+        FinetuneError, match=r"micro_tokens: 100 tokens cannot hold a row of .*=128"
+    ):
         train(tiny, tmp_path / "run", batch={"micro_tokens": 100})
 
 

@@ -396,7 +396,7 @@ def test_longrope_takes_the_factors_of_each_document():
 def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused():
     packed, free = (SFT().with_batch(**{field: True}) for field in ("packing", "padding_free"))
     bloom = AutoConfig.for_model("bloom")
-    told = "documents side by side have not been shown to be exact for 'bloom' models"
+    told = "concatenated documents have not been shown to be exact for 'bloom' models"
     with pytest.raises(FinetuneError) as refused:
         check_layout(packed, bloom)
     assert list(refused.value.problems) == [f"batch.packing: {told}; set batch.packing=false"]
@@ -438,7 +438,7 @@ def test_rows_side_by_side_with_sdpa_are_attended_to_by_document():
         free = layout(recipe.with_model(model), llama)
         assert free.free == (attention == "flash_attention_2")
         assert free.free or free.reason == (
-            f"model.attention={attention} computes scores of every two tokens of a micro-batch"
+            f"model.attention={attention} computes scores of all token pairs of a micro-batch"
         )
 
 

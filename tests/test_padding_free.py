@@ -94,7 +94,7 @@ def test_a_model_whose_documents_may_see_each_other_is_padded_and_says_why(
     run = train(tiny, tmp_path / "run", model=model, max_steps=1)
     (start,) = run.read_metrics("start")
     assert start["padding"].startswith(
-        f"{PADDED}documents side by side have not been shown to be exact for 'falcon' models"
+        f"{PADDED}concatenated documents have not been shown to be exact for 'falcon' models"
     )
     (step,) = run.read_metrics("train")
     assert step["slots"] > step["real_tokens"]

@@ -63,9 +63,9 @@ def test_the_decoder_of_bart_alone_is_not_an_encoder_decoder() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("qwen2_vl", "reads images or audio beside text, which are not trained here"),
-        ("llava", "reads images or audio beside text, which are not trained here"),
-        ("voxtral", "reads images or audio beside text, which are not trained here"),
+        ("qwen2_vl", "also reads images or audio, which are not supported"),
+        ("llava", "also reads images or audio, which are not supported"),
+        ("voxtral", "also reads images or audio, which are not supported"),
         ("deberta", "is an encoder that predicts masked tokens, not the next token"),
         ("vit", "has no causal language model in transformers"),
         ("wav2vec2", "has no causal language model in transformers"),
@@ -158,8 +158,8 @@ def test_an_odd_rank_has_no_orthogonal_start() -> None:
 
 def test_olora_on_transposed_matrices_is_refused() -> None:
     assert refused(of("gpt2").with_lora(init_lora_weights="olora"), "single") == [
-        "adapter.init_lora_weights: PEFT's olora does not know that gpt2 keeps its matrices "
-        "transposed; use true, pissa or orthogonal"
+        "adapter.init_lora_weights: PEFT's olora does not support the transposed matrices of "
+        "gpt2; use true, pissa or orthogonal"
     ]
     assert refused(of("gpt2").with_lora(init_lora_weights="pissa"), "single") == []
 

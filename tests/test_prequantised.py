@@ -59,7 +59,7 @@ def config_only(folder: Path, **stored: Any) -> Path:
     return folder
 
 
-FROM = "name the model that it was made from"
+FROM = "use the model that it was made from"
 REFUSED = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             "none", "nf4 (NF4 of bitsandbytes), and model.quantization is 'none'; set "
@@ -70,8 +70,8 @@ REFUSED = {
     "fp4": ({"quant_method": "bitsandbytes", "_load_in_4bit": True}, "nf4",
             f"fp4, which cannot be trained here; {FROM}"),
     "fp8": ({"quant_method": "fp8"}, "nf4",
-            "fp8, and model.quantization=nf4 would quantise them again; use "
-            f"model.quantization=none, which turns them into plain weights, or {FROM}"),
+            "fp8, and model.quantization=nf4 would quantize them again; set "
+            f"model.quantization=none, which dequantizes them, or {FROM}"),
     "gptq": ({"quant_method": "gptq", "bits": 4}, "none",
              f"gptq, which cannot be trained here; {FROM}"),
     "awq": ({"quant_method": "awq", "bits": 4}, "none",

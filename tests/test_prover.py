@@ -387,7 +387,7 @@ def test_refused_pairs_are_listed_with_the_reason(tiny: Tiny, tmp_path: Path) ->
     pairs, refused = settle(request, {"own": subject})
     assert [pair.where for pair in pairs] == ["ddp on 2"]
     assert [(each.kind, each.backend) for each in refused] == [("own", "zero2")]
-    assert "adamw_8bit quantises its moments in blocks" in refused[0].reason
+    assert "adamw_8bit quantizes its moments in blocks" in refused[0].reason
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
         ({"reward_funcs": ["own_rewards:vowel"]}, "did you mean 'vowels'?"),
         ({"batch": {"rows": 18, "micro_rows": 1}}, "use batch.rows=16 or 20"),
         ({"max_completion_length": 80}, "it must exceed max_completion_length=80"),
-        ({"batch": {"overlong": "truncate"}}, "a piece of a prompt asks for something else"),
+        ({"batch": {"overlong": "truncate"}}, "part of a prompt is a different request"),
         ({"batch": {"packing": True}}, "batch.packing: true, but completions are sampled"),
         ({"adapter": {"dropout": 0.1}}, "adapter.dropout: completions are sampled without it"),
         ({"reward_funcs": ["exact_match"]}, "needs 'answer', which is neither a column"),

@@ -431,6 +431,6 @@ def test_weights_that_contradict_are_refused_whoever_reads_the_data(tmp_path: Pa
     ]
     repeated = Data(source, "question_answer", weight=1, repeat=2)
     assert problems_of(SFT(data=(repeated,)), tmp_path / "cache") == [
-        "data.0.repeat: 2, but the weights say how much of each source an epoch has; leave one of "
-        "the two out"
+        "data.0.repeat: 2, but the weights determine how much of each source an epoch contains; "
+        "remove one of the two"
     ]

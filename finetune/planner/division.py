@@ -42,18 +42,18 @@ def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[s
     yield from _processes(backend, processes)
     if axes.pipeline > 1 and axes.parts > 1:
         yield (
-            f"{backend.name}: stages of a pipeline whose rows are shared (pp with sp or cp) were "
-            "not tried; use pp_tp or sp_fsdp"
+            f"{backend.name}: a pipeline together with split rows (pp with sp or cp) is untested; "
+            "use pp_tp or sp_fsdp"
         )
     if axes.context > 1 and axes.sequence * axes.tensor > 1:
         yield (
-            f"{backend.name}: rows that are shared in two ways, or beside divided layers (cp with "
-            "sp or tp), were not tried; use cp or sp_tp"
+            f"{backend.name}: context parallelism together with sequence or tensor parallelism (cp "
+            "with sp or tp) is untested; use cp or sp_tp"
         )
     if axes.experts > 1 and axes.pipeline * axes.parts > 1:
         yield (
-            f"{backend.name}: experts beside stages or shared rows (ep with pp, sp or cp) were not "
-            "tried; use ep_fsdp or ep_tp"
+            f"{backend.name}: expert parallelism together with a pipeline or split rows (ep with "
+            "pp, sp or cp) is untested; use ep_fsdp or ep_tp"
         )
     fields = fields_of(recipe)
     if fields:
@@ -72,8 +72,8 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     dropped = [key for key in DROPOUTS if fields.get(key)]
     if dropped:
         yield (
-            f"model: {dropped[0]}={fields[dropped[0]]} draws other numbers on processes that "
-            f"divide a model ({axes.words()}); set it to 0 in config.json"
+            f"model: {dropped[0]}={fields[dropped[0]]} draws different random numbers on processes "
+            f"that divide a model ({axes.words()}); set it to 0 in config.json"
         )
     if axes.pipeline > 1:
         yield from _of_pipeline(axes, fields)
@@ -92,12 +92,12 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         known = EXPERTS if expert_count(fields) > 1 else TENSOR
         if kind not in known:
             yield (
-                f"--tensor {axes.tensor}: the layers of {kind} are not known to divide by "
-                f"columns and rows here; types that do: {', '.join(known)}; use fsdp_full_shard"
+                f"--tensor {axes.tensor}: tensor parallelism of {kind} is not supported; "
+                f"supported types: {', '.join(known)}; use fsdp_full_shard"
             )
         if fields.get("use_qk_norm"):
             yield (
-                f"--tensor {axes.tensor}: this {kind} has a norm with weights of its own for each "
+                f"--tensor {axes.tensor}: this {kind} has a norm with separate weights for each "
                 "head (use_qk_norm), which transformers does not divide; use fsdp_full_shard"
             )
         for count, what in ((heads, "attention heads"), (keys, "key heads")):
@@ -112,8 +112,8 @@ def _of_experts(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         return
     if kind not in EXPERTS:
         yield (
-            f"--experts {axes.experts}: the experts of {kind} are not known to divide here; types "
-            f"that do: {', '.join(EXPERTS)}; use fsdp_full_shard, which shards them"
+            f"--experts {axes.experts}: dividing the experts of {kind} is not supported; supported "
+            f"types: {', '.join(EXPERTS)}; use fsdp_full_shard, which shards them"
         )
     if count % axes.experts:
         yield _does_not_divide("experts", axes.experts, count, "experts")
@@ -123,13 +123,13 @@ def _of_context(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind = fields.get("model_type")
     if kind not in CONTEXT:
         yield (
-            f"--context {axes.context}: attention of {kind} is not known to be plain here (no "
-            f"window, cap or sink); types that are: {', '.join(CONTEXT)}; use sp"
+            f"--context {axes.context}: context parallelism of {kind} is not supported; types with "
+            f"attention without window, cap or sink are: {', '.join(CONTEXT)}; use sp"
         )
     elif fields.get("sliding_window") and fields.get("use_sliding_window", True):
         yield (
-            f"--context {axes.context}: sliding_window={fields['sliding_window']}, and keys are "
-            "gathered of all tokens before; use sp"
+            f"--context {axes.context}: sliding_window={fields['sliding_window']}, but the keys of "
+            "all previous tokens are gathered; use sp"
         )
 
 
@@ -138,7 +138,7 @@ def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     name, parts = f"--pipeline {axes.pipeline}", axes.pipeline * axes.chunks
     if kind not in PIPELINE:
         yield (
-            f"{name}: {kind} is not known to compute the same in stages here; types that do: "
+            f"{name}: pipeline parallelism of {kind} is not supported; supported types: "
             f"{', '.join(PIPELINE)}; use fsdp_full_shard"
         )
     if count < parts:
@@ -173,9 +173,8 @@ def _processes(backend: Backend, processes: int) -> Iterator[str]:
         )
     elif backend.shard != "none" and found.shard < 2:
         yield (
-            f"processes: {backend.name} with {backend.axes.words()} shards over what is left of "
-            f"{processes} processes, which is 1; use {backend.name.removesuffix('_fsdp')}, or more "
-            "processes"
+            f"processes: {backend.name} with {backend.axes.words()} leaves 1 of {processes} "
+            f"processes to shard over; use {backend.name.removesuffix('_fsdp')}, or more processes"
         )
 
 
@@ -189,17 +188,17 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         )
     if model.add_tokens:
         yield (
-            f"model.add_tokens: tables of {backend.name} are divided when they are loaded, and "
-            "cannot grow then; train on a model that has the tokens, or use fsdp_full_shard"
+            f"model.add_tokens: {backend.name} divides embeddings during loading, and they cannot "
+            "grow afterwards; train a model that has the tokens, or use fsdp_full_shard"
         )
     if model.activation_checkpointing == "offload":
         yield (
-            f"model.activation_checkpointing: offload was not tried under {backend.name}; use true"
+            f"model.activation_checkpointing: offload is untested under {backend.name}; use true"
         )
     missing = {
         "a score head": recipe.scores is not None,
-        "a teacher, whose head is read whole": recipe.teaches,
-        "sampling, for which one process takes the whole model": recipe.sampled is not None,
+        "a teacher, whose head is read undivided": recipe.teaches,
+        "sampling, for which one process needs the complete model": recipe.sampled is not None,
     }
     for what, needed in missing.items():
         if needed:
@@ -211,13 +210,13 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     if axes.parts > 1:
         if not padding(recipe, known_fields(recipe)).free:
             yield (
-                f"batch.padding_free: {backend.name} shares rows that are side by side, and these "
-                "are padded; use batch.packing=true or batch.padding_free=auto with a model that "
-                "has it"
+                f"batch.padding_free: {backend.name} splits rows only without padding, and these "
+                "are padded; use batch.packing=true, or batch.padding_free=auto with a model that "
+                "supports it"
             )
         if recipe.method not in ("sft", "pretrain"):
             yield (
-                f"method: {recipe.method} reads whole documents, and under {backend.name} no "
+                f"method: {recipe.method} reads complete documents, and under {backend.name} no "
                 "process has all tokens of one; use fsdp_full_shard or tp"
             )
     if adapter is not None:
@@ -237,7 +236,7 @@ def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]
     count = math.ceil(math.ceil(batch.rows / recipe.most_micro_rows) / data)
     if count < axes.pipeline:
         yield (
-            f"batch.rows: {count} micro-batches a step for {axes.pipeline} stages, which leaves "
+            f"batch.rows: {count} micro-batches per step for {axes.pipeline} stages, which leaves "
             f"stages without work; use batch.rows={axes.pipeline * recipe.most_micro_rows * data}"
         )
     elif axes.chunks > 1 and count % axes.pipeline:
@@ -246,12 +245,12 @@ def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]
             f"{axes.schedule}; use a multiple"
         )
     if axes.chunks > 1 and backend.shard != "none":
-        yield f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 was not tried; use 1F1B"
+        yield f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 is untested; use 1F1B"
     held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
     if axes.schedule == "ZBVZeroBubble" and held_out:
         yield (
-            "evaluation: torch 2.13 evaluates no V of stages (ZBVZeroBubble); leave eval_data and "
-            "eval_rows out, or use 1F1B"
+            "evaluation: torch 2.13 cannot evaluate with the schedule ZBVZeroBubble; remove "
+            "eval_data and eval_rows, or use 1F1B"
         )
 
 
@@ -262,27 +261,27 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     if backend.axes.experts > 1 and (named := _on_experts(adapter.targets)):
         yield (
             f"adapter.targets: '{named}' adapts experts, which {backend.name} divides: PEFT 0.21's "
-            "adapters of experts multiply whole tensors; name layers of attention "
+            "adapters on experts multiply complete tensors; name attention layers "
             "(targets=[q_proj,k_proj,v_proj,o_proj]), or use fsdp_full_shard"
         )
     kind = fields_of(recipe).get("model_type")
     if backend.axes.tensor > 1 and kind in GATHERED:
         yield (
-            f"adapter: the attention of {kind} under {backend.name} gathers what columns gave, "
-            "which PEFT 0.21 does not adapt; use ep_fsdp, or train all weights"
+            f"adapter: the attention of {kind} under {backend.name} gathers its column-parallel "
+            "outputs, which PEFT 0.21 does not support; use ep_fsdp, or train all weights"
         )
     refused = {
-        "adapter.use_dora: DoRA needs the norm of whole rows": adapter.use_dora,
-        "adapter.trainable_token_indices: PEFT reads whole tables": bool(
+        "adapter.use_dora: DoRA needs the norm of complete rows": adapter.use_dora,
+        "adapter.trainable_token_indices: PEFT reads complete embeddings": bool(
             adapter.trainable_token_indices
         ),
         "adapter.target_parameters: tensors of experts": bool(adapter.target_parameters),
         "adapter.modules_to_save: copies of modules that are divided": bool(
             adapter.modules_to_save
         ),
-        f"adapter.init_lora_weights: '{init}' reads whole base weights": isinstance(init, str)
+        f"adapter.init_lora_weights: '{init}' reads complete base weights": isinstance(init, str)
         and init != "gaussian",
-        "adapter.dropout: each process would drop other elements than one alone": adapter.dropout
+        "adapter.dropout: several processes would drop different elements than one": adapter.dropout
         > 0,
     }
     for reason, holds in refused.items():

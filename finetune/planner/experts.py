@@ -46,7 +46,7 @@ def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, 
         return factor, ""
     source = "config.json has output_router_logits=true" if asked == "model" else f"got {asked}"
     return None, (
-        f"model.router_aux_loss: {source}, but no load-balancing loss is known here for {kind}; "
+        f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for {kind}; "
         "set model.router_aux_loss=none to train without one"
     )
 

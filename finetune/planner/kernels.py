@@ -168,15 +168,15 @@ def _head(recipe: Recipe, backend: Backend, kind: str | None) -> Choice:
     if recipe.scores is not None:
         return Choice("head", "scores")
     if recipe.kernels.head == "whole" and backend.axes.pipeline > 1:
-        return Choice("head", "labelled", "stages hand on hidden states, not logits")
+        return Choice("head", "labelled", "stages pass on hidden states, not logits")
     if recipe.kernels.head == "whole":
         return Choice("head", "whole")
     if recipe.adapter is not None and _on_head(recipe.adapter.targets):
         return Choice("head", "whole", "the head has an adapter (adapter.targets)")
     if recipe.adapter is not None and recipe.adapter.trainable_token_indices:
-        return Choice("head", "whole", "rows of it are trained (adapter.trainable_token_indices)")
+        return Choice("head", "whole", "its rows are trained (adapter.trainable_token_indices)")
     if kind is not None and kind not in LOGITS:
-        return Choice("head", "whole", f"what {kind} does between head and loss is not known here")
+        return Choice("head", "whole", f"the steps from head to loss of {kind} are not known here")
     if backend.axes.tensor > 1:
         return Choice("head", "labelled", f"{backend.name} divides the head over processes")
     if backend.axes.schedule == "ZBVZeroBubble" and backend.axes.pipeline > 1:
@@ -205,11 +205,11 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
     if adapter is None or recipe.kernels.lora == "separate":
         return Choice("lora", "separate")
     reasons = {
-        "adapter.dropout thins each input by itself": adapter.dropout > 0,
-        "adapter.use_dora needs the norm of whole weights": adapter.use_dora,
+        "adapter.dropout masks each input separately": adapter.dropout > 0,
+        "adapter.use_dora needs the norm of complete weights": adapter.use_dora,
         f"{backend.name} divides the products of a layer": backend.axes.tensor > 1,
-        "model.quantization=int8 has products of its own": recipe.model.quantization == "int8",
-        f"{backend.name} gathers each layer for itself": TRAITS[backend.engine].for_own_module
+        "model.quantization=int8 has its own products": recipe.model.quantization == "int8",
+        f"{backend.name} gathers each module separately": TRAITS[backend.engine].for_own_module
         and backend.shard == "params",
     }
     found = [reason for reason, holds in reasons.items() if holds]

@@ -128,7 +128,7 @@ def _beside(kind: str) -> bool:
 def _not_causal(kind: str) -> str:
     """Description of a model type without a causal language model; empty for unknown types."""
     if _beside(kind):
-        return "reads images or audio beside text, which are not trained here"
+        return "also reads images or audio, which are not supported"
     if kind in types("MODEL_FOR_MASKED_LM"):
         return "is an encoder that predicts masked tokens, not the next token"
     return "has no causal language model in transformers" if kind in types("MODEL") else ""
@@ -143,8 +143,8 @@ def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from _orthogonal(given)
     if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
         yield (
-            f"adapter.init_lora_weights: PEFT's olora does not know that {fields['model_type']} "
-            "keeps its matrices transposed; use true, pissa or orthogonal"
+            "adapter.init_lora_weights: PEFT's olora does not support the transposed matrices of "
+            f"{fields['model_type']}; use true, pissa or orthogonal"
         )
     yield from _mamba(given, str(fields.get("model_type")))
     experts = expert_count(fields) > 1 and given.targets == "all-linear"
@@ -157,8 +157,8 @@ def _layers(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
         return
     if isinstance(given.targets, str):
         yield (
-            f"adapter.layers_to_transform: PEFT chooses layers among modules that are named, and "
-            f"adapter.targets is '{given.targets}'; name them, as in "
+            f"adapter.layers_to_transform: PEFT selects layers only among modules given by name, "
+            f"and adapter.targets is '{given.targets}'; name them, as in "
             "adapter.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
         )
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))

@@ -87,14 +87,14 @@ def leaks(fields: Mapping[str, Any], longest: int) -> list[str]:
     """
     kind = fields.get("model_type")
     if kind not in SHOWN_EXACT:
-        return [f"documents side by side have not been shown to be exact for '{kind}' models"]
+        return [f"concatenated documents have not been shown to be exact for '{kind}' models"]
     found: list[str] = []
     known = ATTENTION | STATE if kind in RECURRENT else ATTENTION
     layers = set(fields.get("layer_types") or ()) - known
     if layers:
         found.append(f"layers of {', '.join(sorted(layers))} may see other documents")
     if "dynamic" in rope_types(fields) and longest > fields.get("max_position_embeddings", 0):
-        found.append("'dynamic' positions depend on the longest document beside")
+        found.append("'dynamic' positions depend on the longest document of the micro-batch")
     return found
 
 
@@ -131,7 +131,7 @@ def against(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
     attention = recipe.model.attention
     if attention not in APART:
         found.insert(
-            0, f"model.attention={attention} computes scores of every two tokens of a micro-batch"
+            0, f"model.attention={attention} computes scores of all token pairs of a micro-batch"
         )
     return found
 

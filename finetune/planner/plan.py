@@ -178,10 +178,10 @@ class Plan:
         """The pipeline bubble as text, with the number of micro-batches that would reduce it."""
         axes, count = self.backend.axes, self.accumulation
         enough = schedules.enough(axes)
-        more = f"; under 10 % from {enough} on" if count < enough else ""
+        more = f"; below 10 % from {enough} on" if count < enough else ""
         return (
-            f"{axes.pipeline} stages, {axes.schedule}: a stage waits {self.bubble:.1%} of a step, "
-            f"by {count} micro-batches{more}"
+            f"{axes.pipeline} stages, {axes.schedule}: a stage is idle for {self.bubble:.1%} of a "
+            f"step with {count} micro-batches{more}"
         )
 
     def _stored(self) -> str:

@@ -63,8 +63,8 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
     if model.adapter is not None and recipe.adapter is None:
         yield (
-            "adapter: none, while model.adapter is trained further; give its section, or use the "
-            "command line, which takes it from the adapter"
+            "adapter: got null, but model.adapter is to be trained further; add an adapter "
+            "section, or use the command line, which reads it from the adapter"
         )
     if not recipe.data:
         yield "data: none; add a source with its format"
@@ -93,8 +93,8 @@ def mixture_problems(recipe: Recipe) -> Iterator[str]:
                 )
             elif data.repeat > 1:
                 yield (
-                    f"{section}.{number}.repeat: {data.repeat}, but the weights say how much of "
-                    "each source an epoch has; leave one of the two out"
+                    f"{section}.{number}.repeat: {data.repeat}, but the weights determine how much "
+                    "of each source an epoch contains; remove one of the two"
                 )
 
 
@@ -122,12 +122,12 @@ def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     batch = recipe.batch
     if batch.packing and batch.padding_free is False:
         yield (
-            "batch.padding_free: false, but batch.packing=true lays documents side by side; leave "
-            "one of the two out"
+            "batch.padding_free: false, but batch.packing=true concatenates documents; remove one "
+            "of the two"
         )
     elif not batch.packing and batch.padding_free is True:
         for reason in against(recipe, known_fields(recipe)):
-            yield (f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there")
+            yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"
 
 
 def _micro_tokens(recipe: Recipe) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _micro_tokens(recipe: Recipe) -> Iterator[str]:
     if batch.micro_tokens is not None and batch.micro_tokens < needed:
         what = "a row" if each == 1 else f"the {each} documents of a row, each"
         yield (
-            f"batch.micro_tokens: {batch.micro_tokens} do not hold {what} of "
+            f"batch.micro_tokens: {batch.micro_tokens} tokens cannot hold {what} of "
             f"batch.max_length={batch.max_length}; use batch.micro_tokens={needed}"
         )
 
@@ -147,8 +147,8 @@ def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         if head.value != "chunked":
             yield (
                 f"kernels.head: {head.value}{f', because {head.fallback}' * bool(head.fallback)}, "
-                f"but {recipe.method} compares two heads in chunks; leave kernels.head=chunked, "
-                "and the head without an adapter or trained rows"
+                f"but {recipe.method} compares two heads in chunks; use kernels.head=chunked, "
+                "without an adapter or trained rows on the head"
             )
 
 
@@ -174,8 +174,8 @@ def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
     other = other_model(recipe)
     if other is not None and backend.axes.any:
         yield (
-            f"reference: {other.name}, which would run whole on each process of {backend.name}, "
-            "whose processes hold parts of a model; use another backend, or reference=start"
+            f"reference: {other.name} would have to run unsharded on each process, but "
+            f"{backend.name} divides models; use another backend, or reference=start"
         )
     if recipe.needs_second_model and (backend.shard == "params" or backend.engine == "fsdp"):
         yield (
@@ -189,13 +189,13 @@ def _prompts(recipe: Recipe) -> Iterator[str]:
     batch = recipe.batch
     if batch.overlong in ("truncate", "split"):
         yield (
-            f"batch.overlong: {batch.overlong}, but a piece of a prompt asks for something else; "
-            "use drop"
+            f"batch.overlong: {batch.overlong}, but part of a prompt is a different request; use "
+            "drop"
         )
     if batch.packing:
         yield (
-            "batch.packing: true, but completions are sampled while training, and laid side by "
-            "side by batch.padding_free; leave packing out"
+            "batch.packing: true, but completions are sampled during training and concatenated by "
+            "batch.padding_free; remove batch.packing"
         )
     yield from recipe.problems()
 
@@ -203,8 +203,8 @@ def _prompts(recipe: Recipe) -> Iterator[str]:
 def _precision(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     if backend.precision == "fp16" and TRAITS[backend.engine].masters:
         yield (
-            f"precision: fp16 scales the loss, which {backend.name} would do in a way of its own; "
-            "use single, ddp or fsdp_full_shard, or bf16"
+            f"precision: fp16 needs loss scaling, which {backend.name} implements differently; use "
+            "single, ddp or fsdp_full_shard, or bf16"
         )
 
 
@@ -222,7 +222,7 @@ def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
     if quantization == "int8" and (traits.floats_only or backend.shard == "params"):
         yield (
             f"model.quantization: int8 weights cannot be sharded by {backend.name}; use nf4, or a "
-            "backend that keeps parameters whole (ddp, zero2)"
+            "backend that keeps parameters unsharded (ddp, zero2)"
         )
 
 
@@ -236,14 +236,14 @@ def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
         yield (
             f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
-            "hold; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+            "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
         )
     if special and recipe.model.quantization != "none":
         yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
     if backend.shard == "params" and TRAITS[backend.engine].for_own_module and adapter.use_dora:
         yield (
-            f"adapter.use_dora: DoRA reads whole base weights in its forward pass, and "
-            f"{backend.name} gathers them for their own module only; use fsdp_full_shard or zero2"
+            f"adapter.use_dora: DoRA reads complete base weights in its forward pass, but "
+            f"{backend.name} gathers them only for their own module; use fsdp_full_shard or zero2"
         )
 
 
@@ -259,7 +259,7 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield f"adapter.{field}: '{pattern}' is no regular expression: {error}"
+                yield f"adapter.{field}: '{pattern}' is not a valid regular expression: {error}"
 
 
 def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
@@ -267,10 +267,10 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
     added, adapter = recipe.model.add_tokens, recipe.adapter
     repeated = sorted({token for token in added if added.count(token) > 1})
     if repeated:
-        yield f"model.add_tokens: {', '.join(map(repr, repeated))} more than once; name it once"
+        yield f"model.add_tokens: {', '.join(map(repr, repeated))} more than once; list it once"
     if added and backend.device == "nvme":
         yield (
-            f"model.add_tokens: tables that grow are not partitioned while they are loaded, and "
+            f"model.add_tokens: embeddings that grow are not partitioned during loading, and "
             f"{backend.name} would round them; use zero3_offload"
         )
     if adapter is None:
@@ -285,8 +285,9 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
         )
     if rows and TRAITS[backend.engine].for_own_module and backend.shard == "params":
         yield (
-            "adapter.trainable_token_indices: PEFT reads whole tables in the forward pass, which "
-            f"{backend.name} gathers for their own module only; use fsdp_full_shard or zero2"
+            "adapter.trainable_token_indices: PEFT reads complete embeddings in the forward pass, "
+            f"but {backend.name} gathers them only for their own module; use fsdp_full_shard or "
+            "zero2"
         )
 
 
@@ -307,8 +308,9 @@ def _checkpointing(recipe: Recipe, backend: Backend, processes: int) -> Iterator
     attention = recipe.model.attention
     if recipe.model.checkpointing == "attention" and attention in ("eager", "flex_attention"):
         yield (
-            f"model.activation_checkpointing: `attention` keeps the output of one operation, which "
-            f"{attention} is not; use model.attention=sdpa, or model.activation_checkpointing=true"
+            f"model.activation_checkpointing: `attention` keeps the output of a single operation, "
+            f"but {attention} attention is not one; use model.attention=sdpa, or "
+            "model.activation_checkpointing=true"
         )
 
 
@@ -330,8 +332,8 @@ def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     for what, is_whole in whole.items():
         if is_whole:
             yield (
-                f"{what} is not partitioned while it is loaded, and {backend.name} would round it; "
-                "use zero3_offload"
+                f"{what} is not partitioned during loading, and {backend.name} would round it; use "
+                "zero3_offload"
             )
 
 
@@ -340,18 +342,19 @@ def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
     sharded = backend.shard != "none" or backend.axes.any
     if name in ("adamw_8bit", "paged_adamw_8bit") and sharded:
         yield (
-            f"optim.name: {name} quantises its moments in blocks, and {backend.name} cuts tensors "
-            "across blocks, so the result would depend on the processes; use adamw, or ddp"
+            f"optim.name: {name} quantizes its moments in blocks, and {backend.name} shards "
+            "tensors across blocks, so the result would depend on the number of processes; use "
+            "adamw, or ddp"
         )
     if name == "adafactor" and sharded:
         yield (
-            f"optim.name: adafactor needs rows and columns of whole matrices, which {backend.name} "
-            "cuts; use adamw, or ddp"
+            f"optim.name: adafactor needs complete rows and columns of matrices, which "
+            f"{backend.name} shards; use adamw, or ddp"
         )
     if name == "muon" and sharded:
         yield (
-            f"optim.name: muon orthogonalises whole matrices, which {backend.name} cuts; "
-            "use adamw, or ddp"
+            f"optim.name: muon orthogonalizes complete matrices, which {backend.name} shards; use "
+            "adamw, or ddp"
         )
 
 
@@ -362,7 +365,7 @@ def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
     if not held_out and any(each is not None for each in asked):
         yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
     if recipe.eval_data and recipe.eval_rows is not None:
-        yield "eval_rows: rows are held out of `data` only where eval_data is not given"
+        yield "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
     yield from _best(recipe, held_out)
 
 
@@ -374,7 +377,7 @@ def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
     is_known = any(fnmatch.fnmatch(best.removeprefix("-"), each) for each in known)
     if best != "loss" and not is_known and not recipe.evaluation.metrics:
         yield (
-            f"evaluation.best: {best} is not measured by method {recipe.method}; there are: "
+            f"evaluation.best: {best} is not measured by method {recipe.method}; available are "
             f"{', '.join(['loss', *known])}"
         )
 
@@ -399,8 +402,8 @@ def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
         return  # see `division`
     elif backend.shard_size is not None and processes % backend.shard_size:
         yield (
-            f"processes: {processes} do not divide into copies of {backend.shard_size}; use a "
-            f"multiple of it, or --shard-size"
+            f"processes: {processes} is not a multiple of the shard size {backend.shard_size}; use "
+            "a multiple of it, or --shard-size"
         )
     elif processes < (least := traits.least):
         yield f"processes: {engine} needs at least {least}, got {processes}; use single"

@@ -60,7 +60,7 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
     if kind is None:
         return
     have = f"model.name: the weights of '{name}' are stored in {kind}"
-    unquantised = "name the model that it was made from"
+    unquantised = "use the model that it was made from"
     if kind in BITSANDBYTES:
         if asked != kind:
             yield (
@@ -74,14 +74,14 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
         ):
             yield (
                 f"{have} packed in {storage_of(fields)}, and {backend.name} shards floating point "
-                f"tensors only; {unquantised}, or use a backend that keeps parameters whole "
+                f"tensors only; {unquantised}, or use a backend that keeps parameters unsharded "
                 "(ddp, zero2)"
             )
     elif kind in DEQUANTISED:
         if asked != "none":
             yield (
-                f"{have}, and model.quantization={asked} would quantise them again; use "
-                f"model.quantization=none, which turns them into plain weights, or {unquantised}"
+                f"{have}, and model.quantization={asked} would quantize them again; set "
+                f"model.quantization=none, which dequantizes them, or {unquantised}"
             )
     else:
         yield f"{have}, which cannot be trained here; {unquantised}"
