@@ -31,7 +31,7 @@ class CPO(PairMethod):
         return self.sft_weight
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """-log sigmoid(beta (chosen - rejected)) of each pair, eq. 3; sums favor short answers."""
+        """`-log sigmoid(beta (chosen - rejected))` per pair, eq. 3; sums favor short answers."""
         from torch.nn.functional import logsigmoid
 
         return -logsigmoid(self.beta * (answers.chosen - answers.rejected))

@@ -34,7 +34,7 @@ class ORPO(PairMethod):
         return 1.0
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """-beta log sigmoid(log odds(chosen) - log odds(rejected)) of each pair, eq. 6 and 7."""
+        """`-beta log sigmoid(log odds(chosen) - log odds(rejected))` per pair, eq. 6 and 7."""
         from torch.nn.functional import logsigmoid
 
         return -self.beta * logsigmoid(log_odds(answers.chosen) - log_odds(answers.rejected))

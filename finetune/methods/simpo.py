@@ -30,7 +30,7 @@ class SimPO(PairMethod):
     """Target margin between the rewards, usually 0.3 to 0.5 of `beta`."""
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
-        """-log sigmoid(beta (chosen - rejected) - gamma) of each pair, eq. 6."""
+        """`-log sigmoid(beta (chosen - rejected) - gamma)` of each pair, eq. 6."""
         from torch.nn.functional import logsigmoid
 
         return -logsigmoid(self.beta * (answers.chosen - answers.rejected) - self.gamma)
