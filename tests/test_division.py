@@ -39,6 +39,8 @@ from finetune.reports import mesh_drawings
 from finetune.reports.page import report
 from finetune.runs.run import Run
 from finetune.training import rank_profiles
+from finetune.verification.memory.launch import verify
+from finetune.verification.memory.mesh_comparison import Stages
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
 from finetune.verification.proofs.runs import steps_of
@@ -266,6 +268,7 @@ run()
     ("name", "backend", "words"),
     [
         ("lora", "tp_fsdp", ()),
+        ("lora", "pp", ("adapter.exclude_modules=[q_proj]",)),
         ("packed", "sp_tp", ()),
         ("packed", "cp", ()),
         ("full", "pp", ("--schedule", "Interleaved1F1B", "--profile")),
@@ -281,6 +284,10 @@ def test_every_division_learns_what_one_process_learns(
     run = train(finetune, work, name, backend, *words)
     assert_equal(alone, run)
     assert_planned(run)
+    if name == "lora":  # plain PEFT finds the layers of all stages
+        named = tuple(read(run.final / "adapter_config.json")["target_modules"])
+        for key in load_file(run.final / "adapter_model.safetensors"):
+            assert key.partition(".lora_")[0].endswith(named), key
     if "--profile" in words:
         assert_profiled(run)
 
@@ -317,40 +324,57 @@ def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
 
 
 @pytest.mark.slow
-def test_the_plan_counts_the_bytes_of_each_axis(work: Path, alone: Run, tmp_path: Path) -> None:
+def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path: Path) -> None:
     """Every collective of a step on four processes, by the ranks of its group."""
-    run, script = Run(work / "full-pp_tp"), tmp_path / "counted.py"
+    rows = [{"text": f"{number} and then " * 40} for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {
+        "method": "pretrain",
+        "model": {"name": str(work / "qwen"), "activation_checkpointing": True},
+        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "text"}],
+        "batch": {"rows": 8, "micro_rows": 2, "max_length": 48, "overlong": "truncate"},
+        "data_checks": "report",
+        "max_steps": 2,
+    }
+    script, output = tmp_path / "counted.py", tmp_path / "run"
     script.write_text(COUNTED)
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
          str(ROOT / "accelerate_configs/pp_tp.yaml"), "--mixed_precision", "no",
-         "--main_process_port", "0", str(script), str(tmp_path), "train", str(work / "full.json"),
-         "--output", str(run.root), "--no-plot"],
+         "--main_process_port", "0", str(script), str(tmp_path), "train",
+         str(write_recipe(tmp_path / "r.json", fields)), "--output", str(output), "--no-plot"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_equal(alone, run)
-    recipe, machine = catalog.resolve(str(run.recipe)), backends.load("pp_tp")
+    recipe, machine = catalog.resolve(str(Run(output).recipe)), backends.load("pp_tp")
     settled = plan(recipe, dataclasses.replace(machine, precision="fp32"), 4)
     workload = workload_of(settled, model_source(recipe).shape)
+    traced = verify(settled, workload)
+    assert isinstance(traced, Stages)
     for rank in range(4):
         counted = read(tmp_path / f"counted-{rank}.json")
-        here = dataclasses.replace(
-            memory.at_stage(workload, rank // 2),
-            rows=1,
-            length=counted["tokens"],
-            labelled=counted["labelled"] / counted["tokens"] / workload.accumulation,
-        )
+        assert counted["tokens"] == 2 * 48
+        found = dict(traced.each[rank // 2].traced.payload)
+        if rank > 1:  # every token of a row is labelled in a trace, the first of no real row
+            found["tensor all_gather"] *= 47 / 48
+            found["tensor all_reduce"] -= 4 * 2 * 64 * 4
+        by_axis = {
+            f"{axis} {kind.replace('-', '_')}": size
+            for axis in ("tensor", "pipeline")
+            for kind, size in counted[axis].items()
+        }
+        assert by_axis == pytest.approx(found, abs=0.5)
+        here = memory.at_stage(workload, rank // 2)
         for axis, kinds in traffic.payloads(here).items():
             for kind, size in kinds.items():
-                assert counted[axis][kind] == pytest.approx(size, rel=0.01), (rank, axis, kind)
-    assert_planned(run)
+                assert counted[axis][kind] == pytest.approx(size, rel=0.05), (rank, axis, kind)
 
 
 COUNTED = """
 import collections, json, os, sys
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.cli import run
 from finetune.training import stages
@@ -374,6 +398,8 @@ class Counting(TorchDispatchMode):
         self.sizes = collections.defaultdict(lambda: collections.defaultdict(int))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # what DTensor makes of it comes by as well
         space, name = func.name().split("::")
         kind = KINDS.get(name.split(".")[0])
         if "c10d" in space and kind:

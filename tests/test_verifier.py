@@ -194,6 +194,26 @@ def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
     assert traced(found)["weights"] == pytest.approx(reduced / 4, rel=0.01)
 
 
+@pytest.mark.slow
+def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path) -> None:
+    """What each sends along each axis, by hand: hidden states, and sums of the layers."""
+    batch = {"rows": 4, "micro_rows": 1, "max_length": LENGTH}
+    file = recipe(tmp_path, LLAMA | {"num_hidden_layers": 5}, batch=batch)
+    words = ["--backend", "pp_tp_fsdp", "--gpu", "H100-80", "--gpus", "8"]
+    found = verification(finetune, file, *words)
+    assert found["agrees"], found
+    assert [*found["stages"]] == ["0", "1"]
+    micro, stream = 2, LENGTH * H * 2
+    for stage, layers in (("0", 3), ("1", 2)):
+        parts = {each["component"]: each for each in found["stages"][stage]["components"]}
+        vote = 4
+        assert parts["pipeline send"]["traced"] == micro * stream + vote
+        # Two products cut by rows forwards, five by columns backwards, in each layer.
+        sums = micro * (7 * layers + 1) * stream  # and of the embedding, or to the head
+        assert parts["tensor all-reduce"]["traced"] == pytest.approx(sums, abs=200)
+        assert abs(parts["shard all-gather"]["difference"]) < 0.001
+
+
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
 def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
     settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)

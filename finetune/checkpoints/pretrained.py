@@ -27,6 +27,8 @@ from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
 from finetune.runs.run import write_json
 
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module that it adapts."""
 SHARD_BYTES = 4 * 1024**3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -83,6 +85,11 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     config = copy.copy(peft_model.peft_config["default"])
     if engine.plan.recipe.model.name is not None:
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
+    adapter = engine.plan.recipe.adapter
+    if adapter and adapter.targets == "all-linear" and any(map(is_elsewhere, module.modules())):
+        # PEFT lists the modules of one stage.
+        adapted = (name.partition(".lora_") for name in shapes)
+        config.target_modules = {path.removeprefix(PREFIX) for path, found, _ in adapted if found}
     config.inference_mode = True
     config.save_pretrained(folder)
     if engine.plan.recipe.scores is not None:  # the config has its labels and pad token

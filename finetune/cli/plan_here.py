@@ -45,6 +45,8 @@ def plain(
             chained=recipe.kernels.pointwise != "eager",
         )
     except FinetuneError as error:
+        if verify is not None:
+            raise
         problem = str(error)
     found = verify(settled, dataclasses.replace(here, cpu=False)) if verify and here else None
     prediction = None

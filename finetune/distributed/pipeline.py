@@ -56,8 +56,10 @@ class PipelineEngine(MeshEngine):
         network = layers.network_of(model)
         spans = schedules.spans(network.config.num_hidden_layers, axes)
         total = len(spans)
-        for chunk in schedules.parts_of(self.place["pipeline"], axes):
-            self.stages.append(Stage(network, spans[chunk], chunk, total, axes.chunks > 1))
+        self.stages = [
+            Stage(network, spans[chunk], chunk, total, axes.chunks > 1)
+            for chunk in schedules.parts_of(self.place["pipeline"], axes)
+        ]
         super().wrap(model, optimizers)
 
     def _autocast(self, model: nn.Module) -> nn.Module:
@@ -116,7 +118,7 @@ class PipelineEngine(MeshEngine):
         run = schedule.step if training else schedule.eval
         sharded = self.plan.mesh.data > 1
         with contextlib.nullcontext() if sharded else self.accelerator.autocast():
-            run(*first, target=numbers, losses=[] if self.has_last else None, number=numbers)
+            run(*first, target=numbers, losses=[] if self.has_last else None)
         for stage in self.stages:
             stage.step = None
 
@@ -193,6 +195,7 @@ class _Marked(PipelineStage):
     """Marks in a profile when a micro-batch passes; what it waits for before is outside."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *words: Any, **named: Any) -> Any:
+        self.submod.at = fwd_chunk_id
         with record_function(f"{PASS} {self.stage_index} forward {fwd_chunk_id}"):
             return super().forward_one_chunk(fwd_chunk_id, *words, **named)
 
@@ -228,10 +231,12 @@ class Stage(nn.Module):
         self.index, self.total = index, total
         self.first, self.last = index == 0, index == total - 1
         self.step: Step | None = None
+        self.at = 0
+        """Number of the micro-batch whose forward pass comes."""
 
-    def forward(self, given: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Hidden states (rows, tokens, hidden), or the loss (1,), of micro-batch `number`."""
-        step, at = self.step, int(number)
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Hidden states (rows, tokens, hidden), or the loss (1,), of micro-batch `at`."""
+        step, at = self.step, self.at
         assert step is not None
         batch = step.batches[at]
         torch.manual_seed(step.seeds[at] + self.index)

@@ -94,6 +94,6 @@ TRAITS: dict[Engine, Traits] = {
         floats_only=True,
         chooses_reduction=True,
         divides=True,
-        untraced="a process of a divided model cannot be traced without the others",
+        traced=True,
     ),
 }

@@ -30,9 +30,12 @@ class _Stage:
         self.parts = {n: len(spans[n]) for n in schedules.parts_of(layout.stage, axes)}
         self.first, self.last = 0, len(spans) - 1
         # With more micro-batches, the stage only repeats itself.
-        count = min(workload.accumulation, 2 * axes.pipeline * axes.chunks)
+        count = workload.accumulation
+        if axes.schedule != "GPipe":
+            count = min(count, 2 * axes.pipeline * axes.chunks)
         self.tasks = schedules.order(layout.stage, axes, count)
         self.workload = here = part.here(workload)
+        self.tied = workload.tied
         self.run = traces(here)
         tape, source, result = layer_of(here).build()
         self.checkpointed = here.checkpointing in ("full", "attention")
@@ -48,7 +51,7 @@ class _Stage:
         """Number of layers of each part whose weights are gathered."""
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
-        self.base = {**state(here), "hand-overs": self._handed()}
+        self.base = {**state(here), "hand-overs": self._handed(), "casts": self._casts()}
         self._sizes()
 
     def _sizes(self) -> None:
@@ -60,9 +63,19 @@ class _Stage:
         else:
             inside = (adapter.parameters - adapter.whole) / max(1, shape.layers)
             self.layer_gradient = inside * width
-        # The gradient of a table that tensor parallelism splits is not divided.
-        self.table = shape.embedding * shape.ways * width if here.trains("embedding") else 0.0
+        # The gradient of a table that tensor parallelism splits is not divided until it is reduced,
+        # or summed with that of the other end. FSDP2 accumulates in fp32 what it keeps of it.
+        self.ways = 1 if self.sharded and self.workload.compute != 4 else shape.ways
+        self.table = shape.embedding * self.ways * width if here.trains("embedding") else 0.0
         self.head_gradient = shape.head_weights * width if here.trains("head") else 0.0
+
+    def _casts(self) -> float:
+        """Weights in 16 bits, which autocast keeps until the last micro-batch has passed."""
+        here = self.workload
+        if not (here.numerics.autocast and here.adapter is None and self.checkpointed):
+            return 0.0
+        head = here.shape.head_weights * (self.last in self.parts)
+        return 2.0 * (here.shape.layers * here.shape.linear_weights + head)
 
     def _handed(self) -> float:
         """Bytes of receive buffers from the previous and next stages, for all micro-batches."""
@@ -111,9 +124,11 @@ class _Stage:
             # Layers are reduced and freed one by one after the last backward pass.
             self._note("gradients reduced", reduction=self.layer_gradient)
         self.open = dict.fromkeys(self.parts, 0)
+        cut = self.sharded or self.tied
+        self.table = self.table / self.ways if cut else self.table
         last = self._gradients() / self.workload.layout.share("grads")
         self.made.clear()
-        base = dict(self.base)
+        base = self.base | {"casts": 0.0}
         self.moments["optimizer step"] = Moment("optimizer step", {**base, "gradients": last})
         return Timeline(tuple(self.moments.values()))
 
@@ -172,7 +187,7 @@ class _Stage:
             if self.sharded and self.workload.compute != 4:
                 # Two 16-bit copies, as computed and as kept by autograd, before the sum in fp32.
                 shape = self.workload.shape
-                made += 2.0 * shape.embedding * shape.ways * self.workload.compute
+                made += 2.0 * shape.embedding * self.workload.compute
             self._note(
                 "backward: embedding", activations=self.stream, gradients=early, reduction=made
             )

@@ -72,17 +72,21 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
     shape, layout = here.shape, workload.layout
     width = here.numerics.compute
     names = {matrix.leaf for matrix in shape.matrices}
-    again = workload.checkpointing in ("full", "attention")
-    forward = len(names & set(part.ROWS)) * (1 + again)
+    forward = len(names & set(part.ROWS))
+    if workload.checkpointing in ("full", "attention"):
+        # A sum that no norm takes, only the residual stream, is not computed again.
+        forward += min(forward, shape.norms // 2)
     backward = sum(name in names for name in COLUMNS)
-    sums = stream * shape.layers * (forward + backward) * width
+    # Gradients have the type of what came in, which each product casts under autocast.
+    residual = here.numerics.residual
+    sums = stream * shape.layers * (forward * width + backward * residual)
     found = {"all-reduce": sums}
     spans = schedules.parts_of(layout.stage, layout.axes)
     if 0 in spans:
-        found["all-reduce"] += stream * here.numerics.residual
+        found["all-reduce"] += stream * residual
     if layout.axes.pipeline * layout.axes.chunks - 1 in spans:
         labelled = float(here.labelled_tokens * workload.accumulation)
-        found["all-reduce"] += labelled * shape.hidden * width
+        found["all-reduce"] += labelled * shape.hidden * residual
         found["all-gather"] = labelled * shape.vocab * shape.ways * width
     return found
 

@@ -1,12 +1,14 @@
 """Entry point of the process that traces a step: reads a JSON request, writes a JSON answer.
 
-It is started with the environment variables of rank 0 of the job, and without visible GPUs.
+It is started with the environment variables of a rank of the job, and without visible GPUs.
 """
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -16,25 +18,47 @@ from finetune.backend.axes import Axes
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process.quiet import quiet
-from finetune.verification.memory.trace import join, rehearse
+from finetune.verification.memory.rehearsal import join, rehearse
 
 
 def main(request: Path, answer: Path) -> int:
-    """Trace the step of `request` and write `answer`; returns the exit status."""
+    """Trace the step of `request` as each of its ranks and write `answer`.
+
+    Returns the exit status.
+    """
     quiet()
     transformers_logging.set_verbosity_error()
     asked = json.loads(request.read_text(encoding="utf-8"))
+    found: list[Any] = []
+    for rank in asked["ranks"]:
+        # A process can join one job as one rank; all of them have imported everything here.
+        child = os.fork()
+        if not child:
+            os._exit(_as_rank(rank, asked, answer))
+        _, waited = os.waitpid(child, 0)
+        told = json.loads(answer.read_text()) if answer.exists() else {}
+        if waited or "steps" not in told:
+            return max(1, os.waitstatus_to_exitcode(waited))
+        found.append(told["steps"])
+    answer.write_text(json.dumps({"ranks": found}), encoding="utf-8")
+    return 0
+
+
+def _as_rank(rank: int, asked: dict[str, Any], answer: Path) -> int:
     recipe = catalog.from_fields(asked["recipe"])
     given = {**asked["backend"], "axes": Axes(**asked["backend"]["axes"])}
     plan = Plan(recipe, Backend(**given), asked["processes"])
     try:
-        join(plan.processes)
-        found = rehearse(plan, asked["config"], asked["layers"])
+        join(rank, plan.processes)
+        steps = rehearse(plan, asked["config"], asked["layers"])
     except FinetuneError as error:
         answer.write_text(json.dumps({"problems": list(error.problems)}), encoding="utf-8")
         return error.exit_status
-    steps = [dataclasses.asdict(step) for step in found]
-    answer.write_text(json.dumps({"steps": steps}), encoding="utf-8")
+    except BaseException as error:  # a fork that returned would go on as the process it left
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        return 1
+    told = {"steps": [dataclasses.asdict(step) for step in steps]}
+    answer.write_text(json.dumps(told), encoding="utf-8")
     return 0
 
 

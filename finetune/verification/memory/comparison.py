@@ -246,8 +246,14 @@ class Verification:
         return f"NOT VERIFIED beyond {TOLERANCE:.0%}: {wrong}"
 
 
-def request(plan: Plan) -> dict[str, Any]:
-    """Request for the tracing process, as plain values."""
+def request(plan: Plan, ranks: Sequence[int], layers: Sequence[int]) -> dict[str, Any]:
+    """Request for the tracing process, as plain values.
+
+    Args:
+        plan: what is traced.
+        ranks: ranks of the job, which are traced one after the other.
+        layers: numbers of layers; for a pipeline, of each part of a stage.
+    """
     config, _ = config_of(plan.recipe)
     backend = {k: v for k, v in dataclasses.asdict(plan.backend).items() if k != "path"}
     return {
@@ -255,7 +261,8 @@ def request(plan: Plan) -> dict[str, Any]:
         "backend": backend,
         "processes": plan.processes,
         "config": dict(config),
-        "layers": LAYERS,
+        "ranks": list(ranks),
+        "layers": list(layers),
     }
 
 

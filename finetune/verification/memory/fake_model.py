@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -14,6 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from finetune.distributed.base import Engine
+from finetune.distributed.layers import cut
+from finetune.distributed.mesh import MeshEngine
 from finetune.errors import FinetuneError
 from finetune.kernels.head import LabelledHead
 from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
@@ -73,17 +77,21 @@ def _grouped_product(
     return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
 
 
-def build(plan: Plan, config: dict[str, Any], layers: int, fake: FakeTensorMode) -> nn.Module:
-    """The recipe's model with its adapter, on fake tensors."""
+def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorMode) -> nn.Module:
+    """What the engine's process holds of the recipe's model with its adapter, on fake tensors."""
+    plan = engine.plan
     recipe = plan.recipe
     attention = recipe.model.attention
     implementation = attention if attention == "eager" else UNPADDED
     dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
     with torch.device("meta"):
         try:
+            short = shortened(config, layers)
             network = AutoModelForCausalLM.from_config(
-                shortened(config, layers), attn_implementation=implementation, dtype=dtype
+                short, attn_implementation=engine.attention(short, implementation), dtype=dtype
             )
+            if isinstance(engine, MeshEngine):
+                network: Any = cut(network, engine.meshes, torch.device("meta"), plan.backend.axes)
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             if isinstance(error, KeyError) and error.args == (UNPADDED,):
                 raise FinetuneError(
@@ -119,9 +127,9 @@ def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
     try:
         found = AutoConfig.for_model(kind, **fields)
         types = config.get("layer_types")
-        # Fields with one entry per layer are shortened as well.
+        # Fields with one entry per layer are shortened or repeated as well.
         lists = {
-            name: value[:layers]
+            name: (value * layers)[:layers]
             for name, value in (fields | ({"layer_types": types} if types else {})).items()
             if isinstance(value, list) and len(value) == found.num_hidden_layers
         }
@@ -211,13 +219,22 @@ def _materialise(network: nn.Module) -> None:
             continue
         for name, old in module.named_parameters(recurse=False):
             if old not in made:  # tied weights share one tensor
-                new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                made[old] = nn.Parameter(new, old.requires_grad)
+                made[old] = nn.Parameter(_empty_like(old.data), old.requires_grad)
             module.register_parameter(name, made[old])
         for name, buffer in module.named_buffers(recurse=False):
             persistent = name not in module._non_persistent_buffers_set
             new = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
             module.register_buffer(name, new, persistent)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    part = torch.empty(tensor.to_local().shape, dtype=tensor.dtype, device="cpu")
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
 
 
 def counts(network: nn.Module) -> tuple[int, int]:

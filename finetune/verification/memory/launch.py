@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.errors import FinetuneError
@@ -13,15 +14,16 @@ from finetune.planner.estimate.workload import Workload
 from finetune.process import interpreter
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.runs.run import write_json
-from finetune.verification.memory import comparison
+from finetune.verification.memory import comparison, mesh_comparison
 from finetune.verification.memory.comparison import Verification
+from finetune.verification.memory.mesh_comparison import Stages
 
 
-def verify(settled: Plan, workload: Workload | None = None) -> Verification:
+def verify(settled: Plan, workload: Workload | None = None) -> Verification | Stages:
     """Trace a step of the real model with fake tensors, and compare the formulas with it.
 
-    The trace runs as rank 0 of the job if the engine supports it, otherwise as the same work on one
-    device.
+    The trace runs as rank 0 of the job if the engine supports it, for a pipeline as the first rank
+    of both ends and of one stage between them, otherwise as the same work on one device.
 
     Args:
         workload: input of the formulas; None for a model without formulas.
@@ -35,9 +37,11 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
             f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
             "fsdp_shard_grad_op on the processes of a copy"
         )
+    if settled.traits.divides:
+        return _stages(settled, workload)
     sharded = settled.traits.traced and settled.processes > 1
     traced = settled if sharded else comparison.alone(settled)
-    steps = _rehearse(traced)
+    (steps,) = _rehearse(traced, [0], comparison.LAYERS)
     layers = comparison.layers_of(config_of(settled.recipe)[0])
     offload = sharded and backend.offload != "none"
     found = comparison.extrapolate(steps, layers, settled.accumulation, offload)
@@ -49,18 +53,38 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification:
     )
 
 
-def _rehearse(settled: Plan) -> list[comparison.Step]:
-    """The traced steps, from a process that runs as rank 0 of the plan's job."""
+def _stages(settled: Plan, workload: Workload | None) -> Stages:
+    """Trace the first rank of both ends of a pipeline and of one stage between them."""
+    stages = mesh_comparison.stages_of(settled)
+    ranks = [stage * settled.processes // settled.mesh.pipeline for stage in stages]
+    traced = _rehearse(settled, ranks, mesh_comparison.LAYERS)
+    count = comparison.layers_of(config_of(settled.recipe)[0])
+    if workload is not None:
+        workload = comparison.as_traced(settled, workload, sharded=True)
+    notes = comparison.notes(settled, sharded=True)
+    found: dict[int, Verification] = {}
+    for stage, steps in zip(stages, traced, strict=True):
+        layers = mesh_comparison.layers_at(settled, stage, count)
+        each = comparison.extrapolate(steps, layers, settled.accumulation, offload=False)
+        found[stage] = mesh_comparison.compare(each, workload, settled, stage, notes)
+    return Stages(found)
+
+
+def _rehearse(
+    settled: Plan, ranks: Sequence[int], layers: Sequence[int]
+) -> list[list[comparison.Step]]:
+    """The traced steps of each rank, from processes that run as those of the plan's job."""
     count = str(settled.processes)
     environment = {key: value for key, value in os.environ.items() if not _of_a_launch(key)}
     # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if settled.processes > 1:
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count}
+        environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # not cpu:0, where no fake tensor is
         environment |= {"LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        write_json(request, comparison.request(settled))
+        write_json(request, comparison.request(settled, ranks, layers))
         command = interpreter.python(
             "-m", "finetune.verification.memory", str(request), str(answer)
         )
@@ -75,10 +99,10 @@ def _rehearse(settled: Plan) -> list[comparison.Step]:
         told = json.loads(answer.read_text()) if answer.exists() else {}
     if "problems" in told:
         raise FinetuneError(*told["problems"])
-    if "steps" not in told:
+    if "ranks" not in told:
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         raise FinetuneError(f"--verify: the model cannot be traced: {last}")
-    return told["steps"]
+    return told["ranks"]
 
 
 def _of_a_launch(key: str) -> bool:

@@ -6,25 +6,20 @@ collective immediately.
 
 import contextlib
 import dataclasses
-import datetime
-import tempfile
+import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from finetune.data.collate import MicroBatch
+from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed.base import Engine
-from finetune.distributed.build import build as build_engine
-from finetune.errors import FinetuneError
-from finetune.planner import Plan
+from finetune.distributed.layers import is_elsewhere
+from finetune.distributed.mesh import MeshEngine
 from finetune.training import optim
-from finetune.verification.memory.fake_model import Packed, build, counts, layers_of, register
+from finetune.verification.memory.fake_model import Packed, counts, layers_of
 from finetune.verification.memory.tracker import (
     ADAPTERS,
     CASTS,
@@ -34,6 +29,9 @@ from finetune.verification.memory.tracker import (
     WEIGHTS,
     Tracker,
 )
+
+Counts = dict[str, dict[str, tuple[int, int]]]
+"""Collectives by phase and kind, on a mesh with the axis before it: number and payload bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,64 +50,29 @@ class Rehearsed:
     """Bytes that layers save for the backward pass."""
     peaks: dict[str, dict[str, int]]
     """Bytes by label at the peak of each moment."""
-    collectives: dict[str, dict[str, tuple[int, int]]]
-    """Number and payload bytes of collectives, by phase and kind."""
+    collectives: Counts
 
 
-def join(processes: int) -> None:
-    """Become rank 0 of a fake process group, whose collectives complete without other ranks."""
-    if processes > 1:
-        dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
-
-
-def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehearsed]:
-    """Take two steps with each number of layers and measure the second.
-
-    Raises:
-        FinetuneError: transformers does not know the model, or it cannot be traced.
-    """
-    register()
-    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
-        engine = build_engine(plan, Path(scratch), datetime.timedelta(minutes=5))
-        steps: list[Rehearsed] = []
-        for layers in sizes:
-            # A tensor of another mode would be copied, and its bytes counted twice.
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-            network = build(plan, config, layers, fake)
-            try:
-                steps.append(_Step(engine, network, layers, fake).run())
-            except DataDependentOutputException as error:
-                raise FinetuneError(
-                    f"--verify: the step reads a value of a tensor ({error.func}), and fake "
-                    f"tensors have none: {_reader(plan)} cannot be traced"
-                ) from None
-        return steps
-
-
-def _reader(plan: Plan) -> str:
-    """What reads values of tensors: torch 2.13's Adafactor, or a model that routes by value."""
-    return "optim.name=adafactor" if plan.recipe.optim.name == "adafactor" else "the model"
-
-
-class _Step:
+class Step:
     """Traces a second step, in which the optimizer's moments already exist."""
 
     def __init__(
         self, engine: Engine, network: nn.Module, layers: int, fake: FakeTensorMode
     ) -> None:
-        self.engine, self.plan, self.count = engine, engine.plan, layers
-        self.layers = layers_of(network, layers)
+        self.engine, self.plan = engine, engine.plan
+        self.layers = [each for each in layers_of(network, layers) if not is_elsewhere(each)]
+        self.count = len(self.layers)
         self.trained, whole = counts(network)
         self.parameters = whole - (self.trained if engine.plan.recipe.adapter else 0)
         self.packed = [module for module in network.modules() if isinstance(module, Packed)]
-        self.fake, self.tracker = fake, Tracker()
+        self.fake, self.tracker = fake, Tracker(engine.plan.mesh)
         self.forwards = False
         self.saved: int | None = None
         self.before = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
         head = network.get_output_embeddings()
-        if head is not None:
+        if head is not None and not is_elsewhere(head):
             head.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         self._prepare(network)
         recipe = self.plan.recipe
@@ -118,6 +81,10 @@ class _Step:
     def _prepare(self, network: nn.Module) -> None:
         """`Engine.prepare` in two parts, as Accelerate 1.15 finds FSDP2's parameters by address."""
         engine = self.engine
+        if isinstance(engine, MeshEngine):
+            optimizer = optim.build(network, self.plan.recipe.optim, self.plan.lr, engine.device)
+            engine.wrap(network, optimizer)
+            return
         engine.wrap_alone(network)
         engine.optimizers = optim.build(
             engine.model, self.plan.recipe.optim, self.plan.lr, engine.device
@@ -168,8 +135,7 @@ class _Step:
 
     def run(self) -> Rehearsed:
         with self.fake:
-            self._micro_batch(last=True)
-            self._update()
+            self._warm_up()
             self.saved = None
             held = self._hold()
             with self.tracker:
@@ -184,6 +150,11 @@ class _Step:
             peaks={name: peak.parts for name, peak in self.tracker.peaks.items()},
             collectives=self._collectives(),
         )
+
+    def _warm_up(self) -> None:
+        """A step after which the optimizer has its moments."""
+        self._micro_batch(last=True)
+        self._update()
 
     def _hold(self) -> dict[str, int]:
         """Register tensors that persist between steps; returns their bytes by label."""
@@ -226,19 +197,17 @@ class _Step:
 
     def _update(self) -> None:
         """`Engine.step` without reading the norm, as fake tensors have no values."""
-        self.engine.clip()
+        with _no_limit(self.engine):
+            self.engine.clip()
         self.engine.update(taken=True)
 
     def _micro_batch(self, last: bool) -> None:
         """Run a forward and a backward pass as `train_step` does."""
         recipe, engine, tracker = self.plan.recipe, self.engine, self.tracker
         tracker.begin("forward: embedding")
-        ids = torch.zeros(self.shape, dtype=torch.int64)
-        batch = MicroBatch(
-            ids, ids, None, recipe.batch.micro_rows, ids.numel(), ids.numel(),
-            document_labels=torch.full(self.shape[:1], self.shape[1]),
-            columns={"reference": torch.zeros(self.shape[0])},
-        )  # fmt: skip
+        shared = self.plan.mesh.sequence > 1  # parts of rows count labels
+        with unset_fake_temporarily() if shared else contextlib.nullcontext():
+            (batch,) = engine.settle([self._batch()], 0)
         with engine.unsynchronised(last), _autocast_as_on_a_gpu(engine):
             self.forwards = True
             loss = recipe.loss(engine.model, batch)
@@ -247,13 +216,47 @@ class _Step:
             total = loss.sum if loss.balance is None else loss.sum + loss.balance
             engine.backward(total * 1.0, last)
 
-    def _collectives(self) -> dict[str, dict[str, tuple[int, int]]]:
-        found: dict[str, dict[str, tuple[int, int]]] = {}
+    def _batch(self) -> MicroBatch:
+        """A micro-batch of complete rows, every token of which is trained."""
+        shape, bounds = self.shape, None
+        if self.plan.mesh.sequence > 1:
+            shape, bounds = (1, math.prod(self.shape)), _side_by_side(*self.shape)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        return MicroBatch(
+            ids, ids, None, self.plan.recipe.batch.micro_rows, ids.numel(), ids.numel(), bounds,
+            document_labels=torch.full(self.shape[:1], self.shape[1]),
+            columns={"reference": torch.zeros(self.shape[0])},
+        )  # fmt: skip
+
+    def _collectives(self) -> Counts:
+        found: Counts = {}
         for each in self.tracker.collectives:
             phase = found.setdefault(each.phase, {})
-            number, payload = phase.get(each.kind, (0, 0))
-            phase[each.kind] = (number + 1, payload + each.payload)
+            name = f"{each.axis} {each.kind}".strip()
+            number, payload = phase.get(name, (0, 0))
+            phase[name] = (number + 1, payload + each.payload)
         return found
+
+
+def _side_by_side(rows: int, length: int) -> Boundaries:
+    """Rows of one length beside one another."""
+    numbers = tuple(range(0, (rows + 1) * length, length))
+    positions = torch.arange(length).repeat(rows)[None]
+    return Boundaries(positions, torch.zeros(rows + 1, dtype=torch.int32), length, numbers)
+
+
+@contextlib.contextmanager
+def _no_limit(engine: Engine) -> Iterator[None]:
+    """A mesh compares the norm with the limit on the host; nothing else of a step does."""
+    plan = engine.plan
+    if isinstance(engine, MeshEngine):
+        unlimited = dataclasses.replace(plan.recipe.optim, max_grad_norm=None)
+        recipe = dataclasses.replace(plan.recipe, optim=unlimited)
+        engine.plan = dataclasses.replace(plan, recipe=recipe)
+    try:
+        yield
+    finally:
+        engine.plan = plan
 
 
 @contextlib.contextmanager

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from finetune.planner.mesh import Mesh
 
 OTHER = "activations"
 """Label of everything else: activations, logits, gradients of activations."""
@@ -32,9 +35,17 @@ LABELLED_BY_OPERATOR = {
 }
 """FSDP2's operators (torch 2.13) and the labels of the tensors that they write."""
 
-GATHERS = ("allgather", "all_gather")
-SCATTERS = ("reduce_scatter",)
-REDUCES = ("allreduce", "all_reduce")
+DIVIDING = {"pipeline", "tensor", "sequence", "experts"}
+"""Axes of a mesh that divide a model."""
+SPACES = ("c10d::", "_c10d_functional::", "deepspeed::dim_zero_all_to_all")
+KINDS = {
+    "all_gather": ("allgather", "all_gather"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_reduce": ("allreduce", "all_reduce"),
+    "all_to_all": ("alltoall", "all_to_all"),
+    "send": ("send",),
+}
+"""Collectives, and what is in the names of their operators."""
 
 
 def _dequantised(weight: torch.Tensor, shape: Sequence[int], blocksize: int) -> int:
@@ -60,6 +71,8 @@ class Collective:
     """Bytes of the unsharded tensor that is gathered or reduced."""
     phase: str
     """The micro-batch or update in which it happens."""
+    axis: str = ""
+    """Axis of the mesh along which its ranks differ; empty if the model is not divided."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +96,14 @@ class _Storage:
 class Tracker(TorchDispatchMode):
     """Tracks every storage that an operation creates until it is freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        """`mesh`: of the job; where it divides a model, collectives are told apart by axis."""
         super().__init__()
+        self.mesh = mesh
+        self.marks: list[str] = []
+        """Names of the parts of a step that are under way, as they are marked for a profile."""
+        self.entered: Callable[[str], None] = lambda _: None
+        """Called with the name of each part of a step that is marked for a profile."""
         self.storages: dict[int, _Storage] = {}
         self.totals: dict[str, int] = {}
         self.collectives: list[Collective] = []
@@ -129,6 +148,13 @@ class Tracker(TorchDispatchMode):
         name = func._schema.name
         if name == "prim::device":
             return result
+        if name == "profiler::_record_function_enter_new":
+            self.marks.append(args[0])
+            self.entered(args[0])
+            return result
+        if name.startswith("profiler::_record_function_exit"):
+            self.marks.pop()
+            return result
         label = (
             LABELLED_BY_OPERATOR.get(name) or self._cast(name, args) or self._refilled(name, args)
         )
@@ -137,7 +163,7 @@ class Tracker(TorchDispatchMode):
                 self._follow(tensor, label)
         if label is not None:
             self._label_written(func, args, given, label)
-        if name.startswith(("c10d::", "_c10d_functional::")):
+        if name.startswith(SPACES):
             self._count(name, args, result)
         scratch = SCRATCH.get(name)
         self._note(scratch(args) if scratch else 0)
@@ -201,14 +227,28 @@ class Tracker(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         payload = max((tensor.numel() * tensor.itemsize for tensor in tensors + made), default=0)
-        for kind, spellings in (
-            ("all_gather", GATHERS),
-            ("reduce_scatter", SCATTERS),
-            ("all_reduce", REDUCES),
-        ):
+        for kind, spellings in KINDS.items():
             if any(spelling in operator for spelling in spellings):
-                self.collectives.append(Collective(kind, payload, self.phase))
+                axis = self._axis(args)
+                self.collectives.append(Collective(kind, payload, self.phase, axis))
                 return
+
+    def _axis(self, given: Sequence[Any]) -> str:
+        """The axis along which the ranks of a collective lie, by its operator's arguments.
+
+        Empty where the mesh divides no model. FSDP2 shards over processes that share rows too.
+        """
+        mesh = self.mesh
+        if mesh is None or not DIVIDING & mesh.summary().keys():
+            return ""
+        places = [mesh.place(rank) for rank in _ranks(given)]
+        along = {axis for axis in places[0] if len({place[axis] for place in places}) > 1}
+        if along == {"shard", "tensor"} and mesh.experts > 1:
+            return "experts"
+        if along and along <= {"shard", "sequence"}:
+            sharding = any(mark.startswith("FSDP::") for mark in self.marks)
+            return "sequence" if along == {"sequence"} and not sharding else "shard"
+        return " and ".join(sorted(along))
 
     def _note(self, scratch: int) -> None:
         parts = self.parts()
@@ -216,3 +256,14 @@ class Tracker(TorchDispatchMode):
         # On ties take the last, when the operator that fills a buffer has labelled it.
         if self.moment and total >= self.peaks.get(self.moment, Peak(-1, {})).total:
             self.peaks[self.moment] = Peak(total, parts | {OTHER: parts.get(OTHER, 0) + scratch})
+
+
+def _ranks(given: Sequence[Any]) -> list[int]:
+    """Ranks of the group that is among the arguments of a collective's operator."""
+    groups: Any = dist.distributed_c10d
+    for each in given:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))
+        if isinstance(each, str) and each not in ("sum", "avg", "max"):
+            return dist.get_process_group_ranks(groups._resolve_process_group(each))
+    raise AssertionError(f"a collective without a group: {given}")
