@@ -2,10 +2,9 @@
 
     python -m tests.method_matrix
 
-A cell is `yes` where a test trains the method on a backend of the group (`RUN` names it), `allowed`
-where the planner lets it through and no test of its own trains it there, and `no` where the planner
-refuses it with the reason below the table. What an adapter or a quantised base adds is another
-table's: a run is possible where both say so, which `exceptions` checks cell by cell.
+A cell is `yes` where a test trains the method on a backend of the group (`test_of` names it), and
+`no` where the planner refuses it with the reason below the table. What an adapter or a quantised
+base adds is another table's: a run is possible where both say so, which `exceptions` checks.
 """
 
 import dataclasses
@@ -56,6 +55,8 @@ PUBLISHED = "test_training_reproduces_published_values"
 DIVIDED = "test_division.py::test_every_division_learns_what_one_process_learns"
 EXPERTS = "test_divided_experts.py::test_divided_experts_learn_what_one_process_learns"
 FIRST = "test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work"
+EVERYWHERE = "test_method_backends.py::test_a_method_trains_there_as_on_one_process"
+PACKS = "test_method_backends.py::test_packs_train_as_rows_do"
 SAMPLED = "test_rollouts.py::test_processes_sample_the_same_and_take_the_same_steps"
 
 
@@ -108,7 +109,7 @@ RUN: dict[str, dict[str, str]] = {
     },
     "rloo": _on("one process", "test_online.py::test_losses_and_gradients_are_the_published_ones"),
 }  # fmt: skip
-"""The test that trains a method on a group of backends, or packed."""
+"""Tests that train a method on a group of backends, or packed; `EVERYWHERE` trains the others."""
 
 
 def recipe_of(method: str, kind: str = "all weights", packing: bool = False) -> Recipe:
@@ -159,12 +160,15 @@ def exceptions() -> list[str]:
     return found
 
 
+def test_of(method: str, column: str) -> str:
+    """The test that trains a method on a group of backends, or packed."""
+    return RUN[method].get(column, PACKS if column == PACKED else EVERYWHERE)
+
+
 def cell(method: str, column: str) -> str:
-    """`yes`, `allowed` or `no`."""
+    """`yes` or `no`."""
     backend = "single" if column == PACKED else GROUPS[column][0]
-    if reasons(recipe_of(method, packing=column == PACKED), backend):
-        return "no"
-    return "yes" if column in RUN[method] else "allowed"
+    return "no" if reasons(recipe_of(method, packing=column == PACKED), backend) else "yes"
 
 
 def table() -> str:
