@@ -216,7 +216,7 @@ def test_a_gpu_without_memory_of_its_own_is_described_by_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_smi(tmp_path, f"echo '{GB10}'", monkeypatch)
-    with pytest.raises(FinetuneError, match="GB10 tells no memory of its own; describe it by"):
+    with pytest.raises(FinetuneError, match="GB10 reports no dedicated memory; describe it by"):
         hardware.installed()
 
 

@@ -586,7 +586,7 @@ def test_a_model_that_is_nowhere_is_refused_without_a_network(
     words = ["plan", "llama3_1_8b_full", "model.name=acme/unknown", "--gpu", "H100-80"]
     done = finetune(*words, "--backend", "single", env={"HF_HUB_OFFLINE": "1"})
     assert done.status == 2
-    assert "the hub did not give it (HF_HUB_OFFLINE is set); name a local folder" in done.stderr
+    assert "the hub did not provide it (HF_HUB_OFFLINE is set); name a local folder" in done.stderr
 
 
 def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:

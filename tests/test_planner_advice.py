@@ -162,7 +162,7 @@ def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus(
     assert all(each["axes"] for each in options)
     first = options[0]
     assert reason.startswith(f"{first['backend']} (tensor {first['axes']['tensor']}) fits")
-    assert reason.endswith("1536 rows a step are too few for 3072 groups of their own")
+    assert reason.endswith("1536 rows a step are too few for 3072 parallel groups")
     # What is printed last is what runs.
     assert command.run(words(*machine), recipe) == 0
     said = capsys.readouterr().out.splitlines()[-1].split()
@@ -556,7 +556,7 @@ def test_four_bits_are_proposed_before_a_disk(capsys: pytest.CaptureFixture[str]
     assert command.run(words(*given), recipe) == 0
     text = capsys.readouterr().out
     assert text.startswith("zero3_nvme fits")
-    assert "before a disk, change this, which fits without offload\n  -" in text
+    assert "before offloading to disk, try these changes, which fit without offload\n  -" in text
     assert "frozen weights in 4 bits: model.quantization=nf4 (fits)" in text
     assert command.run(words(*given, "--json"), recipe) == 0
     found = json.loads(capsys.readouterr().out)

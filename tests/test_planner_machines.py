@@ -67,7 +67,7 @@ def test_a_gpu_without_bf16_is_timed_in_fp32_and_says_what_its_fast_type_is(
         assert command.run(words("--gpu", name, *more), recipe().with_lora()) == 0
         text = capsys.readouterr().out
         assert f"{name} has no bf16 units: PyTorch computes it in fp32" in text
-        assert "training refuses it there: use --precision fp16" in text
+        assert "training refuses bf16 on it: use --precision fp16" in text
     given = ("--gpu", name, "--backend", "single", "--precision", "fp32")
     assert command.run(words(*given), recipe().with_lora()) == 0
     assert "bf16 units" not in capsys.readouterr().out

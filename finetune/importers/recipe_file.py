@@ -64,7 +64,7 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
     """The text of the file; fields with default values are commented out."""
     values = catalog.to_fields(recipe)
     lines = [f"# {heading}", *(f"# {' '.join(note.split())}".rstrip() for note in notes)]
-    lines += ["# Lines behind # are the defaults; take the # away to change one.", ""]
+    lines += ["# Commented lines are defaults; uncomment a line to change it.", ""]
     lines.append(f"method: {values['method']}")
     default = _defaults(type(recipe))
     for field in dataclasses.fields(recipe):

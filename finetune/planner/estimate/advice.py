@@ -268,7 +268,7 @@ def reason(best: Option, found: Iterable[Option]) -> str:
     ]  # fmt: skip
     room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
     if name in ("single", "ddp"):
-        return f"{name} fits ({room}) and moves least: nothing needs to be sharded"
+        return f"{name} fits ({room}) and sends least: nothing needs to be sharded"
     if not simpler:
         return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
     return f"{name} fits ({room}); {_what_lacks(simpler)}"
@@ -296,7 +296,7 @@ def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
     begun = f"{best.words} fits ({room}{stages})"
     if not undivided:
         rows = best.workload.rows * best.workload.accumulation * layout.data
-        return f"{begun}; {rows} rows a step are too few for {layout.processes} groups of their own"
+        return f"{begun}; {rows} rows a step are too few for {layout.processes} parallel groups"
     fitting = [each for each in undivided if each.status != "no"]
     if not fitting:
         return f"{begun}; {_what_lacks(undivided)}"

@@ -54,9 +54,9 @@ def _candidates(
         yield "recompute activations", setting, with_(checkpointing="full")
     elif workload.checkpointing == "full" and not workload.activations_on_host:
         setting = "model.activation_checkpointing=offload"
-        yield "let what is kept wait on the host", setting, with_(activations_on_host=True)
+        yield "offload kept activations to the host", setting, with_(activations_on_host=True)
     if workload.loss.logits:
-        yield "a loss that never holds all logits", "kernels.head=chunked", with_(loss=CHUNKED)
+        yield "a loss without all logits in memory", "kernels.head=chunked", with_(loss=CHUNKED)
     for layout in (*advice.layouts(machine), *advice.offloads(machine)):
         if layout != workload.layout and layout.share("optimizer") >= workload.layout.share(
             "optimizer"

@@ -93,7 +93,7 @@ def plan_grid(
     """
     if recipe.adapter is not None:
         raise FinetuneError(
-            "--tensor, --pipeline: this arithmetic is of training all weights, and the recipe "
+            "--tensor, --pipeline: this estimate covers training all weights, and the recipe "
             "trains an adapter; use adapter=null"
         )
     if tensor < 1 or pipeline < 1:

@@ -253,7 +253,7 @@ def installed() -> list[GPU]:
     for name, reported in listed():
         if reported is None:
             raise FinetuneError(
-                f"this machine's {name} tells no memory of its own; describe it by --gpu-memory "
+                f"this machine's {name} reports no dedicated memory; describe it by --gpu-memory "
                 "... --tflops ... --bandwidth ..."
             )
         found.append(of_driver(name, reported))

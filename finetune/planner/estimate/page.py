@@ -138,8 +138,8 @@ def emulated(machine: Machine) -> str:
     return (
         f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
         f"{gpu.flops * gpu.single / 1e12:.3g} TFLOPS instead of {gpu.flops / 1e12:.3g}, and the "
-        "time here is counted so; training refuses it there: use --precision fp16, the 16-bit type "
-        "of its tensor cores"
+        "time here assumes that; training refuses bf16 on it: use --precision fp16, the 16-bit "
+        "type of its tensor cores"
     )
 
 
@@ -181,7 +181,7 @@ def table(prediction: Prediction) -> str:
 def time(prediction: Prediction) -> str:
     """Time and communication of a step, and the complete run."""
     times, volume = prediction.times, prediction.volume
-    hidden = f"{times.overlap:.0%} of communication runs beside it"
+    hidden = f"{times.overlap:.0%} of communication overlaps with it"
     lines = [
         "one step",
         f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
@@ -215,7 +215,7 @@ def whole_run(prediction: Prediction) -> str:
     """Steps, time and cost of the complete run."""
     if prediction.seconds is None or prediction.gpu_hours is None:
         packing = prediction.plan.recipe.batch.packing
-        more = " and --row-tokens, their tokens on average: packs are counted by" if packing else ""
+        more = " and --row-tokens (their average length), to count packs" if packing else ""
         return f"whole run: unknown until the rows are counted; give --rows{more}"
     cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
     before = prediction.reference_seconds
@@ -228,18 +228,18 @@ def whole_run(prediction: Prediction) -> str:
 
 def what_to_change(changes: Sequence[Change]) -> str:
     """Single changes with the memory that each saves."""
-    lines = ["what to change, and what it alone gives"]
+    lines = ["possible changes, and what each saves"]
     return "\n".join(lines + [_change(change) for change in changes])
 
 
 def before_disk(changes: Sequence[Change]) -> str:
     """Changes to try before NVMe offload."""
-    lines = ["before a disk, change this, which fits without offload"]
+    lines = ["before offloading to disk, try these changes, which fit without offload"]
     return "\n".join(lines + [_change(change) for change in changes])
 
 
 def _change(change: Change) -> str:
-    fits = "fits" if change.fits else "not enough alone"
+    fits = "fits" if change.fits else "not enough by itself"
     return f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})"
 
 

@@ -143,8 +143,8 @@ def _download(name: str, revision: str | None) -> Any:
         reason = str(error).split("\n")[0]
         raise FinetuneError(
             f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
-            f"it is in no table of ours, and the hub did not give it ({reason}); name a local "
-            "folder that has one, or give model.config"
+            f"it is not in the built-in table, and the hub did not provide it ({reason}); name a "
+            "local folder that has one, or give model.config"
         ) from None
 
 
