@@ -116,6 +116,14 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     assert Path("eval/judged/index.html").is_file()
 
 
+def test_two_models_at_one_url_are_compared(url, data, capsys):
+    words = ["--data", str(data), "--model-name", "knows", "--against-model-name", "cut", "--json"]
+    assert cli.main(["eval", url, "--against", url, *words]) == 0
+    exact = json.loads(capsys.readouterr().out)["measures"]["exact"]
+    assert (exact["before"], exact["after"]) == (0.0, 0.75)
+    assert {body["model"] for body in Handler.seen} == {"knows", "cut"}
+
+
 def test_a_judge_is_asked_in_both_orders(url):
     compared = [("q", "right", "rig"), ("q", "rig", "right"), ("q", "right", "right")]
     found = win_rate(Judge(open_endpoint(url, "judge")), compared)

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", help="tasks of lm-evaluation-harness: comma-separated names or YAML files"
     )
     parser.add_argument("--model-name", help="for a URL: the model's name there")
+    parser.add_argument("--against-model-name", help="the same for --against")
     parser.add_argument("--key-file", type=Path, help="file with the API key of the URLs")
     parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
     parser.add_argument("--name", help="name of the folder eval/NAME to write")
@@ -110,6 +111,7 @@ def _request(arguments: argparse.Namespace) -> "Request":
         asking=Asking(arguments.max_new_tokens, arguments.batch_rows),
         code_samples=arguments.code_samples,
         served=arguments.model_name,
+        against_served=arguments.against_model_name,
         key=key,
         general_text=arguments.general_text,
         judge=judged,

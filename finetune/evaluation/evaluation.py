@@ -63,6 +63,8 @@ class Request:
     """Answers for each row of code: above 1, they are drawn."""
     served: str | None = None
     """Of a URL: the name of the model there."""
+    against_served: str | None = None
+    """The same for `against`; None for the name of the subject."""
     key: str | None = None
     general_text: Path | None = None
     judge: Judge | None = None
@@ -250,7 +252,8 @@ def _against(request: Request, subject: Subject, rows_of: Run | None) -> Subject
         return None
     if name == BASE:
         return base_of(subject)
-    return find_subject(name, rows_of or subject.run, None, request.served, request.key)
+    served = request.against_served or request.served
+    return find_subject(name, rows_of or subject.run, None, served, request.key)
 
 
 def _rows(request: Request, source: Run | None) -> list[Asked]:
