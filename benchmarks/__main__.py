@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import (
     checks,
     data,
+    heads,
     kernels,
     memory,
     saving,
@@ -27,7 +28,10 @@ EVERYDAY = ("startup", "training")
 """What is measured when nothing is named."""
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """The same on GPUs: first what decides most."""
-PARTS = (*EVERYDAY, "checks", "data", "kernels", "memory", "saving", "scaling", "serving", "shapes")
+PARTS = (
+    *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "saving", "scaling", "serving",
+    "shapes",
+)  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -89,6 +93,8 @@ def measure(
             return checks.measure(scratch / part, arguments.repeats)
         case "data":
             return data.measure(scratch, arguments.rows)
+        case "heads":
+            return heads.measure()
         case "kernels":
             return kernels.measure(arguments.repeats, arguments.gpu)
         case "memory":

@@ -1,6 +1,7 @@
 """The loss in chunks is that of transformers, with all gradients, for every kind of head."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, VOCABULARY, adapt, build, distance, gradients, inputs
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
 from finetune.methods.losses import sequence_logps, token_logps, token_loss_sum
-from finetune.planner.kernels import LOGITS
+from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
+from finetune.verification.memory.tracker import OTHER, Tracker
 
 FP32 = 2e-6
 """Relative: a sum in another order moves the seventh digit."""
@@ -153,6 +156,37 @@ def test_log_probabilities_add_up_to_the_summed_loss_with_its_gradient(kind: str
     (-logps.sum() * SCALE).backward()
     assert -logps.sum().item() == pytest.approx(loss, rel=FP32)
     assert distance(gradients(model), by_loss) < FP32
+
+
+def peak_of(compute: Callable[..., torch.Tensor], labels: int, hidden: int, words: int) -> int:
+    """Most bytes of new tensors, forward and backward, without a number in them."""
+    with FakeTensorMode(), Tracker() as tracker:
+        weight, states = torch.randn(words, hidden), torch.randn(labels, hidden, requires_grad=True)
+        targets, grad = torch.randint(words, (labels,)), torch.randn(labels)
+        tracker.relabel(OTHER, "given")
+        tracker.begin("step")
+        compute(states, weight, targets).backward(grad)
+    return tracker.peaks["step"].parts[OTHER]
+
+
+def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits() -> None:
+    """Frozen head, fp32: a chunk and a tile of logits, instead of logits, shares and gradients."""
+    labels, hidden, words = 1024, 576, 32_000
+    chunk, tile = (entries // words for entries in (CHUNK_ENTRIES, TILE_ENTRIES))
+
+    def whole(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -F.cross_entropy(F.linear(states, weight), targets, reduction="none")
+
+    def chunked(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        given = states, weight, None, targets, 1.0, None, chunk, tile
+        return head.ChunkedLogProbs.apply(*given)  # type: ignore[no-any-return]
+
+    plain = peak_of(whole, labels, hidden, words)
+    ours = peak_of(chunked, labels, hidden, words)
+    assert plain == 4 * (3 * labels * words + labels)
+    least = 4 * ((chunk + tile) * words + labels * hidden)
+    assert least < ours < least + 8 * labels  # and a few numbers of each label
+    assert ours < plain / 8
 
 
 def test_a_frozen_head_passes_the_gradient_of_log_probabilities_on() -> None:

@@ -221,6 +221,7 @@ class ChunkedLoss(torch.autograd.Function):
             grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, dtype)
             for part, logits in grads.chunks(chunk):
                 loss += grads.count(part, logits, targets[part], scale, cap)
+                del logits  # or two chunks are held while the next is made
         ctx.grads = grads.of(hidden, weight, bias)
         return loss
 
@@ -272,6 +273,8 @@ class ChunkedLogProbs(torch.autograd.Function):
                     here = slice(part.start + first, part.start + min(first + few, len(logits)))
                     wide = logits[first : first + few]
                     found[here] = tile_logps(wide, targets[here], bias, scale, cap)
+                    del wide
+                del logits
         return found
 
     @staticmethod
@@ -282,6 +285,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, ctx.dtype)
             for part, logits in grads.chunks(chunk):
                 grads.count(part, logits, targets[part], scale, cap, -grad[part])
+                del logits
         return (*grads.of(hidden, weight, bias), *(None,) * 5)
 
 

@@ -225,8 +225,7 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     if workload.cpu and compute != 4:  # torch 2.13 adds bf16 to fp32 through a copy on CPUs
         product += 4.0 * shape.embedding * trained
     working = max(copies * tile, product)  # a tile is freed before the products are computed
-    following = chunk if labelled > rows else 0.0
     # Finally each gradient is cast to the data type of its tensor.
     returned = hidden if hidden != stream else 0.0
     returned += weight if trained and weight != 4.0 * shape.embedding else 0.0
-    return held + chunk + max(working, following, returned)
+    return held + chunk + max(working, returned)
