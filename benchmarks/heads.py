@@ -1,4 +1,4 @@
-"""Memory of a head with its loss: logits of all labels at once, against a chunk of them at a time."""
+"""Memory of a head with its loss: logits of all labels at once, or a chunk at a time."""
 
 from collections.abc import Callable
 from typing import Any
