@@ -1,1 +1,1 @@
-"""How processes train together: one file per engine that Accelerate drives."""
+"""Distributed training: one file per engine, each driven through Accelerate."""

@@ -1,9 +1,8 @@
-"""The engine that Accelerate builds for a plan, driven one step at a time.
+"""Base class of the engines that Accelerate builds for a plan.
 
-Each engine is a subclass in a file of its own: it says what Accelerate is given, compares what was
-built with what was asked, and knows how a step is taken and where each trained element is. On a
-machine without an accelerator every engine runs for real over gloo, with the same configuration
-files.
+Each engine is a subclass in its own file. It provides Accelerate's arguments, compares what
+Accelerate built with the plan, takes steps, and locates each trained element. Without an
+accelerator, every engine runs over gloo with the same configuration files.
 """
 
 import abc
@@ -39,33 +38,34 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Elements that one rank holds between steps.
+    """Element counts that one rank holds between steps.
 
-    Gradients: just before the optimizer's step, or, where each micro-batch is reduced, after the
-    step's first.
+    Gradients are counted just before the optimizer's step, or after the first micro-batch of a step
+    if each micro-batch is reduced.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    """Elements of the first moment in memory (none while it lies on a disk)."""
+    """Elements of the first moment in memory (0 if it is offloaded to disk)."""
 
 
 class Engine(Ranks):
-    """One process's end of the job: the accelerator, the model, and how a step is taken."""
+    """The accelerator and the wrapped model of one process, and the operations of a step."""
 
     kinds: ClassVar[frozenset[DistributedType]]
-    """What Accelerate calls it."""
+    """Accelerate's distributed types that select this engine."""
 
     def __init__(self, plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> None:
         """Build the Accelerator of this process.
 
         Args:
-            nvme_path: folder for a backend that offloads to a disk.
-            timeout: how long a collective waits for the other processes.
+            plan: Plan of the run.
+            nvme_path: Folder for a backend that offloads to disk.
+            timeout: Timeout of collectives.
 
         Raises:
-            FinetuneError: Accelerate built something else than the plan asks for.
+            FinetuneError: Accelerate built something different from the plan.
         """
         self.plan = plan
         if attempt := rendezvous.restarts():
@@ -89,43 +89,43 @@ class Engine(Ranks):
         self.control = group_on_host(self.device) if self.world > 1 else None
         self.held_gradients: int | None = None
         self.notes: list[str] = []
-        """What is to be said of how the model was prepared."""
+        """Notes for the log on how the model was prepared."""
 
-    # What an engine is ---------------------------------------------------------------------------
+    # Methods for subclasses ----------------------------------------------------------------------
 
     @abc.abstractmethod
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
-        """What Accelerate is given besides accumulation and precision."""
+        """Arguments of `Accelerator` in addition to accumulation and precision."""
 
     def settle_libraries(self) -> None:
-        """Before Accelerate is built.
+        """Apply workarounds before Accelerate is built.
 
-        Accelerate 1.15 loads DeepSpeed to see whether a model of another engine is one of its own.
-        That takes half a second, and an installation of DeepSpeed that is broken ends a run of
-        FSDP.
+        Accelerate 1.15 imports DeepSpeed to check whether the model of any engine is wrapped by it.
+        The import takes half a second, and a broken installation of DeepSpeed would end an FSDP
+        run.
         """
         workarounds.without_deepspeed(True)
 
     def compare_built(self, compare: Compare) -> None:
-        """Compare what Accelerate built with the plan, besides what every engine has."""
+        """Compare what is specific to this engine in what Accelerate built with the plan."""
         return
 
     def compare_wrapped(self, compare: Compare) -> None:
-        """Compare what the model was wrapped in with the plan, on the wrapper itself."""
+        """Compare the wrapper of the model with the plan."""
         return
 
     @abc.abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """The fragments that this rank writes; together the ranks write each element once."""
+        """The fragments that this rank writes; the ranks together write each element once."""
 
     @abc.abstractmethod
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         """Fill this rank's fp32 weights and optimizer state from a checkpoint.
 
-        `extras(name)` gives the state of a parameter that is not cut, and its scalars.
+        `extras(name)` returns the unsharded state of a parameter, and its scalars.
         """
 
-    # Where this process is -----------------------------------------------------------------------
+    # Position of this process --------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -137,32 +137,32 @@ class Engine(Ranks):
 
     @property
     def data_rank(self) -> int:
-        """Which share of a step's rows this process reads."""
+        """Index of the share of a step's rows that this process reads."""
         return self.plan.mesh.data_rank(self.rank)
 
     @property
     def data_world(self) -> int:
-        """How many shares a step's rows are dealt to."""
+        """Number of shares that the rows of a step are divided into."""
         return self.plan.mesh.data
 
     @property
     def averaged(self) -> int:
-        """Over how many processes a gradient is averaged, which a loss is multiplied by before."""
+        """Number of processes that a gradient is averaged over; losses are multiplied by it."""
         return self.data_world
 
     @property
     def counts(self) -> bool:
-        """Whether sums over rows take this process's share: one of those with the same rows."""
+        """Whether this process counts in sums over rows: one of the processes with equal rows."""
         return True
 
     @property
     def writes_whole(self) -> bool:
-        """Whether this process writes what is not cut; one of those with the same layers."""
+        """Whether this process writes unsharded state: one of the processes with equal layers."""
         return self.speaks
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank talks to the person and writes the record."""
+        """Whether this is the main process, which prints and writes the run's records."""
         return self.accelerator.is_main_process
 
     @property
@@ -173,17 +173,17 @@ class Engine(Ranks):
 
     @property
     def module(self) -> nn.Module:
-        """The model without what the engine wrapped round it."""
+        """The model without the engine's wrapper."""
         return self.model
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trainable parameters by name, in the same order on every rank."""
+        """Trainable parameters with their names, in the same order on every rank."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
     def owners(self) -> dict[int, torch.optim.Optimizer]:
-        """The optimizer of each trained parameter, without Accelerate's wrapper, by identity."""
+        """The optimizer of each trained parameter, by `id`, without Accelerate's wrapper."""
         return {
             id(parameter): each.optimizer  # type: ignore[attr-defined]
             for each in self.optimizers
@@ -193,27 +193,27 @@ class Engine(Ranks):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
-        """Inside, `from_pretrained` with the yielded words loads what this process holds."""
+        """Context in which `from_pretrained` with the yielded arguments loads the local part."""
         yield {}
 
     def attention(self, config: Any, core: str) -> str:
-        """Name of the attention of a model of a config, around that of one process."""
+        """Name of the attention implementation that wraps `core`, the one of a single process."""
         return core
 
     def divide(self, model: nn.Module) -> nn.Module:
-        """What this process holds of a model that was built complete."""
+        """The local part of a model that was built complete."""
         return model
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Inside, a model is not partitioned while it is built or loaded."""
+        """Context in which a model is not partitioned while it is built or loaded."""
         yield
 
     def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Hand model and optimizers to Accelerate, which shards them in place.
 
         Raises:
-            FinetuneError: the model was wrapped in something else than the plan asks for.
+            FinetuneError: the wrapper of the model differs from the plan.
         """
         self.wrap(model, optimizers)
         differences: list[str] = []
@@ -230,32 +230,33 @@ class Engine(Ranks):
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
 
     def wrap_alone(self, model: nn.Module) -> None:
-        """Wrap a model whose optimizers are made afterwards, on no device (a rehearsal)."""
+        """Wrap a model without placing it on a device or preparing optimizers (for a rehearsal)."""
         self.model = self.accelerator.prepare_model(model, device_placement=False)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Inside, the model runs on this rank alone: its weights are gathered once, at entry."""
+        """Context in which this rank can run the model alone: weights are gathered on entry."""
         yield self.module
 
     def gather_frozen_units(self) -> None:
-        """After a first forward pass: gather once what it did not enter, on every rank together."""
+        """Gather frozen units once after the first forward pass; call it on every rank."""
         return
 
     def reshard(self) -> None:
-        """Give back what forward passes without a backward pass left gathered."""
+        """Reshard what forward passes without a backward pass left gathered."""
         return
 
     def close(self) -> None:
-        """Leave the job: trackers, then the process group."""
+        """End the trackers, then the process group."""
         self.accelerator.end_training()
 
     # A step --------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulate the gradient of a micro-batch; ranks meet at the last one of a step.
+        """Accumulate the gradient of a micro-batch; ranks synchronize at the last one of a step.
 
-        The loss must already carry world x accumulation / terms: every engine divides by both.
+        The loss must already be multiplied by `averaged` x accumulation / terms, because every
+        engine divides by the first two.
         """
         self.accelerator.gradient_state._set_sync_gradients(last)
         self.accelerator.backward(loss)
@@ -269,13 +270,13 @@ class Engine(Ranks):
         loss_of: Callable[[int, nn.Module], torch.Tensor],
         before_last: Callable[[], object],
     ) -> None:
-        """All forward and backward passes of a step.
+        """Run all forward and backward passes of a step.
 
         Args:
-            batches: the micro-batches of this process.
-            seeds: of dropout in each of them.
-            loss_of: the scaled loss of a micro-batch, by its index, from the model.
-            before_last: called before the passes of the last of them.
+            batches: Micro-batches of this process.
+            seeds: Dropout seed of each micro-batch.
+            loss_of: Computes the scaled loss of a micro-batch from its index and the model.
+            before_last: Called before the passes of the last micro-batch.
         """
         for index, seed in enumerate(seeds):
             last = index == len(batches) - 1
@@ -286,34 +287,34 @@ class Engine(Ranks):
                 self.backward(loss_of(index, self.model), last)
 
     def look(self, batch: MicroBatch, loss_of: Callable[[int, nn.Module], torch.Tensor]) -> None:
-        """A forward pass of a micro-batch that `settle` gave, without gradients."""
+        """Run a forward pass of a micro-batch from `settle`, without gradients."""
         loss_of(0, self.model)
 
     def elsewhere(self, model: nn.Module) -> set[int]:
-        """Identities of parameters that another process with other layers counts too."""
+        """The `id`s of parameters that a process with other layers holds and counts too."""
         return set()
 
     def over_stages(self, counts: list[int]) -> list[int]:
-        """Sums over processes with other layers, of counts without what is `elsewhere`."""
+        """Sum counts, which exclude `elsewhere`, over the processes with other layers."""
         return counts
 
     def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What processes with other layers have too, in the order of the layers."""
+        """The values of all processes with other layers, in the order of the layers."""
         return [mine]
 
     def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
-        """The micro-batches of a step as this process computes them; no other is asked."""
+        """The micro-batches of a step as this process computes them, without collectives."""
         return batches
 
     def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Inside, a micro-batch that is not the last keeps its gradients to this rank."""
+        """Context in which gradients stay on this rank, unless the micro-batch is the last."""
         return contextlib.nullcontext()
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Clip, update, and clear the gradients.
 
-        Returns the norm before clipping, and whether the update was made: a gradient that is not
-        finite is dropped, on every rank alike, because its norm is that of the whole job.
+        Returns the global norm before clipping, and whether the update was made: a gradient that is
+        not finite is dropped on every rank, because all ranks see the same norm.
         """
         self.before_step(lr)
         if self.scale.used:
@@ -327,7 +328,7 @@ class Engine(Ranks):
         return norm, taken
 
     def before_step(self, lr: float) -> None:
-        """Tell the optimizers the learning rate, and count the gradients of the first step."""
+        """Set the learning rate of the optimizers; count gradient elements at the first step."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -335,27 +336,27 @@ class Engine(Ranks):
             self.held_gradients = self.gradient_elements()
 
     def clip(self) -> torch.Tensor:
-        """Clip the gradients of an engine that does not by itself; their norm before, a scalar."""
+        """Clip the gradients; returns their norm before clipping, a scalar."""
         limit = self.plan.recipe.optim.max_grad_norm
         bound = float("inf") if limit is None else limit
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), bound)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def update(self, taken: bool) -> None:
-        """Let the optimizers use the gradients, or not, and clear them."""
+        """Step the optimizers if `taken`, and clear the gradients."""
         for optimizer in self.optimizers:
             if taken:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; where ranks hold other parts, all raise what any refused."""
+        """Run a function on every rank; on a mesh, all ranks raise the error of any rank."""
         return work()
 
-    # What this rank holds ------------------------------------------------------------------------
+    # Elements that this rank holds ---------------------------------------------------------------
 
     def held(self) -> Held:
-        """What this rank holds; meaningful after the first step."""
+        """Element counts of this rank; valid after the first step."""
         parameters = sum(self.resident(parameter) for parameter in self.module.parameters())
         return Held(parameters, self.held_gradients or 0, moment_elements(self.states()))
 
@@ -369,15 +370,15 @@ class Engine(Ranks):
         return sum(local(grad).numel() for grad in grads)
 
     def states(self) -> Iterator[dict[str, Any]]:
-        """The optimizers' state, of one tensor after the other."""
+        """The optimizer state of each tensor."""
         for optimizer in self.optimizers:
             yield from optimizer.optimizer.state.values()  # type: ignore[attr-defined]
 
     def _refuse_difference(self) -> None:
-        """Compare what Accelerate built with what the plan asked for.
+        """Compare what Accelerate built with the plan.
 
         Raises:
-            FinetuneError: with every difference; nothing must be trained on anything else.
+            FinetuneError: with every difference.
         """
         differences: list[str] = []
         compare, built = comparing(differences), self.accelerator

@@ -1,7 +1,8 @@
-"""Boxes of a parameter: N-dimensional blocks, as a checkpoint keeps them.
+"""Boxes of a parameter: the N-dimensional blocks that a checkpoint stores.
 
-Any way to cut a tensor is a set of boxes: rows of FSDP are one, a range of flattened elements (a
-piece of a flat buffer under ZeRO) is part of a row, whole rows, and part of a row:
+Any sharding of a tensor is a set of boxes. The rows of an FSDP shard are one box; a range of
+flattened elements (a piece of a flat ZeRO buffer) is part of a row, complete rows, and part of a
+row:
 
     elements 2 to 9 of (3, 4)    . . a a    box at (0, 2) of (1, 2)
                                  b b b b    box at (1, 0) of (1, 4)
@@ -14,7 +15,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Where a block of a tensor begins, and its size, in each dimension; none for a scalar."""
+    """Offsets and sizes of a block of a tensor, one per dimension; empty for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,14 +25,14 @@ class Box:
         return math.prod(self.sizes)
 
     def within(self, offsets: tuple[int, ...]) -> tuple[slice, ...]:
-        """Its elements in a block that begins at `offsets`."""
+        """Slices of this box relative to a block that begins at `offsets`."""
         return tuple(
             slice(mine - start, mine - start + size)
             for mine, start, size in zip(self.offsets, offsets, self.sizes, strict=True)
         )
 
     def shared(self, other: "Box") -> "Box | None":
-        """What two boxes of one tensor have in common."""
+        """The intersection of two boxes of one tensor; None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(a + n, b + m)
@@ -42,7 +43,7 @@ class Box:
 
 
 def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> list[Box]:
-    """The boxes of elements [start, start + numel) of a flattened tensor, in their order."""
+    """The boxes of elements [start, start + numel) of a flattened tensor, in order."""
     if not numel:
         return []
     if not shape:

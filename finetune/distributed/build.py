@@ -1,4 +1,4 @@
-"""The one table of engines: name of the engine in a backend -> its class."""
+"""Build the engine of a plan from the table of engines."""
 
 import datetime
 from pathlib import Path
@@ -24,11 +24,11 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Engine:
-    """The engine of this process; see `Engine`.
+    """Build the engine of this process; see `Engine`.
 
     Raises:
-        FinetuneError: the GPUs of this machine cannot be used as asked, or Accelerate built
-            something else than the plan asks for.
+        FinetuneError: the GPUs of this machine cannot be used as requested, or Accelerate built
+            something different from the plan.
     """
     local_rank, here = rendezvous.local_rank(), rendezvous.neighbours()
     found = device.look(local_rank)

@@ -1,4 +1,4 @@
-"""Differences between what a plan asks for and what Accelerate built."""
+"""Collect differences between a plan and what Accelerate built."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 DIVIDED = "_divided_over_a_mesh"
-"""Attribute of a model that an engine divided and wrapped in nothing."""
+"""Attribute that marks a model which an engine divided over a mesh without a wrapper."""
 
 Compare = Callable[[str, object, object], None]
-"""Notes a difference: what it is in, what the plan has, what was built."""
+"""Records a difference, if any: the name, the value in the plan, the value that was built."""
 
 
 def comparing(differences: list[str]) -> Compare:
-    """What notes each difference between what the plan has and what was built."""
+    """A function that appends each difference between the plan and what was built to a list."""
 
     def compare(what: str, asked: object, built: object) -> None:
         if asked != built:
@@ -24,7 +24,7 @@ def comparing(differences: list[str]) -> Compare:
 
 
 def wrapped_by(model: nn.Module) -> str:
-    """The engine that a model was wrapped by."""
+    """Name of the engine that wrapped a model."""
     if DIVIDED in vars(model):
         return "mesh"
     if isinstance(model, DistributedDataParallel):

@@ -1,10 +1,10 @@
-"""Context parallel: processes share the tokens of a row, and gather the keys of all of them.
+"""Context parallelism by all-gather: processes share the tokens of a row and gather all keys.
 
-As Llama 3 was trained (arXiv:2407.21783, section 3.3.2): each process computes its own tokens'
-queries against the keys and values of the tokens before them, whose gradients are summed back to
-where they came from. Heads need not divide, as they must where tokens are exchanged for heads.
+As in Llama 3 (arXiv:2407.21783, section 3.3.2), each process computes the queries of its own tokens
+against the keys and values of all preceding tokens; the backward pass reduce-scatters their
+gradients. Unlike in Ulysses, the number of heads need not be divisible by the number of processes.
 
-    tokens    a b c d | e f g h    the second process has e to h: e sees a to e, f a to f, ...
+    tokens    a b c d | e f g h    the second process has e to h: e sees a to e, f sees a to f, ...
 """
 
 import itertools
@@ -20,11 +20,11 @@ from transformers import AttentionInterface
 from finetune.errors import FinetuneError
 
 GATHERED = "gathered_keys"
-"""Name of the attention for transformers."""
+"""Name of the attention implementation in transformers."""
 
 
 class Gathered(torch.autograd.Function):
-    """The parts of all processes, along the first dimension; its gradients are summed."""
+    """All-gather along the first dimension, with a reduce-scatter in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -43,10 +43,10 @@ class Gathered(torch.autograd.Function):
 
 
 def register(group: Any) -> str:
-    """Let transformers gather keys and values before attention; returns its name.
+    """Register an attention that gathers keys and values in transformers; returns its name.
 
     Args:
-        group: of the processes that share a row, in the order of its tokens.
+        group: Process group that shares a row, in the order of the tokens.
     """
     rank = torch.distributed.get_rank(group)
 
@@ -60,10 +60,10 @@ def register(group: Any) -> str:
         document_ends: Sequence[int] | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """As `packed_attention.attend`, of the tokens of one process; (1, own tokens, heads, size).
+        """`packed_attention.attend` for the local tokens; (1, own tokens, heads, head size).
 
         Raises:
-            FinetuneError: the model did not hand on where documents end.
+            FinetuneError: the model did not pass on the document boundaries.
         """
         if document_ends is None or attention_mask is not None:
             raise FinetuneError(
@@ -91,15 +91,15 @@ def attention_of_part(
     ends: Sequence[int],
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within documents, of the queries from `start` on.
+    """Causal attention within documents, for the queries from `start` on.
 
     Args:
         query: (1, heads, own tokens, head size).
         key: (1, key heads, tokens, head size).
         value: as `key`.
-        start: place of the first query among the tokens.
+        start: Position of the first query among the tokens.
         ends: 0 and the end of each document, on the host; the last is the number of tokens.
-        scaling: factor of the scores; by default 1 / sqrt(head size).
+        scaling: Factor of the scores; by default 1 / sqrt(head size).
 
     Returns:
         (1, heads, own tokens, head size).
@@ -111,7 +111,7 @@ def attention_of_part(
         if first >= last:
             continue
         queries, seen = query[:, :, first - start : last - start], slice(begin, last)
-        # Of a document that began on another process, the last query sees all that is seen.
+        # If a document began on another process, align the causal mask at the last query and key.
         mask = None if first == begin else _lower_right(last - first, last - begin, query.device)
         parts.append(
             F.scaled_dot_product_attention(
@@ -128,7 +128,7 @@ def attention_of_part(
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """What the last `queries` of `keys` tokens see: on a GPU no mask is written out."""
+    """Causal mask of the last `queries` of `keys` tokens; on a GPU it is not materialized."""
     if device.type == "cuda":
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

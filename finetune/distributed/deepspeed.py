@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: flat partitions of what the stage says, with fp32 masters of its own."""
+"""DeepSpeed ZeRO: flat partitions that depend on the stage, with separate fp32 master weights."""
 
 import contextlib
 import datetime
@@ -25,17 +25,17 @@ from finetune.process import rendezvous
 from finetune.process.start import collecting_later, compiling_later
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of AdamW, the only update rule that the planner lets a sharded backend run."""
+"""State of AdamW, the only optimizer that the planner allows on a sharded backend."""
 
 
 class DeepSpeed(Engine):
-    """ZeRO-1, 2 and 3, by the plan's `shard`."""
+    """ZeRO-1, 2 or 3, selected by the plan's `shard`."""
 
     kinds = frozenset({DistributedType.DEEPSPEED})
 
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         cpu = on_cpu()
-        # Without gloo by name Accelerate 1.15 on CPU believes that each rank is alone.
+        # Without an explicit gloo, Accelerate 1.15 on CPU treats each rank as a single process.
         group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timeout)
         plugin = _plugin(self.plan, nvme_path, cpu)
         return {"deepspeed_plugin": plugin, "kwargs_handlers": [group]}
@@ -62,7 +62,7 @@ class DeepSpeed(Engine):
 
     @property
     def _engine(self) -> Any:
-        """DeepSpeed's own engine, which is what the model was wrapped in."""
+        """DeepSpeed's engine, which wraps the model."""
         return self.model
 
     @property
@@ -71,10 +71,10 @@ class DeepSpeed(Engine):
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Inside, ZeRO-3 does not partition a model while it is built or loaded.
+        """Context in which ZeRO-3 does not partition a model while it is built or loaded.
 
-        Accelerate 1.15's `zero3_init_context_manager(enable=False)` leaves transformers' own
-        reference to the configuration in place, and so partitions all the same.
+        Accelerate 1.15's `zero3_init_context_manager(enable=False)` does not suffice: it leaves
+        transformers' own reference to the configuration in place.
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
@@ -86,9 +86,9 @@ class DeepSpeed(Engine):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """ZeRO-3 gathers all parameters once; its hooks, which would partition them, are off.
+        """ZeRO-3 gathers all parameters once, without the hooks that would partition them again.
 
-        DeepSpeed 0.19 gives no other way to run a module's forward pass on one rank alone.
+        DeepSpeed 0.19 has no other way to run a module's forward pass on a single rank.
         """
         if self._engine.zero_optimization_stage() < 3:
             yield self.module
@@ -116,9 +116,10 @@ class DeepSpeed(Engine):
         _restore_buffers(self.module, buffers)
 
     def _fit_buckets(self, model: nn.Module) -> None:
-        """Let ZeRO-2 and 3 allocate buckets no larger than what they reduce.
+        """Limit the buckets of ZeRO-2 and 3 to the size of the trained parameters.
 
-        DeepSpeed 0.19 allocates one of 500 million elements whole, for an adapter of four too.
+        DeepSpeed 0.19 otherwise allocates a complete bucket of 500 million elements, even for a
+        tiny adapter.
         """
         plugin = self.accelerator.state.deepspeed_plugin
         sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
@@ -126,12 +127,12 @@ class DeepSpeed(Engine):
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """`accelerator.backward` would also take the optimizer's step."""
+        """Not `accelerator.backward`, which would also step the optimizer."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         self._engine.backward(loss)
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """DeepSpeed 0.19 drops a gradient that is not finite in every stage and precision."""
+        """DeepSpeed 0.19 drops gradients that are not finite, in every stage and precision."""
         self.before_step(lr)
         self._engine.step()
         return float(self._engine.get_global_grad_norm()), not self._engine.optimizer.overflow
@@ -140,7 +141,7 @@ class DeepSpeed(Engine):
         partition = getattr(parameter, "ds_tensor", None)  # set by ZeRO-3 only
         if partition is None:
             return super().resident(parameter)
-        return max(parameter.numel(), partition.numel())  # whole while persistent, else empty
+        return max(parameter.numel(), partition.numel())  # unsharded while persistent, else empty
 
     def states(self) -> Iterator[dict[str, Any]]:
         for optimizer in self.optimizers:
@@ -174,7 +175,7 @@ class DeepSpeed(Engine):
     def _pieces(self) -> Iterator[Fragment]:
         for name, parameter in self.trained():
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:  # no piece of it on this rank
+            if mapping is None:  # this rank has no piece of it
                 continue
             state = self._base.state.get(self._partition(parameter), {})
             place = mapping.get_hp_fragment_address()
@@ -205,10 +206,10 @@ class DeepSpeed(Engine):
                 target = base.state[partition][key].narrow(0, place.start, place.numel)
                 target.copy_(reader.range(name, key, start, place.numel))
 
-    # ZeRO-3: a slice of each parameter, padded on the last rank -----------------------------------
+    # ZeRO-3: a slice of each parameter, with padding on the last rank ---------------------------
 
     def _places(self) -> Iterator[tuple[str, nn.Parameter, int, int]]:
-        """Name, parameter, first element and number of elements (without padding) here."""
+        """Name, parameter, first element and number of elements (unpadded) of each local slice."""
         for name, parameter in self.trained():
             zero: Any = parameter
             size = zero.ds_tensor.ds_numel
@@ -216,7 +217,7 @@ class DeepSpeed(Engine):
             yield name, parameter, start, max(0, min(size, zero.ds_numel - start))
 
     def _steps(self) -> float | None:
-        """The optimizer's own count of steps, None before the first."""
+        """The optimizer's step count; None before the first step."""
         for state in self._base.state.values():
             if "step" in state:
                 return float(state["step"])
@@ -254,7 +255,7 @@ class DeepSpeed(Engine):
                 safe_set_local_optimizer_state(parameter, partition(key), key)
 
     def _make_states(self, step: float) -> None:
-        """Give every fp32 partition the state that the optimizer would make at its first step."""
+        """Create the state of every fp32 partition as the optimizer would at its first step."""
         zero = self._engine.optimizer
         for index, partition in enumerate(zero.fp32_partitioned_groups_flat):
             on_disk = zero._swappable_optimizer_subgroup(index)
@@ -287,13 +288,13 @@ def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
     )
     config = plugin.deepspeed_config
     config["train_micro_batch_size_per_gpu"] = recipe.batch.micro_rows
-    # Accelerate drops a clipping of 0 and DeepSpeed 0.19 then clips at 1.0: it is always written.
+    # Always set: Accelerate drops a clipping of 0, and DeepSpeed 0.19 then clips at 1.0.
     config["gradient_clipping"] = recipe.optim.max_grad_norm or 0.0
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW: no compiler needed
     zero = config["zero_optimization"]
     if stage == 3:
-        zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay whole
+        zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay gathered
         zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
         nvme.require_async_io(print if rendezvous.rank() == 0 else _silent)
@@ -307,10 +308,10 @@ def _silent(_: str) -> None:
 
 
 def _load_deepspeed(cpu: bool) -> None:
-    """DeepSpeed, which only its own backends need, without compiling what training never uses.
+    """Import DeepSpeed without compiling what training never uses.
 
-    Version 0.19 builds `deepspeed_shm_comm` at start on CPU, used by inference only, and hands the
-    Muon optimizer, which each engine asks for, to `torch.compile`.
+    Version 0.19 builds `deepspeed_shm_comm`, which only inference uses, at startup on CPU, and
+    passes the Muon optimizer, which each engine imports, to `torch.compile`.
     """
     with collecting_later(), compiling_later():
         import deepspeed
@@ -323,10 +324,10 @@ def _load_deepspeed(cpu: bool) -> None:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Inside, a parameter is described without its values.
+    """Context in which the `repr` of a parameter has no values.
 
-    ZeRO-3 of DeepSpeed 0.19 reads and formats those of every parameter for a message that it does
-    not print.
+    ZeRO-3 of DeepSpeed 0.19 reads and formats the values of every parameter for a message that it
+    does not print.
     """
     described = nn.Parameter.__repr__
     nn.Parameter.__repr__ = object.__repr__
@@ -337,9 +338,9 @@ def without_values() -> Iterator[None]:
 
 
 def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Undo the rounding of buffers: DeepSpeed 0.19 puts them into the type that it computes with.
+    """Undo the rounding of buffers, which DeepSpeed 0.19 casts to its compute type.
 
-    Among them are the biases that choose experts, which transformers keeps in fp32.
+    Among them are the biases of expert routers, which transformers keeps in fp32.
     """
     for name, buffer in module.named_buffers():
         if buffer.dtype != before[name].dtype:
@@ -347,10 +348,10 @@ def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None
 
 
 def _zero_gradient_elements(zero: Any, stage: int) -> int:
-    """Elements of reduced gradients on this rank, where DeepSpeed 0.19 keeps them.
+    """Elements of reduced gradients on this rank, wherever DeepSpeed 0.19 stores them.
 
-    ZeRO-1 in bf16 accumulates whole gradients in fp32. With the optimizer offloaded it is the
-    gradient of the fp32 partition; else a list per group.
+    ZeRO-1 in bf16 accumulates unsharded gradients in fp32. Otherwise they are the gradients of the
+    fp32 partitions if the optimizer is offloaded, or else a list per group.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 

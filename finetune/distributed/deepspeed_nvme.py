@@ -1,7 +1,4 @@
-"""Prepare DeepSpeed's offload to NVMe: its compiled operator, and buffers that are large enough.
-
-The operator is there, or built once, with a word while it takes minutes.
-"""
+"""Prepare DeepSpeed's offload to NVMe: build its operator once, and size its buffers."""
 
 import contextlib
 import fcntl
@@ -30,21 +27,23 @@ EXTENSION = """#pragma once
 #include <torch/types.h>
 #include <torch/csrc/utils/pybind.h>
 """
-"""What DeepSpeed's operators use of `torch/extension.h`, which brings all of torch.nn besides."""
+"""The part of `torch/extension.h` that DeepSpeed's operators use, without all of torch.nn."""
 
 
 def require_room(plan: Plan, folder: Path, processes: int) -> None:
-    """Make sure that a disk can be written and holds what the plan lays on it.
+    """Check that the offload folder is writable and has enough free space for the plan.
 
     Args:
-        processes: how many of this machine share it.
+        plan: Plan of the run.
+        folder: Folder for offloading.
+        processes: Number of processes on this machine, which share the disk.
 
     Raises:
-        FinetuneError: it cannot be written, or has less room than these take.
+        FinetuneError: it is not writable, or has too little free space.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        left = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # written over
+        left = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # will be overwritten
         free = shutil.disk_usage(folder).free + left
     except OSError as error:
         raise FinetuneError(f"--nvme-path {folder}: {error.strerror}") from None
@@ -79,8 +78,7 @@ def configure(config: dict[str, Any], plan: Plan) -> None:
 def _largest_share(plan: Plan) -> int:
     """Elements of one process's share of the model's largest tensor.
 
-    DeepSpeed 0.19 reads a share that is larger than a buffer into the next buffer too, whatever
-    lies there.
+    DeepSpeed 0.19 lets a share that is larger than a buffer overwrite the next buffer.
     """
     model, scores = plan.recipe.model, plan.recipe.scores
     try:
@@ -99,10 +97,10 @@ def _largest_share(plan: Plan) -> int:
 
 
 def require_async_io(say: Callable[[str], None]) -> None:
-    """Make sure that DeepSpeed can read and write a disk asynchronously (NVMe offload).
+    """Make sure that DeepSpeed's asynchronous I/O operator for NVMe offload is built.
 
-    A build that was killed leaves torch's lock file behind, and the next one waits on it for ever.
-    All of our processes build under a lock that dies with them, so that a file found then is stale.
+    A killed build leaves torch's lock file behind, and the next build waits for it forever. All of
+    our processes build under a lock that is released on exit, so a lock file found then is stale.
 
     Raises:
         FinetuneError: libaio is missing, or the operator cannot be built.
@@ -137,9 +135,9 @@ def require_async_io(say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _lean(headers: Path) -> Iterator[None]:
-    """Inside, DeepSpeed's operators are compiled with fewer headers, and nothing for a debugger.
+    """Context in which DeepSpeed's operators are compiled with fewer headers and no debug info.
 
-    A third of the processor time: 13 files of a minute each become 13 of twenty seconds (gcc 12).
+    It takes a third of the CPU time: about 20 instead of 60 seconds for each of 13 files (gcc 12).
     """
     from torch.utils import cpp_extension
 
@@ -152,7 +150,7 @@ def _lean(headers: Path) -> Iterator[None]:
     def load_lean(
         *words: Any, extra_cflags: list[str], extra_include_paths: list[str], **options: Any
     ) -> Any:
-        """Folders of `-I` are searched before those of torch, which are named as a system's."""
+        """`-I` folders are searched before torch's, which are passed as system folders."""
         return load(
             *words,
             extra_cflags=[*extra_cflags, "-g0"],

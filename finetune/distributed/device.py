@@ -1,4 +1,4 @@
-"""Find the device that a process trains on, and what is wrong with it before a model is loaded."""
+"""Find the device that a process trains on, and problems with it before a model is loaded."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from finetune.process import rendezvous
 from finetune.runs import units
 
 BF16_FROM = (8, 0)
-"""Compute capability (Ampere) from which a GPU multiplies bf16; before it, PyTorch emulates it."""
+"""Lowest compute capability (Ampere) with native bf16; PyTorch emulates it on older GPUs."""
 USERS = (
     "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
     "--format=csv,noheader",
@@ -24,37 +24,36 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What PyTorch and the driver say of the GPUs of a machine."""
+    """What PyTorch and the driver report about the GPUs of a machine."""
 
     build: str
-    """Of PyTorch, such as 2.14.1+cu130."""
+    """PyTorch version, such as 2.14.1+cu130."""
     kind: str | None
-    """`cuda` or `hip`, for which it was built; None for a build without."""
+    """`cuda` or `hip`, depending on the PyTorch build; None for a CPU build."""
     usable: int
-    """GPUs that it can use."""
+    """Number of GPUs that PyTorch can use."""
     listed: tuple[str, ...]
-    """Names of those that the driver lists, where PyTorch can use none."""
+    """Names of the GPUs that the driver lists, if PyTorch can use none."""
     visible: str | None
-    """The variable that chooses among them."""
+    """Value of the environment variable that selects GPUs."""
     reason: str = ""
-    """What PyTorch says where it can use none."""
+    """PyTorch's error message if it can use none."""
     capability: tuple[int, int] = (0, 0)
-    """Of this process's GPU; of ROCm it says nothing."""
+    """Compute capability of this process's GPU; not set on ROCm."""
     architectures: tuple[str, ...] = ()
-    """For which PyTorch has code, such as `sm_90`; `compute_90` can be compiled for newer ones."""
+    """Architectures in the PyTorch build, such as `sm_90`; `compute_90` also runs on newer GPUs."""
 
 
 def on_cpu() -> bool:
-    """Whether processes of this machine train on its CPU.
+    """Whether processes train on the CPU, because there is no CUDA or ROCm GPU.
 
-    That is so without a GPU of CUDA or ROCm. Apple's and Intel's GPUs, which have no fp64 or no
-    test here, are left alone: `left_alone` says so.
+    Apple's and Intel's GPUs, which have no fp64 or are untested, are not used; see `left_alone`.
     """
     return not torch.cuda.is_available()
 
 
 def look(local_rank: int) -> Found:
-    """What is there for a process of this machine."""
+    """Inspect the GPUs that a process of this machine can use."""
     kind = "hip" if torch.version.hip is not None else "cuda" if torch.version.cuda else None
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     listed = () if usable else tuple(name for name, _ in hardware.listed())
@@ -79,10 +78,13 @@ def _why_not() -> str:
 
 
 def problems(found: Found, precision: Precision, local_rank: int, here: int) -> list[str]:
-    """Why a process cannot train as it was asked to on the GPUs of its machine.
+    """Reasons why a process cannot train as requested on the GPUs of its machine.
 
     Args:
-        here: processes of the job on this machine.
+        found: GPUs of the machine.
+        precision: Precision of the plan.
+        local_rank: Index of the process on this machine.
+        here: Number of processes of the job on this machine.
     """
     if found.usable == 0:
         return _unusable(found)
@@ -114,7 +116,7 @@ def problems(found: Found, precision: Precision, local_rank: int, here: int) -> 
 def _unusable(found: Found) -> list[str]:
     hidden = found.visible is not None and found.visible.strip() in ("", "-1")
     if not found.listed or found.kind is None or hidden:
-        return []  # it trains on the CPU, and `left_alone` says why
+        return []  # trains on the CPU; `left_alone` gives the reason
     gpus = f"{len(found.listed)} x {found.listed[0]}"
     if found.kind == "cuda" and found.visible is not None:
         last = len(found.listed) - 1
@@ -129,7 +131,7 @@ def _unusable(found: Found) -> list[str]:
 
 
 def left_alone(found: Found) -> list[str]:
-    """One line where a machine has an accelerator and trains on its CPU all the same."""
+    """A note if a machine has an accelerator but trains on its CPU."""
     if found.usable:
         return []
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -148,7 +150,7 @@ def left_alone(found: Found) -> list[str]:
 
 
 def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Whether a build runs on a GPU: code for its generation, or what is compiled when loaded."""
+    """Whether a PyTorch build runs on a GPU, by native code or by PTX that is compiled on load."""
     for name in architectures:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name)
         if found is None:
@@ -161,7 +163,7 @@ def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bo
 
 
 def different(names: list[str]) -> str | None:
-    """A note where the GPUs of a job are not alike; `names` by rank."""
+    """A note if the GPUs of a job differ; `names` are indexed by rank."""
     others = sorted(set(names) - {names[0]})
     if not others:
         return None
@@ -179,11 +181,13 @@ def described(device: torch.device) -> str:
 
 
 def too_full(predicted: float, free: int, total: int, users: Callable[[], list[str]]) -> str | None:
-    """Why a run does not fit beside what is on its GPU already; None where it does.
+    """Reason why a run does not fit next to other processes on its GPU; None if it fits.
 
     Args:
-        predicted: bytes that the plan says, of which a GPU that is empty has enough.
-        users: gives other processes on it.
+        predicted: Bytes that the plan predicts. None is also returned if they exceed `total`.
+        free: Free bytes.
+        total: Bytes of the GPU.
+        users: Function that returns the other processes on the GPU.
     """
     if predicted <= free or predicted > total:
         return None
@@ -197,7 +201,7 @@ def too_full(predicted: float, free: int, total: int, users: Callable[[], list[s
 
 
 def users() -> list[str]:
-    """Processes with memory on a GPU of this machine, as NVIDIA's driver lists them."""
+    """Processes with memory on a GPU of this machine, from NVIDIA's driver."""
     try:
         answer = subprocess.run(
             USERS, capture_output=True, text=True, timeout=hardware.SMI_SECONDS, check=False
@@ -208,7 +212,7 @@ def users() -> list[str]:
 
 
 def users_of(answer: str, own: int) -> list[str]:
-    """The lines of `nvidia-smi` for people, without process `own`."""
+    """Readable descriptions of the processes that `nvidia-smi` lists, without process `own`."""
     found: list[str] = []
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]

@@ -1,4 +1,4 @@
-"""Fill the micro-batches of a step to one shape."""
+"""Pad the micro-batches of a step to one shape."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ from finetune.data.collate import UNTRAINED, MicroBatch
 
 
 def padded(batches: list[MicroBatch], pad_id: int, multiple: int = 1) -> list[MicroBatch]:
-    """Micro-batches in one shape of a multiple of tokens: filled on the right, nothing trained.
+    """Pad micro-batches on the right to one shape, with a multiple of tokens; padding has no loss.
 
-    Causal attention never looks to the right; beside documents the filling is one of its own.
+    Causal attention never looks to the right; in packed rows the padding is a separate document.
     """
     rows = max(batch.ids.shape[0] for batch in batches)
     longest = max(batch.ids.shape[1] for batch in batches)

@@ -10,11 +10,11 @@ from finetune.distributed.boxes import Box, boxes_of
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A part of a parameter with its optimizer state: a range of it flattened, or a block.
+    """A part of a parameter with its optimizer state: a range of flattened elements, or a block.
 
-    `values["weight"]` is the fp32 weight; the others are optimizer state by the optimizer's own
-    names. Each has the elements [start, start + numel), flat, or a block's own shape. `whole` holds
-    state of another size and `scalars` plain numbers.
+    `values["weight"]` is the fp32 weight; the others are optimizer state under the optimizer's own
+    names. Each has the flat elements [start, start + numel), or the shape of the block. `whole` has
+    state of other sizes and `scalars` plain numbers.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Fragment:
     whole: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
     offsets: tuple[int, ...] | None = None
-    """Where a block begins in each dimension; None for a range."""
+    """Offsets of a block in each dimension; None for a range."""
 
     def boxes(
         self, shape: tuple[int, ...], values: torch.Tensor
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes of a parameter of a shape that these values fill, with their elements."""
+        """The boxes that `values` fill in a parameter of `shape`, with the values of each."""
         if self.offsets is not None:
             yield Box(self.offsets, tuple(values.shape)), values
             return
