@@ -1,4 +1,4 @@
-"""FSDP2: each parameter, its gradient and optimizer state cut into rows, in one copy or several."""
+"""FSDP2 and HSDP: parameters, gradients and optimizer state sharded along the first dimension."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from finetune.planner.mesh import Mesh
 
 
 class Fsdp(Native):
-    """Accelerate's FSDP, version 2."""
+    """FSDP2, through Accelerate."""
 
     kinds = frozenset({DistributedType.FSDP})
 
@@ -51,7 +51,7 @@ class Fsdp(Native):
         policy = None
         if backend.precision != "fp32":
             narrow = torch.float16 if backend.precision == "fp16" else torch.bfloat16
-            # Accelerate's default reduces gradients in 16 bits and returns 16-bit logits.
+            # Accelerate's default would reduce gradients in 16 bits and return 16-bit logits.
             policy = MixedPrecisionPolicy(
                 param_dtype=narrow, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
@@ -72,9 +72,10 @@ class Fsdp(Native):
         compare("offload", backend.offload == "all", isinstance(fsdp.cpu_offload, CPUOffloadPolicy))
 
     def compare_wrapped(self, compare: Compare) -> None:
-        """FSDP2's own state of each of its modules, which torch 2.13 keeps in private attributes.
+        """Compare FSDP2's state of each module, which torch 2.13 keeps in private attributes.
 
-        Accelerate 1.15 leaves the head, and what is in no block, whole from forward to backward.
+        Accelerate 1.15 keeps modules outside of blocks, such as the head, gathered from forward to
+        backward, so `reshard_after_forward` is compared for blocks only.
         """
         model, backend = self.model, self.plan.backend
         blocks = {
@@ -84,7 +85,7 @@ class Fsdp(Native):
         compare("parameters that are not sharded", [], whole[:3])
         for name, module in _units(model):
             group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-            if group is None:  # all of its parameters belong to modules within it
+            if group is None:  # all of its parameters belong to inner FSDP modules
                 continue
             place = f"of {name or 'the model'}"
             compare(f"mesh {place}", self.plan.mesh, _mesh_of(group.mesh_info))
@@ -110,7 +111,7 @@ class Fsdp(Native):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._name_units(model)
         if self.plan.widens_shards:
-            with _nothing_trained(model):  # Accelerate 1.15 makes fp32 of all that is
+            with _nothing_trained(model):  # Accelerate 1.15 converts trained parameters to fp32
                 super().wrap(model, optimizers)
             self.model.float()
         else:
@@ -123,10 +124,10 @@ class Fsdp(Native):
         _keep_compute_type_between_units(self.model)
 
     def _name_units(self, model: nn.Module) -> None:
-        """Let FSDP2 wrap the classes of blocks that the model has.
+        """Let FSDP2 wrap only those block classes that the model contains.
 
-        Accelerate 1.15 ends with an error where transformers names one that it does not have:
-        Gemma 3 has the vision half of SigLIP, whose text half is named too.
+        Accelerate 1.15 raises an error if transformers names a class that is missing: Gemma 3 has
+        only the vision part of SigLIP, but the block of its text part is named too.
         """
         there = {type(module).__name__ for module in model.modules()}
         teachers = [each for name, each in model.named_modules() if name.endswith("teacher")]
@@ -140,10 +141,10 @@ class Fsdp(Native):
             plugin.transformer_cls_names_to_wrap = sorted(named & there)
 
     def gather_frozen_units(self) -> None:
-        """Gather once each unit in which nothing is trained.
+        """Gather each completely frozen unit once.
 
         A unit that no forward pass enters (the vision tower of a model that reads text) otherwise
-        lacks what torch 2.13 looks at after a backward pass that accumulates.
+        lacks state that torch 2.13 accesses after a backward pass with accumulation.
         """
         for _, module in _units(self.model):
             group = module._get_fsdp_state()._fsdp_param_group
@@ -153,7 +154,7 @@ class Fsdp(Native):
                 module.reshard()
 
     def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Each micro-batch may be reduced: the plan says when. Copies are summed at the last."""
+        """Reduce each micro-batch if the plan says so; all-reduce replicas at the last."""
         if self.plan.mesh.replicate > 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_all_reduce(last)
@@ -162,17 +163,17 @@ class Fsdp(Native):
         return self.accelerator.no_sync(self.model)
 
     def reshard(self) -> None:
-        """Shards in place of what is whole (torch 2.13).
+        """Reshard all units (torch 2.13).
 
-        The outermost module, and with SHARD_GRAD_OP every module, would else show whole parameters
-        in bf16 in place of the fp32 shards that are trained and saved.
+        The outermost module, and with SHARD_GRAD_OP every module, would otherwise expose unsharded
+        bf16 parameters instead of the fp32 shards that are trained and saved.
         """
         for _, module in _units(self.model):
             module.reshard()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Every unit is unsharded once, and stays so between forward passes (torch 2.13)."""
+        """Every unit is unsharded once, and stays unsharded between forward passes (torch 2.13)."""
         units = [module for _, module in _units(self.model)]
         groups = [module._get_fsdp_state()._fsdp_param_group for module in units]
         usual = [group is not None and group.post_forward_mesh_info is not None for group in groups]
@@ -191,7 +192,7 @@ class Fsdp(Native):
         return mesh.replicate, mesh.place(self.rank)["replicate"]
 
     def first_element(self, parameter: nn.Parameter) -> int:
-        """FSDP2 cuts the first dimension."""
+        """FSDP2 shards the first dimension."""
         data = parameter.data
         if not isinstance(data, DTensor):
             return 0
@@ -202,7 +203,7 @@ class Fsdp(Native):
 
 
 def _mesh_of(info: Any) -> Mesh:
-    """The mesh of a unit of FSDP2 (torch 2.13): with one axis it shards, with two it copies too."""
+    """The mesh of an FSDP2 unit (torch 2.13): one axis shards, a second one replicates."""
     replicate = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
     return Mesh(replicate=replicate, shard=info.shard_mesh_size)
 
@@ -210,8 +211,8 @@ def _mesh_of(info: Any) -> Mesh:
 def select_fsdp_on_cpu(group: InitProcessGroupKwargs) -> None:
     """Make Accelerate choose FSDP on a machine without an accelerator.
 
-    Accelerate 1.15 promotes to FSDP from MULTI_GPU only, not from MULTI_CPU, and then trains plain
-    DDP without a word. Told that it is MULTI_GPU, its own FSDP branch runs, over gloo.
+    Accelerate 1.15 promotes only MULTI_GPU to FSDP, and silently trains MULTI_CPU with plain DDP.
+    With the type set to MULTI_GPU, its FSDP branch runs over gloo.
     """
     state = PartialState(cpu=True, **group.to_kwargs())
     state.distributed_type = DistributedType.MULTI_GPU
@@ -225,7 +226,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 @contextlib.contextmanager
 def _nothing_trained(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that is cut in place has no parameter that is trained."""
+    """Context in which no parameter of a model, which is sharded in place, is trained."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.requires_grad_(False)
     yield
@@ -234,7 +235,7 @@ def _nothing_trained(model: nn.Module) -> Iterator[None]:
 
 
 def _move_scales(model: nn.Module, device: torch.device) -> None:
-    """Put the scales of 4-bit weights where products are made: FSDP2 knows parameters only."""
+    """Move the scales of 4-bit weights to the compute device: FSDP2 moves only parameters."""
     for module in model.modules():
         scales = getattr(module, "quant_state", None)  # of bitsandbytes' layers only
         if scales is not None:
@@ -242,10 +243,10 @@ def _move_scales(model: nn.Module, device: torch.device) -> None:
 
 
 def _keep_compute_type_between_units(model: nn.Module) -> None:
-    """Let FSDP2's units hand on what they computed; only the model as a whole returns fp32.
+    """Let FSDP2 units return their compute type; only the outermost module returns fp32.
 
-    Accelerate 1.15 gives each unit the policy of the whole: a block's bf16 output goes to fp32, and
-    the next block casts it back, with its gradient the other way round. No digit comes of that.
+    Accelerate 1.15 gives each unit the policy of the model: the bf16 output of a block is cast to
+    fp32 and back in the next block, likewise for its gradient, which gains no precision.
     """
     for _, module in _units(model):
         if module is not model:

@@ -1,9 +1,9 @@
-"""FSDP on CPUs: shards and gradients go through memory that the processes of one host share.
+"""FSDP collectives on CPUs through memory that the processes of one host share.
 
-Over gloo each byte goes twice through the kernel's network, on the cores that compute. Here each
-process has a box that all of them read: it writes its part, all meet, and each copies or adds what
-it needs of the others. Gloo still carries the meetings, and so the time limit and a lost process.
-The memory has no name in any file system and goes with the last process that holds it.
+Over gloo each byte passes twice through the kernel's network stack, on the cores that compute.
+Here each process has a buffer that all can read: it writes its part, all ranks synchronize, and
+each copies or adds what it needs from the others. Gloo is still used to synchronize, so timeouts
+and lost processes are detected. The memory is anonymous and is freed with the last process.
 """
 
 import mmap
@@ -18,21 +18,22 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
 SLOT = 8 * 2**20
-"""Bytes that a process hands on at once: what is longer goes in pieces, which fit into caches."""
+"""Bytes that a process sends at a time; longer tensors are sent in pieces that fit into caches."""
 SLOTS = 2
-"""In turns: whoever meets for the next piece has read the one before."""
+"""Slots used in turn: a rank that synchronizes for the next piece has read the previous one."""
 
 
 def share_memory(model: nn.Module, group: dist.ProcessGroup | None = None) -> str | None:
-    """Let the units of FSDP2 gather and reduce through shared memory.
+    """Let FSDP2 units gather and reduce through shared memory.
 
-    Every process of the group calls it, and all of them get the same answer.
+    Every process of the group must call it, and all get the same result.
 
     Args:
-        group: the processes that share a copy of the model; None for all.
+        model: Model that FSDP2 has sharded.
+        group: Processes that share a copy of the model; None for all.
 
     Returns:
-        Why they keep to gloo; None where they share memory.
+        The reason for keeping gloo; None if memory is shared.
     """
     boxes = Boxes.shared(group)
     if isinstance(boxes, str):
@@ -47,7 +48,7 @@ def share_memory(model: nn.Module, group: dist.ProcessGroup | None = None) -> st
 
 
 class Boxes:
-    """The boxes of all processes of a group, in the order of their ranks."""
+    """Shared buffers of all processes of a group, in the order of ranks."""
 
     def __init__(self, boxes: Sequence[mmap.mmap], group: dist.ProcessGroup | None = None) -> None:
         self.group, self.rank = group, dist.get_rank(group)
@@ -57,7 +58,7 @@ class Boxes:
 
     @classmethod
     def shared(cls, group: dist.ProcessGroup | None = None) -> "Boxes | str":
-        """Make a box and open those of the others; or why that cannot be, alike on every rank."""
+        """Create a buffer and open those of the others; or the reason for failure, on all ranks."""
         descriptor, problem = -1, None
         try:
             descriptor = _memory(SLOTS * SLOT)
@@ -75,14 +76,14 @@ class Boxes:
                 problem = f"memory of another process cannot be opened: {error.strerror}"
             problems = [each for each in _of_all(problem, group) if each]
         if descriptor >= 0:
-            os.close(descriptor)  # by now everybody has opened it, or nobody will
+            os.close(descriptor)  # by now all ranks have opened it, or none will
         return problems[0] if problems else cls(boxes, group)
 
     def exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Hand on a part of at most `SLOT` bytes, of the same shape and type on every rank.
+        """Exchange parts of at most `SLOT` bytes, of the same shape and type on every rank.
 
         Returns:
-            The parts of all ranks, to be read before the next exchange.
+            The parts of all ranks, which must be read before the next exchange.
         """
         self.turn = (self.turn + 1) % SLOTS
         length = part.numel() * part.itemsize
@@ -93,7 +94,7 @@ class Boxes:
 
 
 class Collective:
-    """What FSDP2 asks of each collective that it is given."""
+    """Common interface of custom FSDP2 collectives."""
 
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
@@ -114,12 +115,12 @@ class AllGather(Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Put the inputs (n,) of all ranks, in their order, into the output (ranks x n,)."""
+        """Gather the inputs (n,) of all ranks, in order, into the output (ranks x n,)."""
         rows = output_tensor.view(group.size(), -1)
         most = SLOT // input_tensor.itemsize
         for whole, mine in zip(rows.split(most, 1), input_tensor.split(most), strict=True):
             for place, part in zip(whole, self.boxes.exchange(mine), strict=True):
-                if place.data_ptr() != mine.data_ptr():  # FSDP2's input lies in the output
+                if place.data_ptr() != mine.data_ptr():  # FSDP2's input is a view of the output
                     place.copy_(part)
 
 
@@ -134,9 +135,9 @@ class ReduceScatter(Collective):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Put row `rank` of the sum of all inputs (ranks x n,), or of their mean, into (n,).
+        """Write row `rank` of the sum or mean of all inputs (ranks x n,) into the output (n,).
 
-        It is added in the order of ranks: each element alike on whichever rank it belongs to.
+        Summands are added in the order of ranks, so the result does not depend on the rank.
         """
         assert op in (ReduceOp.SUM, ReduceOp.AVG), op
         rows = input_tensor.view(group.size(), -1)
@@ -151,7 +152,7 @@ class ReduceScatter(Collective):
 
 
 def _memory(size: int) -> int:
-    """A descriptor of memory that is there, not promised."""
+    """A file descriptor of memory that is allocated, not just reserved."""
     if not hasattr(os, "memfd_create"):
         raise OSError(0, "this is not Linux")
     descriptor = os.memfd_create("finetune")
@@ -164,7 +165,7 @@ def _memory(size: int) -> int:
 
 
 def _machine() -> tuple[str, str]:
-    """The running system and the space of process numbers: who has the same sees the others."""
+    """Boot id and PID namespace: processes with equal values can see each other."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return boot.read(), os.readlink("/proc/self/ns/pid")

@@ -1,9 +1,9 @@
 """Detect lost ranks: each rank publishes a heartbeat with its progress once a second.
 
-The beats go through the store by which the ranks found each other, from a thread, so that they come
-while the main thread waits in a collective. They serve three ends: an error of a collective can
-name the rank that is gone or behind; a rank that waits for a lost one ends in seconds, whatever its
-library does; and a rank whose launcher is gone does not stay behind as an orphan.
+A thread publishes the beats in the rendezvous store, so they continue while the main thread waits
+in a collective. They serve three purposes: the error of a collective names the rank that is gone or
+behind; a rank that waits for a lost one exits within seconds, whatever its library does; and a rank
+whose launcher is gone does not remain as an orphan.
 """
 
 import contextlib
@@ -35,40 +35,40 @@ from finetune.runs.run import write_json
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
-"""Without a beat for so long, a rank of another host counts as gone after a failed collective."""
+"""Seconds without a beat after which a rank counts as gone, if a collective has failed."""
 SILENT_HOST_SECONDS = 60.0
-"""Without a beat for so long, the first rank of another host counts as gone at any time."""
+"""Seconds without a beat after which the first rank of another host always counts as gone."""
 GRACE_SECONDS = 5.0
-"""How long the main thread may take to report a loss by itself before its process is ended."""
+"""Seconds for the main thread to report a loss itself before its process is ended."""
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 TRANSPORTS = (
     "/gloo/", "NCCL", "caused pair closure", "Connection closed by peer",
     "Connection reset by peer",
 )  # fmt: skip
-"""What the messages of a failed collective hold: gloo raises a bare RuntimeError (torch 2.13).
+"""Texts in the errors of failed collectives: gloo raises a plain RuntimeError (torch 2.13).
 
-Of several collectives that wait for a lost rank, the first says that it timed out, with gloo's file
-and line; the others hear of no more than the closed pair.
+If several collectives wait for a lost rank, the first reports a timeout with gloo's file and line;
+the others report only the closed pair.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a rank last said of itself."""
+    """The last published state of a rank."""
 
     rank: int
     number: int
     step: int
     collectives: int
-    """Collectives that it has begun, over all groups; 0 where torch's flight recorder is off."""
+    """Collectives that it has begun in all groups; 0 if torch's flight recorder is off."""
     pid: int
     host: str
     place: str
-    """Where its main thread was."""
+    """Location of its main thread in the code."""
 
 
 class Heartbeat:
-    """This rank's beats, and what it hears of the others; on one process, the orphan's end only."""
+    """Publish this rank's beats and watch others; for one process, only detect a lost launcher."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class Heartbeat:
         standing: Callable[[], str],
     ) -> None:
         self.step = 0
-        """Step that runs, from 1; the loop sets it."""
+        """Current step, from 1; set by the loop."""
         self._engine, self._rank, self._world = engine, engine.rank, engine.world
         self._meeting, self._dumps = meeting, dumps
         self._on_orphan, self._on_loss, self._standing = on_orphan, on_loss, standing
         self._main = threading.main_thread().ident
-        # One process may outlive the shell that started it; a rank's parent is torch's agent.
+        # A single process may outlive its shell; the parent of a rank is torch's agent.
         self._parent = os.getppid() if engine.world > 1 else None
         self._launcher = launcher
         self._watched = watched(engine.rank, *rendezvous.among_neighbours(), engine.world)
@@ -97,12 +97,12 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, on every rank together."""
+        """Start the thread; every rank must call this."""
         if self._world == 1:
             self._thread = threading.Thread(target=self._wait_alone, daemon=True, name="heartbeat")
             self._thread.start()
             return
-        # Of this start: a store outlives a restarted job.
+        # A new prefix for each start, because the store survives restarts.
         self._prefix = f"finetune/{self._engine.from_first(secrets.token_hex(8))}"
         self._thread = threading.Thread(target=self._live, daemon=True, name="heartbeat")
         self._thread.start()
@@ -112,7 +112,7 @@ class Heartbeat:
         if self._thread is not None:
             self._thread.join(timeout=2 * BEAT_SECONDS)
 
-    # The thread.
+    # In the thread.
 
     def _live(self) -> None:
         host, port = self._meeting
@@ -123,7 +123,7 @@ class Heartbeat:
                 self._beat()
                 self._listen()
         except (DistError, RuntimeError):
-            pass  # the store is gone; a collective tells the rest
+            pass  # the store is gone; a failing collective will report it
         self._wait_alone()
 
     def _wait_alone(self) -> None:
@@ -141,7 +141,7 @@ class Heartbeat:
         self._end_as_orphan()
 
     def _listen(self) -> None:
-        """End this process where a rank was lost and the main thread does not notice."""
+        """End this process if a rank was lost and the main thread does not report it."""
         assert self._store is not None
         if not self._store.check([f"{self._prefix}/lost"]):
             lost = self._lost()
@@ -154,7 +154,7 @@ class Heartbeat:
             self._on_loss(TrainingFailure(message))
 
     def _lost(self) -> str | None:
-        """What became of a rank that this one watches; None while it lives."""
+        """Description of a lost rank among those that this rank watches; None if there is none."""
         process, beats = self._watched
         beat = self._read(process)
         if beat is not None and gone_here(beat):
@@ -171,7 +171,7 @@ class Heartbeat:
             self._on_orphan()
 
     def _place(self) -> str:
-        """The innermost line of this package that the main thread is in, and where that leads."""
+        """File, line and function of the innermost frame of this package in the main thread."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""
@@ -180,17 +180,17 @@ class Heartbeat:
         last = (ours or stack)[-1]
         return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
 
-    # After a collective has failed, in the main thread.
+    # In the main thread, after a collective has failed.
 
     def tell(self, message: str) -> None:
-        """Let the other ranks end with a message of this one."""
+        """Publish a message with which the other ranks end."""
         if self._store is not None:
             self._tell_all(message)
 
     def explain(self, error: BaseException) -> TrainingFailure | None:
-        """What a failed collective means: the ranks that are gone, or behind; None for others.
+        """Explain a failed collective by the ranks that are gone or behind; None for other errors.
 
-        Takes up to `SILENT_SECONDS`. The flight recorder's dump is kept in the run.
+        Takes up to `SILENT_SECONDS`. Saves the flight recorder's dump in the run.
         """
         if self._world == 1 or not is_transport(error):
             self.tell(
@@ -216,7 +216,7 @@ class Heartbeat:
         return TrainingFailure(f"{told} (rank {self._rank} heard: {first_line})")
 
     def bereaved(self) -> TrainingFailure | None:
-        """The loss of another rank of this host, for which torch's agent ends this one."""
+        """The loss of a rank of this host, if it is why torch's agent terminates this rank."""
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self._store is not None and time.monotonic() < until:
             gone = [f"{name(beat)} ended without a word" for beat in self._read_all()
@@ -232,14 +232,14 @@ class Heartbeat:
         return self._store.get(f"{self._prefix}/lost").decode()
 
     def _tell_all(self, message: str) -> str:
-        """Publish what happened, once: the first word holds for everybody."""
+        """Publish a failure; returns the first published message, which all ranks use."""
         assert self._store is not None
         return self._store.compare_set(f"{self._prefix}/lost", "", message).decode() or message
 
     def _losses(self) -> list[str]:
-        """What each lost rank is: gone, silent, or behind the others in its collectives.
+        """Describe the lost ranks: gone, silent, or behind the others in their collectives.
 
-        A silent one of this host is ended: it may be stopped, and would hear no signal.
+        Silent ranks of this host are killed: they may be stopped, and would not handle a signal.
         """
         before = self._read_all()
         gone = [f"{name(beat)} ended without a word" for beat in before if gone_here(beat)]
@@ -270,9 +270,9 @@ class Heartbeat:
         return f"step {self.step}: {what}; {self._standing()}"
 
     def _dump(self) -> None:
-        """Keep what torch's flight recorder knows of the last collectives of this rank.
+        """Save the flight recorder's entries on the last collectives of this rank.
 
-        Where it cannot be written, on a full disk, say, the loss itself is still to be told.
+        A failed write, such as on a full disk, is ignored so that the loss is still reported.
         """
         record = flight_record(entries=True)
         if record.get("entries"):
@@ -281,7 +281,7 @@ class Heartbeat:
 
 
 def is_transport(error: BaseException) -> bool:
-    """Whether a collective failed, and not the work of this rank itself."""
+    """Whether an error comes from a failed collective rather than from this rank's own work."""
     if isinstance(error, DistError):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in TRANSPORTS)
@@ -292,7 +292,7 @@ def name(beat: Beat) -> str:
 
 
 def end_here(beats: list[Beat]) -> None:
-    """Kill ranks of this host."""
+    """Kill the ranks among `beats` that run on this host."""
     for beat in beats:
         if beat.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
@@ -300,7 +300,7 @@ def end_here(beats: list[Beat]) -> None:
 
 
 def gone_here(beat: Beat) -> bool:
-    """Whether a process of this host has ended."""
+    """Whether a rank ran on this host and has ended."""
     return beat.host == socket.gethostname() and has_ended(beat.pid)
 
 
@@ -312,9 +312,9 @@ def has_ended(pid: int) -> bool:
 
 
 def flight_record(entries: bool) -> dict[str, Any]:
-    """Torch's flight recorders (TORCH_FR_BUFFER_SIZE > 0): that of gloo, and NCCL's where it is.
+    """Merged dump of torch's flight recorders for gloo and NCCL (TORCH_FR_BUFFER_SIZE > 0).
 
-    torch 2.13 keeps one for each kind of events; a build without CUDA lacks the second.
+    torch 2.13 has one for each type of event; a build without CUDA lacks the second.
     """
     library = torch._C._distributed_c10d
     asked = [getattr(library, name, None) for name in RECORDERS]
@@ -322,7 +322,7 @@ def flight_record(entries: bool) -> dict[str, Any]:
 
 
 def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Records as one: the first's, with the entries and the groups of all."""
+    """Merge records: the first one, with the entries and the groups of all."""
     groups = {
         f"{number}/{name}": group
         for number, record in enumerate(records)
@@ -333,19 +333,22 @@ def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def collectives_begun() -> int:
-    """Over all process groups of this rank."""
+    """Number of collectives that this rank has begun in all its process groups."""
     groups = flight_record(entries=False)["pg_status"].values()
     return sum(max(0, int(group["last_enqueued_collective"])) for group in groups)
 
 
 def watched(rank: int, local_rank: int, here: int, world: int) -> tuple[int, int | None]:
-    """The rank whose process a rank looks at, and the one whose beats it counts.
+    """The rank whose process a rank watches, and the rank whose beats it watches, or None.
 
-    The first is the next of its host, of which it sees the process end. The first rank of a host
-    counts the beats of the first rank of the next host, whose processes it cannot see.
+    The first is the next rank of its host, whose process it can see. The first rank of a host also
+    watches the beats of the first rank of the next host, whose processes it cannot see.
 
     Args:
-        here: ranks of its host, which follow one another.
+        rank: Global rank.
+        local_rank: Rank on its host.
+        here: Number of ranks on its host, which are consecutive.
+        world: Number of ranks of the job.
     """
     first = rank - local_rank
     alone = here >= world
@@ -353,13 +356,13 @@ def watched(rank: int, local_rank: int, here: int, world: int) -> tuple[int, int
 
 
 class Silence:
-    """How long the beats of a rank have not moved."""
+    """Measures the time since a rank's last new beat."""
 
     def __init__(self) -> None:
         self._number, self._since = -1, math.inf
 
     def seconds(self, beat: Beat, now: float) -> float:
-        """Since its last new beat was read; `now` in seconds of a clock that never goes back."""
+        """Seconds since the last new beat was read; `now` is the time of a monotonic clock."""
         if beat.number != self._number:
             self._number, self._since = beat.number, now
         return now - self._since

@@ -1,4 +1,4 @@
-"""Cut a model along a mesh while transformers loads it, so that a process reads its part alone."""
+"""Divide a model over a mesh while transformers loads it, so a process reads only its part."""
 
 import contextlib
 import dataclasses
@@ -19,14 +19,14 @@ from finetune.errors import FinetuneError
 from finetune.planner.schedules import parts_of, spans
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""transformers' style of parameters whose gradient each process has a part of."""
+"""transformers' style of replicated parameters whose gradients are partial sums."""
 NAMES = (
     "initialize_distributed_mesh",
     "apply_pipeline_parallelism",
     "apply_tensor_parallelism",
     "apply_fully_sharded_data_parallelism",
 )
-"""Names of `transformers.distributed.mixin` (5.23) that are replaced while a model is cut."""
+"""Names in `transformers.distributed.mixin` (5.23) that are replaced while a model is divided."""
 
 
 NAMED = {
@@ -40,14 +40,14 @@ NAMED = {
 
 
 EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
-"""Axes of the mesh of experts: `efsdp` x `ep` are the processes of `fsdp` x `tp`."""
+"""Axes of the expert mesh: `efsdp` x `ep` are the processes of `fsdp` x `tp`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Meshes:
-    """The processes of a job along the axes of its layers, and of its experts where they lie apart.
+    """Device meshes of the layers and, if experts are divided separately, of the experts.
 
-    It answers what transformers asks its own mesh for.
+    Replaces transformers' own mesh.
     """
 
     layers: DeviceMesh
@@ -62,13 +62,13 @@ class Meshes:
 
 @contextlib.contextmanager
 def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
-    """Inside, `from_pretrained` with the yielded words loads this process's part alone.
+    """Context in which `from_pretrained` with the yielded arguments loads only the local part.
 
-    transformers 5.23 builds a mesh of all processes for itself, which knows no other axes, sums
-    partial gradients after each micro-batch, and shards before there is an adapter: all replaced.
+    It replaces three behaviors of transformers 5.23: building its own mesh without other axes,
+    summing partial gradients after each micro-batch, and sharding before an adapter is attached.
 
     Raises:
-        FinetuneError: this version of transformers has no such names.
+        FinetuneError: this version of transformers lacks one of `NAMES`.
     """
     lost = [name for name in NAMES if not hasattr(mixin, name)]
     if lost:
@@ -104,12 +104,12 @@ def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[s
 
 
 def _cuts(axes: Axes) -> bool:
-    """Whether a process holds a part of some weights, before FSDP2."""
+    """Whether weights are divided between processes before FSDP2."""
     return axes.tensor * axes.pipeline * axes.experts > 1
 
 
 def cut(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.Module:
-    """What this process holds of a model that was built complete, on its device."""
+    """The local part of a model that was built complete, on this process's device."""
     if not _cuts(axes):
         return model.to(device)
     with cutting(meshes, device, axes) as words:
@@ -125,10 +125,10 @@ def cut(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.Modu
 def _tensor(
     apply: Callable[..., Any], model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]
 ) -> PreTrainedModel:
-    """Cut layers by transformers, but for hooks that sum gradients."""
+    """Divide layers with transformers, without its hooks that sum partial gradients."""
     elsewhere = [n for n, m in model.named_modules() if isinstance(m, PipelineIdentityLayer)]
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-    here = {  # of a tied table that is tied already, the head's name is no other parameter
+    here = {  # if embeddings are already tied, the head's name is not a separate parameter
         name: style
         for name, style in plan.items()
         if name in known
@@ -144,14 +144,14 @@ def _tensor(
 
 
 class _Owner:
-    """Answers transformers' loader which weights this stage reads; others are passed over."""
+    """Tells transformers' loader which weights this stage reads."""
 
     def __init__(self, stage: int, mine: set[int], first: bool, last: bool, tied: bool) -> None:
         self.pp_rank, self.mine = stage, mine
         self.table, self.last = first or (tied and last), last
 
     def find_rank_for_key(self, key: str, _: int, prefix: str) -> int:
-        """This stage's number where it holds a weight, another where it does not."""
+        """This stage's rank if it holds the weight, otherwise -1."""
         if key.startswith(f"{prefix}.layers."):
             held = int(key.removeprefix(f"{prefix}.layers.").split(".")[0]) in self.mine
         elif key.startswith(f"{prefix}.embed_tokens."):
@@ -162,7 +162,7 @@ class _Owner:
 
 
 def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
-    """Leave on this process the layers of its stages, under their numbers."""
+    """Keep only the layers of this process's stages, under their original indices."""
     stage = along.get_local_rank()
     chunks = parts_of(stage, axes)
     base = getattr(model, model.base_model_prefix)
@@ -185,17 +185,17 @@ def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
 
 
 def is_elsewhere(module: nn.Module | None) -> bool:
-    """Whether another stage has what stood in this module's place."""
+    """Whether a placeholder replaces the module, because another stage has it."""
     return isinstance(module, PipelineIdentityLayer)
 
 
 def network_of(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers, within what an adapter puts round it."""
+    """The transformers model inside an adapter's wrapper."""
     return next(each for each in model.modules() if isinstance(each, PreTrainedModel))
 
 
 def partial_gradients(model: nn.Module) -> frozenset[str]:
-    """Names of parameters whose gradient each tensor parallel process has a part of."""
+    """Names of parameters whose gradients are partial sums on each tensor-parallel process."""
     network = network_of(model)
     modules = vars(network).get("_partial_gradients", ())
     found = {id(p) for name in modules for p in network.get_submodule(name).parameters()}
@@ -203,18 +203,18 @@ def partial_gradients(model: nn.Module) -> frozenset[str]:
 
 
 def forget(model: nn.Module) -> None:
-    """Leave what transformers noted of the cutting out of the config that is saved."""
+    """Remove transformers' `distributed_config` from the config that is saved."""
     network = network_of(model)
     vars(network.config).pop("distributed_config", None)
 
 
 def experts_of(block: nn.Module) -> list[nn.Module]:
-    """Modules that hold some of the experts of a layer, as transformers marks them."""
+    """Modules with a part of a layer's experts, by transformers' mark."""
     return [each for each in block.modules() if vars(each).get("_is_expert_parallel")]
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model that have parameters, with or without an adapter round it."""
+    """The layers of a model that have parameters, also inside an adapter's wrapper."""
     for name, module in model.named_modules():
         if re.fullmatch(r"(?:.*\.)?layers\.\d+", name) and any(True for _ in module.parameters()):
             yield module

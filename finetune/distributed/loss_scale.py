@@ -1,7 +1,7 @@
-"""Scale the loss of fp16, whose smallest numbers are too large for most gradients.
+"""Loss scaling for fp16, in which most gradients would underflow.
 
-The scale is a power of two, so that nothing is rounded by it. Where a gradient overflows, nothing
-is updated, and the loop takes the same step again with a lower one: no row is left out.
+The scale is a power of two, which causes no rounding. If a gradient overflows, nothing is updated
+and the loop repeats the step with a lower scale, so no rows are skipped.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from accelerate import Accelerator
 
 FIRST, LEAST = 2.0**16, 1.0
 FALL = 4.0
-"""By which it falls after an overflow."""
+"""Divisor of the scale after an overflow."""
 PATIENCE = 1000
-"""Steps without an overflow after which it doubles, up to the first."""
+"""Steps without an overflow after which the scale doubles, up to `FIRST`."""
 
 
 class LossScale:
-    """The factor of the losses of one job, the same on every rank."""
+    """The factor of a job's losses, equal on every rank."""
 
     def __init__(self, used: bool) -> None:
-        """`used` is false for types with the exponents of fp32: the factor stays 1."""
+        """`used` is false for types with the exponent range of fp32: the factor stays 1."""
         self.used = used
         self.value = FIRST if used else 1.0
         self._clean = 0
@@ -32,22 +32,22 @@ class LossScale:
             gradient.div_(self.value)
 
     def taken(self) -> None:
-        """A step without an overflow."""
+        """Record a step without an overflow."""
         self._clean += 1
         if self.used and self._clean >= PATIENCE and self.value < FIRST:
             self.value, self._clean = 2 * self.value, 0
 
     def state(self) -> dict[str, float] | None:
-        """What a checkpoint keeps of it; None where the factor stays 1."""
+        """State for a checkpoint; None if the factor stays 1."""
         return {"value": self.value, "clean": self._clean} if self.used else None
 
     def restore(self, state: dict[str, float] | None) -> None:
-        """Go on from what a checkpoint kept; one of another precision kept nothing."""
+        """Restore the state of a checkpoint, which is None if it was saved in another precision."""
         if self.used and state is not None:
             self.value, self._clean = state["value"], int(state["clean"])
 
     def lower(self) -> bool:
-        """After a gradient that is not finite: whether a lower factor may make it so."""
+        """Lower the factor after a gradient that is not finite; returns whether it was lowered."""
         self._clean = 0
         if not self.used or self.value <= LEAST:
             return False
@@ -56,19 +56,19 @@ class LossScale:
 
 
 def announce_fp16(accelerator: Accelerator) -> None:
-    """Let Accelerate know the precision, on a CPU too and without a scaler of its own.
+    """Set Accelerate's precision to fp16, also on CPUs, without its gradient scaler.
 
-    Accelerate 1.15 takes fp16 on accelerators alone, and multiplies the loss by torch's scaler,
-    whose step leaves out the rows of an overflow.
+    Accelerate 1.15 accepts fp16 only on accelerators, and uses torch's scaler, which skips the rows
+    of a step that overflows.
     """
     accelerator.state._mixed_precision = "fp16"
 
 
 @contextlib.contextmanager
 def autocasting(accelerator: Accelerator, fp16: bool) -> Iterator[None]:
-    """Inside, Accelerate prepares models to run under autocast in its precision.
+    """Context in which Accelerate prepares models to run under autocast in fp16.
 
-    With fp16 it would look for its scaler afterwards, whenever gradients are clipped.
+    The setting is undone afterwards, because Accelerate would use its scaler when clipping.
     """
     if not fp16:
         yield

@@ -1,8 +1,9 @@
-"""A model divided over a mesh: tensor and pipeline parallel, with FSDP2 over the data axes.
+"""Engine for a model divided over a mesh: tensor and pipeline parallelism, with FSDP2 over data.
 
-transformers cuts the layers while it loads them, torch's FSDP2 shards what is left, and Accelerate
-gives the launch, the device, the optimizers and the clipping. Its own `prepare` has no pipeline and
-no experts, and its tensor parallelism needs a class that transformers 5.23 no longer has.
+transformers divides the layers while it loads them, torch's FSDP2 shards the rest, and Accelerate
+provides the launch, the device, the optimizers and gradient clipping. Accelerate's own `prepare`
+supports neither pipeline nor expert parallelism, and its tensor parallelism needs a class that
+transformers 5.23 no longer has.
 """
 
 import contextlib
@@ -37,21 +38,21 @@ from finetune.process.quiet import keep_mesh_from_accelerate
 
 AXIS = {name: axis for axis, name in NAMED.items()}
 ROWS = "fsdp_sp"
-"""Axes of the mesh that share rows, and the tokens of a row, as one."""
+"""Name of the flattened axis that shards over both `fsdp` and `sp`."""
 COVERED = {ROWS: {"shard", "sequence"}, "ep": {"shard", "tensor"}, "efsdp": {"shard", "tensor"}}
-"""Axes of a plan's mesh that one of torch's covers, where that is not the one of its name."""
+"""Axes of a plan's mesh that a torch axis covers, if not just the axis of the same name."""
 
 T = TypeVar("T")
 Block = tuple[bool, tuple[int, ...]]
-"""Whether this process writes its part of a parameter, and where the part begins."""
+"""Whether this process writes its part of a parameter, and the offsets of the part."""
 
 
 class MeshEngine(Native):
-    """Processes along named axes, each with a part of the model."""
+    """Engine of processes along named axes, each with a part of the model."""
 
     kinds = frozenset({DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
     widens = True
-    """Whether FSDP2 gives back in fp32 what the outermost module computes in bf16."""
+    """Whether FSDP2 casts the bf16 output of the outermost module to fp32."""
 
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         keep_mesh_from_accelerate()
@@ -65,10 +66,10 @@ class MeshEngine(Native):
         self.meshes = layers.Meshes(self.mesh, self._of_experts())
         self.place = self.plan.mesh.place(self.rank)
         self.partial: frozenset[str] = frozenset()
-        """Names of parameters whose gradient each tensor parallel process has a part of."""
+        """Names of parameters whose gradients are partial sums on each tensor-parallel process."""
 
     def _of_experts(self) -> DeviceMesh | None:
-        """The same processes by the experts that they hold; None where no experts are divided."""
+        """Mesh of the same processes by their experts; None if experts are not divided."""
         mesh = self.plan.mesh
         if mesh.experts == 1:
             return None
@@ -104,7 +105,7 @@ class MeshEngine(Native):
         )
 
     def _where(self, rank: int) -> str:
-        """Such as `pipeline 1, tensor 0`."""
+        """Position of a rank on the mesh, such as `pipeline 1, tensor 0`."""
         sizes = self.plan.mesh.summary()
         place = self.plan.mesh.place(rank)
         return ", ".join(f"{axis} {at}" for axis, at in place.items() if sizes.get(axis, 1) > 1)
@@ -146,7 +147,7 @@ class MeshEngine(Native):
             optimizer.param_groups[:] = [
                 part for group in optimizer.param_groups for part in _by_mesh(group)
             ]
-        # Autocast as everywhere; where FSDP2 casts, its policy does.
+        # Autocast as in other engines, unless FSDP2's policy casts.
         self.model = model if self.averaged > 1 else self._autocast(model)
         vars(self.model)[DIVIDED] = True
         self.optimizers = [
@@ -157,7 +158,7 @@ class MeshEngine(Native):
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _shard(self, model: nn.Module) -> None:
-        """Shard each block, then what is in none, over the data axes and those of a row."""
+        """Shard each block, then the rest, over the data and sequence axes."""
         if self.averaged == 1:
             return
         both = self.plan.mesh.replicate > 1
@@ -179,27 +180,27 @@ class MeshEngine(Native):
             fully_shard(root, mesh=over, mp_policy=policy)
 
     def _shard_experts(self, experts: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Shard a layer's experts over the processes that hold the same ones.
+        """Shard a layer's experts over the processes that hold the same experts.
 
-        Their gradient has the tokens of all processes of a copy, so that the sum over copies is
-        divided by all groups that read rows, as every other gradient is.
+        Their gradient covers the tokens of all processes with other experts too, so the sum over
+        copies is divided by `averaged`, like every other gradient.
         """
         over = self.meshes.get_mesh("efsdp")
         if self.plan.mesh.replicate > 1:
             over = self.meshes.get_mesh(("dp_replicate", "efsdp"))
-        # Of what comes in, the weights of the routes keep their type.
+        # Inputs are not cast, so that routing weights keep their type.
         kept = dataclasses.replace(policy, cast_forward_inputs=False)
         module = fully_shard(experts, mesh=over, mp_policy=kept)
         module.set_gradient_divide_factor(float(self.averaged))
-        if self.plan.mesh.expert_copies > 1:  # other libraries than NCCL divide no sum themselves
+        if self.plan.mesh.expert_copies > 1:  # only NCCL can divide a sum itself
             module.set_force_sum_reduction_for_comms(True)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Modules whose forward pass is the outermost."""
+        """Modules whose forward pass is called from outside of the model."""
         return [model]
 
     def compare_wrapped(self, compare: Compare) -> None:
-        """The axes that a parameter lies along, against the plan."""
+        """Compare the mesh axes of the parameters with the plan."""
         mesh = self.plan.mesh
         cut = {"tp"} if mesh.tensor > 1 else set[str]()
         cut |= {"fsdp" if mesh.sequence == 1 else ROWS} if self.averaged > 1 else set[str]()
@@ -228,7 +229,7 @@ class MeshEngine(Native):
                 module.reshard()
 
     def clip(self) -> torch.Tensor:
-        """Clip by the norm over all axes, in which each element counts once."""
+        """Clip by the norm over all mesh axes, in which each element counts once."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
         self._sum_partial(named)
         square = self._square([p for _, p in named])
@@ -242,17 +243,17 @@ class MeshEngine(Native):
         return norm.float()
 
     def _sum_partial(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Sum what each tensor parallel process has of a gradient, once a step.
+        """Sum partial gradients over the tensor-parallel processes, once per step.
 
-        transformers 5.23 would sum the accumulated gradient after every micro-batch, so that
-        earlier ones count several times.
+        transformers 5.23 would sum the accumulated gradient after every micro-batch, which would
+        count earlier micro-batches several times.
         """
         for name, parameter in named:
             if name in self.partial:
                 torch.distributed.all_reduce(local(parameter.grad), group=self.mesh.get_group("tp"))
 
     def _square(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        """Squared norm of the gradients of this process's stage, in fp64."""
+        """Squared norm of the gradients of this process's stage, an fp64 scalar."""
         if not parameters:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         norm = self.accelerator.clip_grad_norm_(parameters, float("inf"))
@@ -294,9 +295,9 @@ class MeshEngine(Native):
             owners[id(parameter)].state[parameter] = state
 
     def block(self, parameter: nn.Parameter) -> Block:
-        """Whether this process writes its part of a parameter, and where the part begins.
+        """Whether this process writes its part of a parameter, and the offsets of the part.
 
-        Of processes with the same part, the one writes that is first along the axes between them.
+        Among processes with the same part, the first along the replicated axes writes it.
         """
         data = parameter.data
         replicated, offsets = set(AXES) - {"pipeline"}, (0,) * data.dim()
@@ -312,9 +313,9 @@ class MeshEngine(Native):
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group of an optimizer in parts of one mesh each.
+    """Split a parameter group of an optimizer by device mesh.
 
-    torch 2.13's fused AdamW takes no DTensor beside a plain one, nor those of two meshes.
+    torch 2.13's fused AdamW supports neither a mix of DTensors and plain tensors nor two meshes.
     """
     parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in group["params"]:

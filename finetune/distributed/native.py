@@ -1,4 +1,4 @@
-"""One process, and DistributedDataParallel: weights and optimizer state are whole everywhere."""
+"""Engines for one process and for DistributedDataParallel, with unsharded weights and state."""
 
 import contextlib
 import datetime
@@ -19,7 +19,7 @@ from finetune.distributed.reader import Reader
 
 
 class Native(Engine):
-    """One process, and what all engines have in common whose optimizers are torch's own."""
+    """Engine of one process, and the base of all engines that use torch's optimizers directly."""
 
     kinds = frozenset({DistributedType.NO})
 
@@ -27,11 +27,11 @@ class Native(Engine):
         return {"cpu": on_cpu(), "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
 
     def first_element(self, parameter: nn.Parameter) -> int:
-        """Where this rank's part begins in the flattened parameter."""
+        """Offset of this rank's part in the flattened parameter."""
         return 0
 
     def copies(self) -> tuple[int, int]:
-        """How many ranks hold the same part, and which of them this is: each writes a share."""
+        """Number of ranks that hold the same part, and this rank's index; each writes a share."""
         return 1, 0
 
     def fragments(self) -> Iterator[Fragment]:
@@ -70,8 +70,7 @@ class Native(Engine):
                 state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
                 _flat(state[key]).copy_(values)
             for key, number in extra.scalars.items():
-                # torch keeps counters as fp32 tensors (on the device when fused), bitsandbytes as
-                # ints.
+                # Counters are fp32 tensors in torch (on the device if fused), ints in bitsandbytes.
                 is_torch = isinstance(number, float)
                 state[key] = torch.tensor(number, device=flat.device) if is_torch else number
             owners[id(parameter)].state[parameter] = {
@@ -80,20 +79,19 @@ class Native(Engine):
             }
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """State of each parameter by its identity."""
+        """Optimizer state of each parameter, by `id`."""
         inners = [optimizer.optimizer for optimizer in self.optimizers]  # type: ignore[attr-defined]
         return {id(p): state for inner in inners for p, state in inner.state.items()}
 
 
 class Ddp(Native):
-    """Every rank has all of the model; gradients are averaged once a step."""
+    """Engine in which every rank has the complete model; gradients are averaged once per step."""
 
     kinds = frozenset({DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
 
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         given = super().plugin(nvme_path, timeout)
-        # Buffers are tables that every rank computes alike: sent anew, they cost a collective a
-        # step.
+        # Buffers are equal on every rank; broadcasting them would cost a collective per step.
         alike = DistributedDataParallelKwargs(broadcast_buffers=False)
         return given | {"kwargs_handlers": [*given["kwargs_handlers"], alike]}
 
@@ -108,10 +106,10 @@ class Ddp(Native):
         return self.world, self.rank
 
     def close(self) -> None:
-        """DDP's reducer must go first.
+        """Delete DDP's reducer before the process group.
 
-        Where it holds the last reference to a gloo group, torch 2.13 joins the group's thread with
-        Python's lock held, and that thread may wait for the lock.
+        If it holds the last reference to a gloo group, torch 2.13 joins the group's thread while
+        holding the GIL, and that thread may wait for the GIL.
         """
         self.model, self.optimizers = nn.Module(), []
         self.accelerator.free_memory()

@@ -1,4 +1,4 @@
-"""A whole parameter, however the engine has cut it."""
+"""Shapes and values of unsharded parameters, for any engine."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 partitions it: set by `deepspeed.zero.Init` only."""
+    """Whether ZeRO-3 partitions a parameter; only `deepspeed.zero.Init` sets this attribute."""
     return getattr(parameter, "ds_id", None) is not None
 
 
@@ -22,7 +22,7 @@ def whole_numel(parameter: nn.Parameter) -> int:
 
 
 def whole_values(parameter: nn.Parameter) -> torch.Tensor:
-    """A host copy of all of a parameter; every rank must call this."""
+    """A host copy of the unsharded parameter; every rank must call this."""
     if isinstance(parameter.data, DTensor):
         return to_host(parameter.data.full_tensor())
     if not partitioned(parameter):
@@ -34,7 +34,7 @@ def whole_values(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Put whole values into a parameter; every rank must call this."""
+    """Copy unsharded values into a parameter; every rank must call this."""
     data = parameter.data
     if isinstance(data, DTensor):
         part = distribute_tensor(
@@ -62,7 +62,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moment_elements(states: Iterable[dict[str, Any]]) -> int:
-    """Elements of the first moments: the state of one kind with the most elements."""
+    """Elements of the first moments: the maximum over the kinds of optimizer state."""
     totals: dict[str, int] = {}
     for values in states:
         for key, value in values.items():

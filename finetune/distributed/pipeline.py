@@ -1,7 +1,7 @@
-"""Stages of a model, driven by a schedule of `torch.distributed.pipelining`.
+"""Pipeline parallelism with the schedules of `torch.distributed.pipelining`.
 
-Every process of a pipeline has read the micro-batches of a step: what travels between stages is
-hidden states forwards and their gradients backwards, nothing else.
+Every process of a pipeline reads the micro-batches of a step, so only hidden states and their
+gradients are sent between stages.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from finetune.process import rendezvous
 
 LossOf = Callable[[int, nn.Module], torch.Tensor]
 PASS = "stage pass"
-"""How a profile's marks of passes begin, which torch 2.13 makes for some schedules alone."""
+"""Prefix of the profiler marks of passes, which torch 2.13 makes only for some schedules."""
 
 
 class PipelineEngine(MeshEngine):
-    """Processes along the pipeline axis hold consecutive layers."""
+    """Engine in which processes along the pipeline axis hold consecutive layers."""
 
     widens = False  # the next stage gets what this one computes
 
@@ -63,13 +63,13 @@ class PipelineEngine(MeshEngine):
         super().wrap(model, optimizers)
 
     def _autocast(self, model: nn.Module) -> nn.Module:
-        return model  # in `_run`: a stage's forward pass is not the model's
+        return model  # `_run` applies autocast, because a stage does not call the model's forward
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         return [*self.stages]
 
     def elsewhere(self, model: nn.Module) -> set[int]:
-        """The copy of a tied table on the last stage, which the first stage counts."""
+        """The last stage's copy of a tied embedding, which the first stage counts."""
         network = layers.network_of(model)
         both = self.is_first and self.has_last
         if not network.config.tie_word_embeddings or self.is_first or not self.has_last or both:
@@ -103,7 +103,7 @@ class PipelineEngine(MeshEngine):
             self.held_gradients = self.gradient_elements()
 
     def look(self, batch: MicroBatch, loss_of: LossOf) -> None:
-        # A schedule of several chunks takes at least one micro-batch for each stage.
+        # A schedule with several chunks needs at least one micro-batch per stage.
         count = self.plan.mesh.pipeline if len(self.stages) > 1 else 1
         self._run([batch] * count, [0] * count, _once(loss_of), training=False)
 
@@ -125,7 +125,7 @@ class PipelineEngine(MeshEngine):
     def _schedule(self, batches: list[MicroBatch], training: bool) -> Any:
         """The schedule of a step, for the shape of its micro-batches.
 
-        The shapes are given: torch 2.13 else finds them by passes that take part in the step.
+        Shapes are passed in: torch 2.13 would otherwise infer them by additional passes.
         """
         axes, shape = self.plan.backend.axes, batches[0].ids.shape
         network = self.stages[0].network
@@ -145,7 +145,7 @@ class PipelineEngine(MeshEngine):
             )
             for stage in self.stages
         ]
-        # 1F1B takes no fewer micro-batches than stages; an evaluation has one.
+        # 1F1B needs at least as many micro-batches as stages; an evaluation has one.
         kind = get_schedule_class(axes.schedule if training or len(built) > 1 else "GPipe")
         given = built if len(built) > 1 else built[0]
         return kind(
@@ -153,11 +153,11 @@ class PipelineEngine(MeshEngine):
         )
 
     def _divided_loss(self, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        """As Accelerate's `backward`, which divides by the micro-batches of a step."""
+        """Divide by the micro-batches of a step, as Accelerate's `backward` does."""
         return output.sum() / self.plan.accumulation
 
     def _dtype(self) -> torch.dtype:
-        """What travels between stages: the residual stream keeps the type of the weights."""
+        """Type of hidden states between stages: the residual stream has the type of the norms."""
         if self.plan.mesh.data > 1 and self.plan.backend.precision == "bf16":
             return torch.bfloat16  # by FSDP2's policy
         network = self.stages[0].network
@@ -165,7 +165,7 @@ class PipelineEngine(MeshEngine):
         return next(p.dtype for name, p in block.named_parameters() if "norm" in name)
 
     def _sum_tied(self) -> None:
-        """Sum the gradients of a table that the first and the last stage both hold."""
+        """Sum the gradients of a tied embedding, which the first and the last stage both hold."""
         network = self.stages[0].network
         if self.ends is None or not network.config.tie_word_embeddings:
             return
@@ -176,7 +176,7 @@ class PipelineEngine(MeshEngine):
         if table.grad is None:
             return
         if isinstance(table.grad, DTensor) and table.grad.placements != table.data.placements:
-            # Of a table cut by tensor parallel the gradient arrives whole.
+            # The gradient of a tensor-parallel embedding is not sharded.
             table.grad = table.grad.redistribute(placements=table.data.placements)
         torch.distributed.all_reduce(local(table.grad), group=self.ends)
 
@@ -192,7 +192,7 @@ class PipelineEngine(MeshEngine):
 
 
 class _Marked(PipelineStage):
-    """Marks in a profile when a micro-batch passes; what it waits for before is outside."""
+    """A stage that marks its passes in a profile, without the waits before them."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *words: Any, **named: Any) -> Any:
         self.submod.at = fwd_chunk_id
@@ -210,7 +210,7 @@ class _Marked(PipelineStage):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the stages of a process compute in a run of the schedule."""
+    """Inputs of the stages of a process for one run of the schedule."""
 
     batches: list[MicroBatch]
     seeds: list[int]
@@ -220,22 +220,22 @@ class Step:
 
 
 class Stage(nn.Module):
-    """The part of a model between two hand-overs; the last one ends in the loss."""
+    """The part of a model between two transfers; the last stage computes the loss."""
 
     def __init__(
         self, network: PreTrainedModel, span: range, index: int, total: int, several: bool
     ) -> None:
-        """`several`: whether the layers of another stage are in the same model."""
+        """`several`: whether `network` also contains layers of other stages."""
         super().__init__()
         self.network, self.span, self.several = network, span, several
         self.index, self.total = index, total
         self.first, self.last = index == 0, index == total - 1
         self.step: Step | None = None
         self.at = 0
-        """Number of the micro-batch whose forward pass comes."""
+        """Index of the micro-batch of the next forward pass."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Hidden states (rows, tokens, hidden), or the loss (1,), of micro-batch `at`."""
+        """Hidden states (rows, tokens, hidden) of micro-batch `at`, or its loss (1,) if last."""
         step, at = self.step, self.at
         assert step is not None
         batch = step.batches[at]
@@ -255,7 +255,7 @@ class Stage(nn.Module):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Any]:
-        """Inside, the model's backbone has the layers of this stage alone, under their numbers."""
+        """Context in which the backbone has only the layers of this stage, under their indices."""
         base: Any = self.network.base_model
         if not self.several:
             yield base
@@ -273,7 +273,7 @@ class Stage(nn.Module):
 
 
 class _Head:
-    """Stands for the model in a method's loss, where hidden states are there already."""
+    """Stands in for the model in a method's loss, with hidden states that are already computed."""
 
     def __init__(self, network: Any, hidden: torch.Tensor) -> None:
         self.network, self.hidden = network, hidden
@@ -285,7 +285,7 @@ class _Head:
 
 
 def _once(loss_of: LossOf) -> LossOf:
-    """The first of several equal micro-batches is looked at."""
+    """Compute the loss for only the first of several equal micro-batches."""
 
     def looked(index: int, model: nn.Module) -> torch.Tensor:
         found = loss_of(0, model) if index == 0 else None
@@ -295,7 +295,7 @@ def _once(loss_of: LossOf) -> LossOf:
 
 
 def _group_of_ends(mesh: Any) -> Any:
-    """The group of this process's first and last stage; every process makes all of them."""
+    """Group of the first and last rank of this process's pipeline; every process creates all."""
     lines = mesh.mesh.reshape(mesh.mesh.shape[0], -1).T.tolist()
     mine = None
     for line in lines:

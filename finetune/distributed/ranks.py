@@ -1,4 +1,4 @@
-"""Ranks tell each other numbers and objects, on the host."""
+"""Exchange numbers and objects between ranks, on the host."""
 
 import abc
 import contextlib
@@ -13,14 +13,14 @@ from finetune.errors import FinetuneError, TrainingFailure
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 PATIENCE = datetime.timedelta(days=1)
-"""How long ranks wait for work whose time depends on the user's data."""
+"""Timeout for work whose duration depends on the user's data."""
 
 
 class Ranks(abc.ABC):
-    """One process among those of a job."""
+    """One process of a job, with collectives on the host."""
 
     control: torch.distributed.ProcessGroup | None
-    """Where ranks tell each other numbers and objects; None for the default group."""
+    """Process group for numbers and objects on the host; None for the default group."""
 
     @property
     @abc.abstractmethod
@@ -46,7 +46,7 @@ class Ranks(abc.ABC):
     def meet(self, summed: list[float], largest: list[N]) -> tuple[list[float], list[N]]:
         """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
 
-        No accelerator has to be waited for. Integers are exact below 2**53.
+        Does not synchronize with an accelerator. Integers are exact below 2**53.
         """
         if self.world == 1:
             return [float(value) for value in summed], largest
@@ -61,9 +61,9 @@ class Ranks(abc.ABC):
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Let ranks wait for each other for a day: work whose time depends on the user's data.
+        """Context with a timeout of one day, for work whose duration depends on the user's data.
 
-        The heartbeat still ends them within seconds where one is lost.
+        If a rank is lost, the heartbeat still ends the others.
         """
         if self.world == 1:
             yield
@@ -76,7 +76,7 @@ class Ranks(abc.ABC):
             self.control = usual
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 has, on every rank; values of the others are not looked at."""
+        """Broadcast the value of rank 0; the values of other ranks are ignored."""
         if self.world == 1:
             return value
         seen = [value]
@@ -84,7 +84,7 @@ class Ranks(abc.ABC):
         return seen[0]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do something on rank 0; every rank gets its result, or raises its error."""
+        """Run a function on rank 0; every rank returns its result, or raises its error."""
         outcome: T | FinetuneError | None = None
         if self.speaks:
             try:
@@ -99,7 +99,7 @@ class Ranks(abc.ABC):
         return outcome  # type: ignore[return-value]
 
     def gather(self, value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
-        """What each rank has, by rank, on every rank; over `group` where one is given."""
+        """Gather the values of all ranks, in order, on every rank; over `group` if given."""
         if self.world == 1:
             return [value]
         ranks: list[Any] = [None] * self.world
@@ -108,9 +108,9 @@ class Ranks(abc.ABC):
 
 
 def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None:
-    """Where ranks tell each other numbers and objects: a group of gloo, None for the default one.
+    """A gloo group for collectives on the host; None if the default group is on the host already.
 
-    On an accelerator the default group is its own library's: a rank that waits in it keeps the
-    device busy, waits for all that the device has to do, and is ended after the timeout.
+    The default group of an accelerator would keep the device busy while a rank waits, wait for all
+    queued work of the device, and end the rank after the timeout.
     """
     return None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")

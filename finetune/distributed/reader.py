@@ -1,9 +1,9 @@
-"""Reads what the ranks of a job saved of each parameter, whoever wrote it.
+"""Read parameters from the shards of a checkpoint, whichever engine wrote them.
 
-Files of format 1 hold flat ranges (`name|key|first element`), those of format 2 boxes in their own
-shape (`name|key|offset,offset`). torch's distributed checkpoint is not used, because it cannot take
-DeepSpeed's flat partitions, keeps no hash of its files, and has tensors in no format that others
-read.
+Files of format 1 contain flat ranges (`name|key|first element`), files of format 2 contain boxes in
+their own shape (`name|key|offset,offset`). torch's distributed checkpoint is not used, because it
+cannot represent DeepSpeed's flat partitions, has no hashes of its files, and stores tensors in a
+format that other libraries do not read.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from finetune.errors import FinetuneError
 from finetune.runs.manifest import read_manifest
 
 KEPT = "kept"
-"""Key in `state/` of tensors that training does not update and that a result needs all the same."""
+"""Key in `state/` of tensors that training does not update but that a result needs."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""Complete shape of every trained parameter, by name."""
+"""Unsharded shape of every trained parameter, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A box, and where a file has it."""
+    """A box, and its location in a file."""
 
     box: Box
     file: Any
     label: str
     start: int | None
-    """Its first element in a flat range of format 1; None for a box in its own shape."""
+    """First element in a flat range of format 1; None for a box in its own shape."""
 
     def read(self, part: Box) -> torch.Tensor:
-        """A part of the box, in its shape."""
+        """Read a part of the box, in the shape of the part."""
         view = self.file.get_slice(self.label)
         if self.start is not None:
             flat = view[self.start : self.start + self.box.numel]
@@ -53,10 +53,11 @@ class Reader:
         """Open the files of a checkpoint.
 
         Args:
-            shapes: of its parameters; by default those of its manifest.
+            folder: Folder of the checkpoint.
+            shapes: Shapes of its parameters; by default those in its manifest.
 
         Raises:
-            FinetuneError: its manifest cannot be read.
+            FinetuneError: the manifest cannot be read.
         """
         if shapes is None:
             listed = read_manifest(folder)["shapes"]
@@ -96,7 +97,7 @@ class Reader:
         """Flat elements [start, start + numel) of a parameter's value.
 
         Raises:
-            FinetuneError: the checkpoint does not hold all of them, or one of them twice.
+            FinetuneError: the checkpoint lacks some of them, or has some of them twice.
         """
         parts: list[torch.Tensor] = []
         reached = start
@@ -113,7 +114,7 @@ class Reader:
         """A block of a parameter's value, in its own shape.
 
         Raises:
-            FinetuneError: as `range` does.
+            FinetuneError: as for `range`.
         """
         values, seen = self._box(name, key, box)
         if not bool(seen.all()):
@@ -125,7 +126,7 @@ class Reader:
         return self.range(name, key, 0, math.prod(self.shapes.get(name, ())))
 
     def _box(self, name: str, key: str, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values of a box, and which of them the checkpoint holds."""
+        """The values of a box, and a mask of those that the checkpoint contains."""
         values, seen = torch.zeros(0), torch.zeros(box.sizes, dtype=torch.bool)
         for piece in self.pieces.get((name, key), []):
             part = box.shared(piece.box)
@@ -153,7 +154,7 @@ def _lacking(what: str, name: str, key: str) -> FinetuneError:
 def _pieces(
     file: Any, label: str, place: str, sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> list[_Piece]:
-    """The boxes that one tensor of a file holds."""
+    """The boxes in one tensor of a file."""
     offsets = tuple(int(each) for each in place.split(",") if each)
     if len(offsets) == len(shape) == len(sizes):
         return [_Piece(Box(offsets, sizes), file, label, None)]

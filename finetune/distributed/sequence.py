@@ -1,7 +1,7 @@
-"""Sequence parallel by DeepSpeed's Ulysses (arXiv:2309.14509): processes share the tokens of a row.
+"""Sequence parallelism with DeepSpeed Ulysses (arXiv:2309.14509): processes share a row's tokens.
 
-Around attention the processes exchange tokens for heads: each then has all tokens of some heads, so
-that documents side by side keep their boundaries. Everything else is computed token by token.
+An all-to-all around attention exchanges tokens for heads: each process has all tokens of some
+heads, so packed documents keep their boundaries. Everything else is computed per token.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from finetune.errors import FinetuneError
 from finetune.version import install
 
 ULYSSES = "ulysses"
-"""Name of the attention for transformers."""
+"""Name of the attention implementation in transformers."""
 
 
 def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> str:
-    """Let transformers exchange tokens for heads around an attention; returns its name.
+    """Register an attention that exchanges tokens for heads in transformers; returns its name.
 
     Args:
-        config: of the model's text part.
-        core: name of the attention of one process.
-        group: of the processes that share a row.
-        tensor: processes that share the heads besides.
+        config: Configuration of the model.
+        core: Name of the attention of a single process.
+        group: Process group that shares a row.
+        tensor: Number of tensor-parallel processes, which also divide the heads.
 
     Raises:
         FinetuneError: DeepSpeed is not installed.
@@ -38,7 +38,7 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
         from deepspeed.ops import __compatible_ops__ as compiled
     except ImportError:
         raise FinetuneError(f"backend: sp needs DeepSpeed: {install('deepspeed')}") from None
-    compiled["deepspeed_shm_comm"] = False  # it would compile for minutes
+    compiled["deepspeed_shm_comm"] = False  # compiling it would take minutes
     backend = torch.distributed.get_backend()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -72,9 +72,9 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
 
 
 def part(batch: MicroBatch, rank: int, ways: int) -> MicroBatch:
-    """One process's tokens of documents side by side, whose number `ways` divides.
+    """One process's part of a packed row, whose number of tokens must be divisible by `ways`.
 
-    The label of the last token is the first of the next part: labels have one column more than ids.
+    Labels have one column more than ids: the first label of the next part.
     """
     bounds = batch.boundaries
     assert bounds is not None
