@@ -1,4 +1,4 @@
-"""Talk to a model in a terminal, its answers appearing while they grow."""
+"""Chat with a model in a terminal, with streamed answers."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class TextStream(BaseStreamer):
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take what `generate` brings: the prompt first, then the tokens one by one."""
+        """Take values from `generate`: first the prompt, then one token at a time."""
         if self._begun:
             self.append([id for id in value.flatten().tolist() if id not in self.loaded.stops])
         self._begun = True
@@ -136,7 +136,7 @@ def stream(
     max_new_tokens: int = 512,
     temperature: float = 0.0,
 ) -> str:
-    """Answer one prompt, writing the text token by token; returns all of it."""
+    """Answer one prompt, streaming the text; returns the complete text."""
     ids = prompt_ids(loaded, asked)
     room = room_for(loaded, len(ids), max_new_tokens)
     if room < 1:

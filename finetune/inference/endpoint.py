@@ -12,7 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.runs.environment import hide
 
 LONGEST = 16 * 2**20
-"""Bytes of a reply that are read."""
+"""Maximum bytes read from a reply."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Endpoint:
     model: str
     key: str | None = None
     timeout: float = 600.0
-    """Seconds that an answer may take."""
+    """Timeout of a request in seconds."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Reply:
         """The next message of a conversation.
@@ -48,7 +48,7 @@ class Endpoint:
         return self._reply("/chat/completions", body)
 
     def complete(self, prompt: str, **fields: Any) -> Reply:
-        """What follows a text.
+        """The completion of a text.
 
         Raises:
             FinetuneError: no answer, or one that is not a completion.

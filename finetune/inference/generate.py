@@ -1,4 +1,4 @@
-"""Load what was trained, and let it answer.
+"""Load a trained model and generate with it.
 
 A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template; a
 prompt is a plain text that the model continues.
@@ -59,14 +59,14 @@ Conversation = Sequence[Message]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model that can answer."""
+    """A model with its tokenizer and stop tokens."""
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
     """Token ids that end an answer: every eos of the model, and the end of a turn."""
     context: int | None
-    """Most tokens of a prompt and its answer together; None where the model names no limit."""
+    """Maximum tokens of prompt and answer together; None if the model has no limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,17 +281,17 @@ def generate_from_ids(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> list[str]:
-    """`generate` for prompts that are token ids already."""
+    """`generate` for prompts that are already token ids."""
     found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
     return [each.text for each in found]
 
 
 class Continued(NamedTuple):
-    """What a model wrote after a prompt."""
+    """Generated text after a prompt."""
 
     text: str
     cut: bool
-    """Whether it was still going on after the most tokens that it may have."""
+    """Whether it reached the maximum number of tokens."""
     tokens: int
     """Tokens before the stop token."""
 

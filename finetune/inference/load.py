@@ -1,7 +1,7 @@
-"""Load models from checkpoints that are verified first.
+"""Verify and load models from checkpoints.
 
-A checkpoint is checked against its manifest before a byte of it is used, and an adapter against
-the base that it is put on: neither PEFT nor transformers objects to weights that are not there.
+A checkpoint is checked against its manifest before it is used, and an adapter against its base:
+neither PEFT nor transformers reports missing weights as an error.
 """
 
 import copy
@@ -70,7 +70,7 @@ def find_checkpoint(run: Run, step: Step | None = None) -> Path:
 
 
 def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
-    """What differs from the manifest in these folders of a checkpoint, one line a file."""
+    """Differences between these folders of a checkpoint and its manifest, one line per file."""
     try:
         files = read_manifest(checkpoint)["files"]
     except FinetuneError as error:
@@ -135,7 +135,7 @@ def base_model(
     quantized: bool = True,
     device: str | None = None,
 ) -> PreTrainedModel:
-    """The model that training started from.
+    """The base model of training.
 
     `quantized=False` leaves the weights as they are stored, whatever the recipe says. A model from
     scratch has the weights that its seed gives.
@@ -340,7 +340,7 @@ def adapter_config(adapter: Path) -> LoraConfig:
 
 
 def plain_lora(config: LoraConfig) -> LoraConfig:
-    """The same layers with an initialisation that reads and changes nothing of the base."""
+    """A copy of the configuration with an initialization that does not depend on the base."""
     plain = copy.deepcopy(config)
     plain.init_lora_weights = True
     return plain

@@ -1,4 +1,4 @@
-"""Rows that one model continues together: each joins after its prompt, and leaves at its end.
+"""Continuous batching: rows join the batch after their prompt, and leave it at their end.
 
 Rows are aligned at their last token. A row's answer is that of the row alone: padding is masked,
 positions count from the row's own first token, and each row draws with noise of its own. Logits
@@ -79,7 +79,7 @@ class Rows:
         return len(self.lengths)
 
     def join(self, *others: "Rows") -> None:
-        """Take in rows of the same model, after these."""
+        """Append rows of the same model."""
         if not others:
             return
         layers = [self._cache.layers, *(each._cache.layers for each in others)]

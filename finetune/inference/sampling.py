@@ -1,4 +1,4 @@
-"""Sample completions in batches with a KV cache, each by noise of its own.
+"""Sample completions in batches with a KV cache and separate noise for each completion.
 
 A token is the one with the largest probability / noise, the noise exponential: the same as the
 largest of logits plus Gumbel noise. The noise is a function of (seed, step, prompt, number, place)
@@ -28,41 +28,41 @@ COMPACT = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A completion that is to be sampled."""
+    """A request for one completion."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     row: int
-    """Number of the prompt, for the noise."""
+    """Index of the prompt, for the noise."""
     number: int
-    """Which of the prompt's completions it is."""
+    """Index among the completions of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was sampled."""
+    """A sampled completion."""
 
     ids: list[int]
-    """With the stop token that ended it."""
+    """Token ids, including the stop token."""
     ended: bool
-    """Whether a stop token ended it, and not the limit."""
+    """Whether it ended with a stop token rather than at the limit."""
     entropy: float
     """Summed over its tokens: nats of the distribution that each was drawn from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How completions are sampled from a model."""
+    """Samples completions from a model."""
 
     model: torch.nn.Module
     stops: tuple[int, ...]
     limit: int
-    """Most tokens of a completion."""
+    """Maximum tokens of a completion."""
     temperature: float
-    """0 takes the likeliest token."""
+    """0 selects the most likely token."""
     pad_id: int
     batch_rows: int = 64
-    """Completions at once."""
+    """Maximum number of completions in a batch."""
 
     @torch.no_grad()
     def __call__(self, wanted: Sequence[Wanted], seed: int, step: int) -> list[Completion]:
@@ -143,7 +143,7 @@ class _State:
         return state
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Some of the rows, by their numbers, which may occur several times."""
+        """Select rows by index; an index may occur several times."""
         self.cache.batch_select_indices(rows)
         for layer in self.cache.layers:
             if type(layer) is DynamicLayer:
@@ -172,7 +172,7 @@ class _State:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in tensors with room at their end: appending a token copies no others."""
+    """A cache layer with spare capacity, so that appending a token does not copy the others."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

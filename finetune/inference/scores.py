@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from finetune.data.chat.render import Chat
 
 AT_ONCE = 16
-"""Sequences of a forward pass."""
+"""Sequences per forward pass."""
 
 
 def reward_model(
@@ -33,7 +33,7 @@ def reward_model(
 
 
 def prepare(model: str) -> None:
-    """Load the model, so that the first call does not."""
+    """Load the model before the first call."""
     _scorer(model)
 
 
