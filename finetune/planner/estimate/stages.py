@@ -185,9 +185,11 @@ class _Stage:
             early = 0.0 if again else layers * self.layer_gradient
             made = self.table
             if self.sharded and self.workload.compute != 4:
-                # Two 16-bit copies, as computed and as kept by autograd, before the sum in fp32.
-                shape = self.workload.shape
-                made += 2.0 * shape.embedding * self.workload.compute
+                # In 16 bits as it arrives and as autograd keeps it, before it is added in fp32; or,
+                # before tensor parallelism splits it, complete in both types.
+                shape, width = self.workload.shape, self.workload.compute
+                complete = shape.embedding * shape.ways * (width + 4.0) - made
+                made = max(made + 2.0 * shape.embedding * width, complete)
             self._note(
                 "backward: embedding", activations=self.stream, gradients=early, reduction=made
             )
