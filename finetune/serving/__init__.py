@@ -1,1 +1,1 @@
-"""Serve a result over HTTP, in the words of OpenAI's API."""
+"""Serve a result over HTTP with OpenAI's API."""

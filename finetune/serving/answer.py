@@ -17,11 +17,11 @@ from finetune.serving.models import Served
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt, and how it is to be answered."""
+    """A prompt with its generation settings."""
 
     ids: list[int]
     most: int | None
-    """Tokens of an answer at most; None up to the end of the context, or 512 without one."""
+    """Maximum tokens of an answer; None for the rest of the context, or 512 without a limit."""
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
@@ -41,19 +41,19 @@ class Token:
 
 @dataclasses.dataclass
 class Answer:
-    """An answer that is complete."""
+    """A complete answer."""
 
     text: str
     tokens: list[Token]
-    """Without the stop token; empty where no log-probabilities were asked for."""
+    """Tokens without the stop token; empty if no log-probabilities were requested."""
     prompt_tokens: int
     new_tokens: int
     finish_reason: str
-    """`stop`, or `length` where the answer was cut."""
+    """`stop`, or `length` if the answer was truncated."""
 
 
 WITHOUT_LIMIT = 512
-"""Tokens of an answer where neither the request nor the model names a limit."""
+"""Maximum tokens of an answer if neither the request nor the model has a limit."""
 
 
 def room(served: Served, question: Question) -> int:
@@ -78,7 +78,7 @@ def room(served: Served, question: Question) -> int:
 
 
 class Growing:
-    """An answer under way: takes tokens, and passes its text on as that becomes certain."""
+    """An answer in progress: takes tokens, and passes on text as soon as it is final."""
 
     def __init__(self, served: Served, question: Question, write: Callable[[str], None]) -> None:
         """Raises FinetuneError for a prompt that leaves no room to answer, as `room` does."""
@@ -168,7 +168,7 @@ class _Feeder(BaseStreamer):
 
 
 class _Ended(StoppingCriteria):
-    """Whether a stop text was found, or nobody wants the answer any more."""
+    """Whether a stop text was found, or the answer was cancelled."""
 
     def __init__(self, growing: Growing, cancelled: threading.Event) -> None:
         self.growing, self.cancelled = growing, cancelled

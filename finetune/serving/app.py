@@ -25,7 +25,7 @@ from finetune.serving.scheduler import Job, Scheduler
 
 PAGE = Path(__file__).parent / "page.html"
 LARGEST_BODY = 8 * 2**20
-"""Bytes of a request at most."""
+"""Maximum bytes of a request."""
 
 
 class Answers:
@@ -111,9 +111,9 @@ def build_app(
 
     Args:
         models: by name, the first is the default.
-        rows: requests that are answered at once.
-        queue: further ones that may wait; another is answered with status 429.
-        key: that callers of /v1 must send as `Authorization: Bearer KEY`.
+        rows: Maximum number of requests that are answered at once.
+        queue: Maximum number of waiting requests; further ones get status 429.
+        key: Key that clients of /v1 must send as `Authorization: Bearer KEY`.
         local: answer only requests that were sent to this machine by its own names, so that no
             page of another site can ask.
     """
@@ -187,7 +187,7 @@ def build_app(
 
 
 def problem(status: int, text: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
+    """An error response in the format of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": text, "type": kind, "param": None, "code": None}
     headers = {"Retry-After": "1"} if status == 429 else None

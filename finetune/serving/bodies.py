@@ -13,7 +13,7 @@ from finetune.serving.requests import ChatRequest, TextRequest
 
 
 class Reply:
-    """What the two kinds of answers share."""
+    """Base of both kinds of responses."""
 
     kind: str
     prefix: str

@@ -34,7 +34,7 @@ def start(engine: str, folder: Path, name: str, host: str, port: int, key: str |
 
 
 def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
-    """The command of vLLM for an adapter beside its base, or for a whole model."""
+    """The command of vLLM for an adapter with its base, or for a complete model."""
     served = ["--host", host, "--port", str(port)]
     if not (folder / "adapter_config.json").is_file():
         if not (folder / "config.json").is_file():

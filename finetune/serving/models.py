@@ -1,4 +1,4 @@
-"""The models that one process serves: a base once in memory, with each of its adapters."""
+"""The models of one process: a single copy of the base, with all of its adapters."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from finetune.inference.load import adapter_config, changes_base, check_adapter,
 from finetune.models.load_checks import reading
 
 BASE = "-base"
-"""What the name of an adapter's base ends with."""
+"""Suffix of the name of an adapter's base."""
 
 
 @dataclasses.dataclass(frozen=True)

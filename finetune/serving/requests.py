@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: a field that is not honoured is refused, not ignored."""
+"""Requests of OpenAI's API: unsupported fields are rejected, not ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    """By default the trained model."""
+    """Name of a model; by default the trained model."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)

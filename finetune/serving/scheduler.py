@@ -31,13 +31,13 @@ PASS = 16
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A question on its way to an answer."""
+    """A question and its pending answer."""
 
     growing: Growing
     draw: Draw
     answer: "Future[Answer]" = dataclasses.field(default_factory=Future)
     cancelled: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set once nobody wants the answer any more."""
+    """Set when the client no longer needs the answer."""
 
     @property
     def ended(self) -> bool:
@@ -67,7 +67,7 @@ class Job:
 
 
 class Scheduler:
-    """Answers jobs in the order in which they come, at most `rows` at once."""
+    """Answers jobs in order of arrival, at most `rows` at once."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -93,7 +93,7 @@ class Scheduler:
         return job
 
     def close(self) -> None:
-        """End every answer where it is."""
+        """End all unfinished answers."""
         self._closing.set()
         self._new.put(None)
         self._thread.join(timeout=5)

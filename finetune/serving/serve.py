@@ -24,7 +24,7 @@ def serve(
     """Serve a run, a folder with a model or an adapter, or a hub name.
 
     Args:
-        port: 0 takes a free one.
+        port: Port to listen on; 0 for any free port.
         name: of the model in requests; by default that of its folder.
         adapters: more adapters on the same base, by name.
         rows: requests that are answered at once, each with its keys and values in memory.
