@@ -1,7 +1,6 @@
 """Export a whole model: all weights that were trained, or an adapter merged into its base."""
 
 import contextlib
-import ctypes
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from finetune.exporters.base_tensors import Tensors, open_trained, rounded
 from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
 from finetune.inference.load import tensor_shapes
+from finetune.kernels import cpu
 from finetune.reports.card import Kind
 
 
@@ -92,19 +92,9 @@ def _write_weights(
         for each in tensors:
             weights.write(each)
             del each
-            return_free_memory()
+            cpu.return_free_memory()
     weights.finish()
     _refuse_lost(folder, skeleton)
-
-
-def return_free_memory() -> None:
-    """Give memory that is no longer used back to the system, where the C library is glibc.
-
-    Its `malloc` (2.36) leaves a gap of the size of a matrix behind each layer of a model.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _write_rest(source: Source, folder: Path, network: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.planner.experts import coefficient, expert_count
 from finetune.planner.kernels import model_fields
@@ -74,7 +74,8 @@ def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 def sizes(fields: Mapping[str, Any]) -> Iterator[str]:
     """Layer counts of a `config.json` that would take a model without end to build."""
     text = fields.get("text_config")
-    for part in (fields, text if isinstance(text, Mapping) else {}):
+    parts = [fields, cast(Mapping[str, Any], text)] if isinstance(text, Mapping) else [fields]
+    for part in parts:
         for name in LAYER_COUNTS:
             count = part.get(name)
             if isinstance(count, int | float) and count > MOST_LAYERS:

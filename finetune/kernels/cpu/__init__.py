@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         release,
     )
     from finetune.kernels.cpu.compiler import COMPILERS, LANGUAGES
+    from finetune.kernels.cpu.heap import return_free_memory
     from finetune.kernels.cpu.native import reason_against as reason_against_chains
     from finetune.kernels.cpu.noise import draw
     from finetune.kernels.cpu.pool import (
@@ -44,6 +45,7 @@ __all__ = [
     "reason_against_attention_tiles",
     "reason_against_chains",
     "release",
+    "return_free_memory",
     "serves_adapter_tiles",
     "settle_pool",
     "twin",
@@ -64,6 +66,7 @@ HOMES = {
     "reason_against_attention_tiles": "tiled_attention.reason_against",
     "reason_against_chains": "native.reason_against",
     "release": "attention.release",
+    "return_free_memory": "heap.return_free_memory",
     "serves_adapter_tiles": "tiled_adapters.serves",
     "settle_pool": "pool.settle",
     "use_pool": "pool.use_pool",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.cache import hub_cache
 
@@ -19,5 +19,5 @@ def config_paths(name: str, revision: str | None) -> list[Path]:
 def has_score_head(fields: Mapping[str, Any]) -> bool:
     """Whether a `config.json` belongs to a sequence classification model."""
     names = fields.get("architectures")
-    named = names if isinstance(names, list) else []
+    named = cast(list[Any], names) if isinstance(names, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in named)

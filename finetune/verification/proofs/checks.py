@@ -16,7 +16,7 @@ from finetune.verification.proofs.runs import steps_of
 
 UNEVEN = 1.25
 """Maximum size of a shard relative to an equal share, as rows and pieces may not divide evenly."""
-STRAYS = 1e-3
+STRAYS = 1e-4
 """Share of a tensor's elements, at least one, that the distance of trained weights leaves out."""
 
 
