@@ -378,7 +378,7 @@ def write_recipes(folder: Path) -> tuple[Recipe, Recipe]:
     train_tokenizer(texts, 300, folder / "tokenizer")
     config: dict[str, Any] = {
         "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
         "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
     }  # fmt: skip
     fields = {
@@ -393,7 +393,7 @@ def write_recipes(folder: Path) -> tuple[Recipe, Recipe]:
         "saving": {"every": 2},
         "max_steps": STEPS,
     }
-    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "head_dim": 16}
+    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "head_dim": 8}
     experts |= {"num_experts": 4, "num_experts_per_tok": 2}
     mixture = fields | {"model": fields["model"] | {"config": config | experts}}
     return catalog.from_fields(fields), catalog.from_fields(mixture)
