@@ -37,7 +37,7 @@ from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.exporters import ollama, vllm
 from finetune.exporters.export import export
-from finetune.inference.generate import load
+from finetune.inference.generate import load, load_folder
 from finetune.recipe import LoRA
 from finetune.runs.run import Run, write_json
 
@@ -150,8 +150,11 @@ def test_a_merge_into_nf4_is_for_runs_that_trained_on_it(tmp_path):
 
 
 def run_with_rows(tmp: Path) -> Run:
-    """A run whose recipe names rows that are on this machine."""
-    trained = lora_run(tmp)
+    return with_rows(lora_run(tmp).run, tmp)
+
+
+def with_rows(run: Run, tmp: Path) -> Run:
+    """Name rows that are on this machine in a run's recipe."""
     rows = tmp / "rows.jsonl"
     said = {"role": "assistant", "content": "blue"}
     rows.write_text(
@@ -160,10 +163,27 @@ def run_with_rows(tmp: Path) -> Run:
             for n in range(12)
         )
     )
-    recipe = json.loads(trained.run.recipe.read_text())
+    recipe = json.loads(run.recipe.read_text())
     recipe["eval_data"] = [{"source": str(rows), "format": "messages"}]
-    write_json(trained.run.recipe, recipe)
-    return trained.run
+    write_json(run.recipe, recipe)
+    return run
+
+
+def own_loss(folder: Path) -> float:
+    """The mean loss of `blue<|im_end|>` after the first five prompts, by plain transformers."""
+    loaded = load_folder(folder, torch.float32)
+    tokenizer, losses = loaded.tokenizer, []
+    for number in range(5):
+        asked = [{"role": "user", "content": f"{number} birds"}]
+        start = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        prompt, answer = (
+            torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+            for text in (start, "blue<|im_end|>")
+        )
+        labels = torch.cat([torch.full_like(prompt, -100), answer], 1)
+        with torch.no_grad():
+            losses.append(loaded.model(torch.cat([prompt, answer], 1), labels=labels).loss.item())
+    return sum(losses) / 5
 
 
 @pytest.mark.parametrize("format", ["adapter", "merged"])
@@ -173,7 +193,22 @@ def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_pat
     assert (found["rows"], found["prompts_equal"], found["answers_equal"]) == (5, 5, 5)
     assert found["logits"] < 1e-5
     assert found["kl"] < 1e-5
+    assert found["loss"] == pytest.approx(found["trained_loss"], rel=1e-5) == own_loss(folder)
+    assert found["offer"] is None
     assert "5 prompts have the token ids of training" in (folder / "README.md").read_text()
+
+
+def test_a_merge_of_a_quantised_run_shows_its_loss_and_offers_the_closer_one(tmp_path):
+    run = with_rows(nf4_run(tmp_path), tmp_path)
+    plain, closer = (
+        json.loads((export(run, tmp_path / name, **how) / "export.json").read_text())["check"]
+        for name, how in (("plain", {"merge": True}), ("closer", {"merge_into": "nf4"}))
+    )
+    assert "`--merge-into nf4` merges it" in plain["offer"]
+    assert plain["offer"] in (tmp_path / "plain/README.md").read_text()
+    assert closer["offer"] is None
+    assert closer["loss"] == pytest.approx(closer["trained_loss"], rel=1e-5)
+    assert abs(plain["loss"] / plain["trained_loss"] - 1) > 1e-4
 
 
 def test_a_run_whose_rows_are_gone_says_that_nothing_was_compared(tmp_path):

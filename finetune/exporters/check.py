@@ -9,9 +9,9 @@ import psutil
 import torch
 from transformers import AutoTokenizer
 
-from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
-from finetune.data.samples import Completion, Conversation, Preference
+from finetune.data.samples import Completion, Conversation, Preference, Sample
 from finetune.data.sources import find_source
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
@@ -49,6 +49,12 @@ class Checked:
     """Largest divergence of the exported from the trained distribution at a place, in nats."""
     answers_equal: int
     """Rows with the same greedy answer."""
+    loss: float | None = None
+    """Mean loss of the trained tokens of these rows, in the export; None for prompts alone."""
+    trained_loss: float | None = None
+    """The same in the trained model."""
+    offer: str | None = None
+    """Another way to export that is closer to the trained model."""
 
 
 def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
@@ -73,7 +79,8 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         return f"its base is called {source.base}, which is not loaded for a check"
     if source.recipe.model.trust_remote_code:
         return "code that came with the model is not run for a check"
-    asked = list(prompts(source.recipe, rows))
+    samples = list(_samples(source.recipe, rows))
+    asked = [prompt for prompt, _ in samples]
     if not asked:
         return "the run's data has no readable prompts on this machine"
     needed, free = _bytes_needed(source), psutil.virtual_memory().available
@@ -83,6 +90,12 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     chat = load_chat(trained.tokenizer, None)
     ids = [_fitting(trained, chat.prompt(prompt)) for prompt in asked]
     wanted, answers = _logits(trained, ids), _answers(trained, ids)
+    learned = [
+        row
+        for _, sample in samples
+        if (row := _row(source.recipe, sample, chat, trained.context)) is not None
+    ]
+    trained_loss = _loss(trained, learned)
     del trained
     exported = load_folder(folder, source.dtype)
     found = _logits(exported, ids)
@@ -97,6 +110,9 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         answers_equal=sum(
             one == other for one, other in zip(_answers(exported, ids), answers, strict=True)
         ),
+        loss=_loss(exported, learned),
+        trained_loss=trained_loss,
+        offer=_offer(source, kind),
     )
     exact = kind != "nf4" and source.recipe.model.quantization == "none"
     if checked.prompts_equal < checked.rows:
@@ -118,17 +134,39 @@ def check_lines(checked: Checked | Mapping[str, Any] | str) -> list[str]:
         checked = Checked(**checked)
     if isinstance(checked, str):
         return [f"It was not compared with the trained model: {checked}."]
-    return [
+    lines = [
         f"Compared with the trained model on {checked.rows} rows of its run:",
         f"- {checked.prompts_equal} prompts have the token ids of training in plain transformers;",
         f"- logits differ by at most {checked.logits:.1e} of the largest, distributions by "
         f"{checked.kl:.1e} nats (KL);",
-        f"- {checked.answers_equal} greedy answers of up to {ANSWER} tokens are equal.",
+        f"- {checked.answers_equal} greedy answers of up to {ANSWER} tokens are equal"
+        + ("." if checked.loss is None else ";"),
     ]
+    if checked.loss is not None:
+        lines.append(
+            f"- the loss of their answers is {checked.loss:.4f}, and {checked.trained_loss:.4f} in "
+            "the trained model."
+        )
+    return lines if checked.offer is None else [*lines, checked.offer]
+
+
+def _offer(source: Source, kind: Kind) -> str | None:
+    stored = source.recipe.model.quantization
+    if source.adapter is None or stored != "nf4" or kind != "merged" or source.merge_into:
+        return None
+    return (
+        "The adapter was trained on weights in NF4 and is merged into those before quantization; "
+        "`--merge-into nf4` merges it into the weights that it was trained on."
+    )
 
 
 def prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
-    """Rows of every source in turn, as far as they are on this machine."""
+    """Prompts from every source in turn, as far as they are on this machine."""
+    return (prompt for prompt, _ in _samples(recipe, rows))
+
+
+def _samples(recipe: Recipe, rows: int) -> Iterator[tuple[Prompt, Sample]]:
+    """Samples with their prompts, from every source in turn."""
     sources = recipe.eval_data or recipe.data
     for data in sources:
         share = -(-rows // len(sources))
@@ -136,28 +174,37 @@ def prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
             for row in find_source(data).rows():
                 if share < 1:
                     break
-                prompt = _prompt(data.format, row.value)
-                if prompt is not None:
+                found = _prompt(data.format, row.value)
+                if found is not None:
                     share -= 1
-                    yield prompt
+                    yield found
         except FinetuneError:  # it is elsewhere by now
             continue
 
 
-def _prompt(data_format: str, value: Any) -> Prompt | None:
+def _prompt(data_format: str, value: Any) -> tuple[Prompt, Sample] | None:
     try:
         sample = read_row(data_format, value)
     except RowProblem:
         return None
-    if isinstance(sample, Preference):
-        sample = sample.chosen
-    if isinstance(sample, Completion):
-        return sample
-    if not isinstance(sample, Conversation) or len(sample.messages) < 2:
+    asked = sample.chosen if isinstance(sample, Preference) else sample
+    if isinstance(asked, Completion):
+        return asked, sample
+    if not isinstance(asked, Conversation) or len(asked.messages) < 2:
         return None
-    if sample.messages[-1]["role"] != "assistant":
+    if asked.messages[-1]["role"] != "assistant":
         return None
-    return dataclasses.replace(sample, messages=sample.messages[:-1])
+    return dataclasses.replace(asked, messages=asked.messages[:-1]), sample
+
+
+def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row | None:
+    """The tokens of a sample, of a pair those of the chosen answer; None without a trained one."""
+    try:
+        row = recipe.encode(sample, chat).sequences[0]
+    except (RowProblem, FinetuneError):
+        return None
+    cut = Row(row.ids[:context], row.trained[:context])
+    return cut if any(cut.trained[1:]) else None
 
 
 def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
@@ -196,6 +243,19 @@ def _logits(loaded: Loaded, rows: list[list[int]]) -> list[torch.Tensor]:
         model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -PLACES:].float().cpu()
         for ids in rows
     ]
+
+
+@torch.inference_mode()
+def _loss(loaded: Loaded, rows: list[Row]) -> float | None:
+    """Mean loss over the trained tokens of all rows, in nats; None without rows."""
+    model: Any = loaded.model
+    losses = list[torch.Tensor]()
+    for row in rows:
+        ids = torch.tensor([row.ids], device=model.device)
+        scores = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        each = -scores.gather(-1, ids[0, 1:, None])[:, 0]
+        losses.append(each[torch.tensor(row.trained[1:], device=model.device)].cpu())
+    return torch.cat(losses).mean().item() if losses else None
 
 
 def _answers(loaded: Loaded, rows: list[list[int]]) -> list[str]:
