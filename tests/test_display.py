@@ -139,7 +139,7 @@ def test_the_next_commands_fit_the_run(tmp_path: Path) -> None:
         f"finetune export '{run.root}' --to '{run.root}-export'",
     )
     assert [purpose for purpose, _ in next_commands(run, ended(5, reason="interrupted"))] == [
-        "go on",
+        "resume",
         "report",
     ]
 
