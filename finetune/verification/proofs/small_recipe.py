@@ -202,6 +202,8 @@ def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) 
     tokenizer.save_pretrained(home)
     notes.append("the teacher has random weights and the student's shrunk architecture")
     changed: Any = recipe  # a method with a `teacher` field
+    if changed.teacher_logps is not None:
+        notes.append(f"it runs during training, in place of {changed.teacher_logps}")
     return dataclasses.replace(changed, teacher=Teacher(str(home.resolve())), teacher_logps=None)
 
 
