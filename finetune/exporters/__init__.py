@@ -1,4 +1,4 @@
-"""Exporters by name: each writes a checkpoint in a form that other libraries load."""
+"""Exporters by name: each writes a checkpoint in a format that other libraries load."""
 
 EXPORTERS: dict[str, str] = {
     "adapter": "finetune.exporters.adapter:write",
@@ -9,7 +9,7 @@ EXPORTERS: dict[str, str] = {
     "gguf": "finetune.exporters.gguf:write",
     "ollama": "finetune.exporters.ollama:write",
 }
-"""`module:function` of each, imported when it is used."""
+"""`module:function` of each exporter, imported when it is used."""
 
 CHECKS: dict[str, str] = {
     "adapter": "finetune.exporters.adapter:check",
@@ -20,4 +20,4 @@ CHECKS: dict[str, str] = {
     "gguf": "finetune.exporters.gguf:check",
     "ollama": "finetune.exporters.ollama:check",
 }
-"""`module:function` that refuses a checkpoint before anything is evaluated, merged or written."""
+"""`module:function` that rejects a checkpoint before anything is evaluated, merged or written."""

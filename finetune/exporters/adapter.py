@@ -1,4 +1,4 @@
-"""Export the adapter in PEFT's format, as a plain LoRA where its start changed the base."""
+"""Export the adapter in PEFT's format, as a plain LoRA if its initialization changed the base."""
 
 import copy
 import math
@@ -28,10 +28,11 @@ from finetune.reports.card import Kind
 
 
 def check(source: Source) -> LoraConfig:
-    """The configuration that is written.
+    """The adapter configuration to write.
 
     Raises:
-        FinetuneError: the run has no adapter, it is incomplete, or its start cannot be computed.
+        FinetuneError: the run has no adapter, the adapter is incomplete, or its initialization
+            cannot be recomputed.
     """
     config = _trained_config(source)
     if not changes_base(config):
@@ -60,7 +61,7 @@ def write(source: Source, folder: Path) -> Kind:
 
     Raises:
         FinetuneError: as `check`.
-        TrainingFailure: what was written reads back otherwise.
+        TrainingFailure: the file has other tensors than were written.
     """
     config, trained = check(source), _trained_config(source)
     assert source.adapter is not None, "checked"
@@ -79,7 +80,7 @@ def _write_adapter(
     recipe = source.recipe
     config.base_model_name_or_path, config.revision = source.base_name
     config.task_type = TaskType.CAUSAL_LM if recipe.scores is None else TaskType.SEQ_CLS
-    if recipe.scores is not None:  # PEFT takes labels and pad token of no other file
+    if recipe.scores is not None:  # PEFT reads labels and pad token only from config.json
         AutoConfig.from_pretrained(source.adapter).save_pretrained(folder)
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -92,7 +93,7 @@ def _write_adapter(
 def _initial_tensors(
     recipe: Recipe, config: LoraConfig, initial: Path | None
 ) -> dict[str, torch.Tensor]:
-    """The adapter before its first step: as it was stored, or computed again from the base."""
+    """The adapter before its first step, as stored or recomputed from the base."""
     if initial is not None:
         return load_file(initial / ADAPTER_WEIGHTS)
     fresh = copy.deepcopy(config)
@@ -103,9 +104,9 @@ def _initial_tensors(
 def _difference(
     tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """B A - B0 A0 as one product [B, -B0] [A; A0], which leaves the base as it was.
+    """B A - B0 A0 as one product [B, -B0] [A; A0], for the unmodified base.
 
-    W = (W - s B0 A0) + s B A  is trained;  W + s (B A - B0 A0)  is the same sum.
+    Training used (W - s B0 A0) + s B A, which equals W + s (B A - B0 A0).
     """
     result = dict(tensors)
     for name in tensors:
@@ -117,7 +118,7 @@ def _difference(
 
 
 def _twice_the_rank(config: LoraConfig) -> LoraConfig:
-    """The configuration of a difference: twice every rank at the same scale."""
+    """The configuration of the difference: doubled ranks with the same scale."""
     growth: Any = math.sqrt(2) if config.use_rslora else 2  # PEFT's hint for alpha is int
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     twice = plain_lora(config)

@@ -1,4 +1,4 @@
-"""Read the weights of a base model a module at a time, in the names that its modules have."""
+"""Read the weights of a base model one module at a time, under the names of its parameters."""
 
 import dataclasses
 import json
@@ -37,25 +37,25 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """A base model whose weights are read when they are needed."""
+    """A base model with lazily read weights."""
 
     network: PreTrainedModel
-    """Its modules on the meta device."""
+    """The model on the meta device."""
     units: tuple[tuple[str, ...], ...]
-    """Names of tensors that are read together: those of a module, or of a layer that transformers
-    joins or splits while it loads it. Tied tensors have one name."""
+    """Names of tensors that are read together: the tensors of a module, or of a layer whose tensors
+    transformers joins or splits during loading. Tied tensors have one name."""
     read: Callable[[tuple[str, ...]], Tensors]
-    """Tensors of a unit as they are stored."""
+    """Reads the tensors of a unit in their stored precision."""
 
 
 def open_base(recipe: Recipe) -> Base:
     """The base of a recipe, in the precision of its files.
 
-    Weights that are quantised, pickled or drawn from a seed are loaded completely, in fp32: so is a
-    base that gets a score head.
+    Weights that are quantized, pickled or initialized from a seed, and a base that gets a score
+    head, are loaded into memory in fp32.
 
     Raises:
-        FinetuneError: it cannot be loaded, or lacks tensors.
+        FinetuneError: the base cannot be loaded, or lacks tensors.
     """
     files = base_files(recipe)
     drawn = not files or recipe.scores is not None
@@ -65,17 +65,17 @@ def open_base(recipe: Recipe) -> Base:
 
 
 def open_trained(recipe: Recipe, folder: Path) -> Base:
-    """The whole model that a run saved."""
+    """The full model that a run saved."""
     if recipe.scores is not None:
         return in_memory(load_weights(folder, torch.float32, device="cpu", scores=recipe.scores))
     return _on_disk(recipe.model, folder, weight_files([folder]))
 
 
 def as_trained(base: Base, dtype: torch.dtype) -> Base:
-    """The base as NF4 leaves it: quantised from a dtype as for training, and dequantised again.
+    """The base with weights quantized to NF4 from `dtype` as in training, and dequantized.
 
     Raises:
-        FinetuneError: bitsandbytes would quantise layers that have no plain linear weight.
+        FinetuneError: bitsandbytes would quantize layers without a plain linear weight.
     """
     skipped = HfQuantizer.get_modules_to_not_convert(base.network, None, None)
     kinds = {
@@ -98,18 +98,18 @@ def as_trained(base: Base, dtype: torch.dtype) -> Base:
 
 
 def _skips(path: str, skipped: list[str] | None) -> bool:
-    """Whether transformers (5.23) leaves a module out of quantisation (`should_convert_module`)."""
+    """Whether transformers (5.23) skips a module in quantization (`should_convert_module`)."""
     return any(re.match(f"{each}\\.", path) or path.endswith(each) for each in skipped or ())
 
 
 def through_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix (out, in) as an NF4 layer computes with it, in its own dtype."""
+    """A matrix (out, in) quantized to NF4 and dequantized, in its own dtype."""
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     return dequantize_4bit(packed, state)
 
 
 def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Tensors as the files have them: in a dtype, but for those that transformers keeps in fp32."""
+    """Tensors in the format of the files, in `dtype` unless transformers keeps them in fp32."""
     values = {
         name: value.to(result_dtype(network, name, dtype)) if value.is_floating_point() else value
         for name, value in tensors.items()
@@ -118,13 +118,13 @@ def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> T
 
 
 def result_dtype(network: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a floating tensor in files of a dtype: fp32 where transformers keeps it so."""
+    """Data type of a floating-point tensor in files: `dtype`, or fp32 if transformers keeps it so."""
     strict: Any = network._keep_in_fp32_modules_strict or ()
     return torch.float32 if in_fp32(name, strict) else dtype
 
 
 def base_files(recipe: Recipe) -> list[Path]:
-    """The safetensors files of a recipe's base that are on this machine."""
+    """The local safetensors files of a recipe's base."""
     if recipe.model.name is None:
         return []
     paths = config_paths(str(recipe.model.name), recipe.model.revision)
@@ -132,7 +132,7 @@ def base_files(recipe: Recipe) -> list[Path]:
 
 
 def weight_files(folders: Iterable[Path]) -> list[Path]:
-    """The safetensors files of the first of some folders that has any."""
+    """The safetensors files of the first folder that has any."""
     for folder in folders:
         index = folder / "model.safetensors.index.json"
         if (folder / "model.safetensors").is_file():
@@ -145,13 +145,13 @@ def weight_files(folders: Iterable[Path]) -> list[Path]:
 
 
 def in_memory(model: PreTrainedModel) -> Base:
-    """A model that is loaded already."""
+    """A `Base` for a model that is already loaded."""
     tensors = model.state_dict()
     with torch.device("meta"):
         network = type(model)(model.config)
     inner: Any = network
     inner._weight_conversions = getattr(model, "_weight_conversions", None)
-    network.generation_config = getattr(model, "generation_config", None)  # none to give scores
+    network.generation_config = getattr(model, "generation_config", None)  # score heads have none
     units: dict[str, list[str]] = {}
     for name in distinct(network):
         units.setdefault(_module(name), []).append(name)
@@ -163,7 +163,7 @@ def in_memory(model: PreTrainedModel) -> Base:
 
 
 def distinct(network: PreTrainedModel) -> list[str]:
-    """Names of the tensors that a saved model has, each of those that are tied once."""
+    """Names of the tensors of a saved model; tied tensors have one name."""
     named = network.state_dict(keep_vars=True).items()
     first = {id(tensor): name for name, tensor in reversed(named)}
     return [name for name, tensor in named if first[id(tensor)] == name]
@@ -183,9 +183,9 @@ def _on_disk(model: Model, name: str | Path, files: list[Path]) -> Base:
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     known, wanted = network.state_dict(), distinct(network)
     place: dict[str, tuple[Path, str]] = {}
-    """File and key of each tensor that is stored as the model has it."""
+    """File and key of each tensor that needs no conversion."""
     converted: dict[str, list[tuple[Path, str]]] = {}
-    """Files and keys that become the other tensors of a layer."""
+    """Files and keys of the tensors of each layer that need a conversion."""
     for path in files:
         for key in tensor_shapes(path):
             name, pattern = rename_source_key(
@@ -228,7 +228,7 @@ def _converted(
     names: tuple[str, ...],
     stored: list[tuple[Path, str]],
 ) -> Tensors:
-    """Tensors of a layer as transformers (5.23) makes them of those in the files."""
+    """Tensors of a layer, converted from the stored ones by transformers (5.23)."""
     inner: Any = network
     used, meta = inner._weight_conversions, {name: _owner(network, name) for name in names}
     tensors = {key: _tensor(path, key) for path, key in stored}
@@ -250,6 +250,6 @@ def _converted(
 
 
 def _owner(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The table in which a module keeps a parameter, and its name there."""
+    """The parameter dictionary of the module that owns a parameter, and the key in it."""
     module, _, last = name.rpartition(".")
     return network.get_submodule(module)._parameters, last

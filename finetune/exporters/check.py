@@ -1,4 +1,4 @@
-"""Check an export on rows of its run: its prompts, logits and answers are those of training."""
+"""Compare the prompts, logits and answers of an export with those of the trained model."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -24,13 +24,13 @@ from finetune.reports.card import Kind
 Prompt = Conversation | Completion
 
 CHECK_ROWS = 8
-"""Rows of a run on which an export is checked unless more are asked for."""
+"""Default number of rows of a run on which an export is checked."""
 PLACES = 32
-"""Last tokens of a prompt whose logits are compared."""
+"""Number of tokens at the end of a prompt whose logits are compared."""
 ANSWER = 24
-"""Tokens of a compared answer at most."""
+"""Maximum number of tokens of a compared answer."""
 TOLERANCE = 0.05
-"""Largest difference of logits, relative to the largest, of an export in the run's own precision.
+"""Maximum difference of logits, relative to the largest logit, for an export without quantization.
 
 Rounding a merge to bf16 gives about 1e-3, and a lost adapter or head 0.2 and more.
 """
@@ -38,36 +38,36 @@ Rounding a merge to bf16 gives about 1e-3, and a lost adapter or head 0.2 and mo
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """How an export compares with the trained model."""
+    """Comparison of an export with the trained model."""
 
     rows: int
     prompts_equal: int
-    """Rows whose prompt has the ids of training in plain transformers."""
+    """Rows whose prompt has the same token ids in plain transformers as in training."""
     logits: float
-    """Largest difference, relative to the largest logit."""
+    """Maximum difference, relative to the largest logit."""
     kl: float
-    """Largest divergence of the exported from the trained distribution at a place, in nats."""
+    """Maximum KL divergence over tokens, KL(trained || exported) in nats."""
     answers_equal: int
     """Rows with the same greedy answer."""
     loss: float | None = None
-    """Mean loss of the trained tokens of these rows, in the export; None for prompts alone."""
+    """Mean loss of the export on the trained tokens of these rows; None without trained tokens."""
     trained_loss: float | None = None
-    """The same in the trained model."""
+    """Mean loss of the trained model on the same tokens."""
     offer: str | None = None
-    """Another way to export that is closer to the trained model."""
+    """Suggestion of an export that is closer to the trained model."""
 
 
 def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     """Compare an export with the trained model on rows of the run's held-out or training data.
 
     Args:
-        rows: at most.
+        rows: Maximum number of rows.
 
     Returns:
-        The comparison, or why there is none.
+        The comparison, or the reason why there is none.
 
     Raises:
-        TrainingFailure: it reads other prompts, or answers otherwise than rounding explains.
+        TrainingFailure: prompts have other token ids, or logits differ by more than rounding.
     """
     if source.recipe.scores is not None:
         return "it gives scores, and no logits of tokens"
@@ -129,7 +129,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
 
 
 def check_lines(checked: Checked | Mapping[str, Any] | str) -> list[str]:
-    """A comparison in words; as `check` returns it, or as `export.json` has it."""
+    """Text for a comparison, from `check` or from `export.json`."""
     if isinstance(checked, Mapping):
         checked = Checked(**checked)
     if isinstance(checked, str):
@@ -161,7 +161,7 @@ def _offer(source: Source, kind: Kind) -> str | None:
 
 
 def prompts(recipe: Recipe, rows: int) -> Iterator[Prompt]:
-    """Prompts from every source in turn, as far as they are on this machine."""
+    """Prompts from every source that is available on this machine, in turn."""
     return (prompt for prompt, _ in _samples(recipe, rows))
 
 
@@ -178,7 +178,7 @@ def _samples(recipe: Recipe, rows: int) -> Iterator[tuple[Prompt, Sample]]:
                 if found is not None:
                     share -= 1
                     yield found
-        except FinetuneError:  # it is elsewhere by now
+        except FinetuneError:  # the source is not available
             continue
 
 
@@ -198,7 +198,7 @@ def _prompt(data_format: str, value: Any) -> tuple[Prompt, Sample] | None:
 
 
 def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row | None:
-    """The tokens of a sample, of a pair those of the chosen answer; None without a trained one."""
+    """The tokens of a sample, or of the chosen answer of a pair; None without trained tokens."""
     try:
         row = recipe.encode(sample, chat).sequences[0]
     except (RowProblem, FinetuneError):
@@ -208,12 +208,12 @@ def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row
 
 
 def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
-    """The end of a prompt, with room for an answer."""
+    """The end of a prompt that leaves room for an answer in the context."""
     return ids if loaded.context is None else ids[-max(1, loaded.context - ANSWER) :]
 
 
 def _plain_ids(folder: Path, chat: Chat, prompt: Prompt) -> list[int]:
-    """A prompt as plain transformers reads it with the exported tokenizer."""
+    """Token ids of a prompt in plain transformers with the exported tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=False)["input_ids"]
     if isinstance(prompt, Conversation):
@@ -223,7 +223,7 @@ def _plain_ids(folder: Path, chat: Chat, prompt: Prompt) -> list[int]:
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
-    """The text of a prompt; of a conversation, as the tokenizer's own chat template renders it."""
+    """The text of a prompt; conversations are rendered with the tokenizer's own chat template."""
     if isinstance(prompt, Completion):
         return prompt.prompt
     return tokenizer.apply_chat_template(
@@ -237,7 +237,7 @@ def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
 
 @torch.inference_mode()
 def _logits(loaded: Loaded, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of the last places of each prompt, (places, vocabulary)."""
+    """Logits of the last tokens of each prompt, (PLACES or fewer, vocabulary)."""
     model: Any = loaded.model
     return [
         model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -PLACES:].float().cpu()
@@ -272,7 +272,7 @@ def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _bytes_needed(source: Source) -> int:
-    """Memory of the base in fp32, as a CPU loads it, with a quarter more for what is computed."""
+    """Memory of the base in fp32, as it is loaded on a CPU, plus 25% for activations."""
     whole = source.checkpoint / "model"
     files = weight_files([whole]) if whole.is_dir() else base_files(source.recipe)
     stored = sum(path.stat().st_size for path in files)

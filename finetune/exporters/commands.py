@@ -1,4 +1,4 @@
-"""The commands that serve an export."""
+"""Shell commands that serve an export."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from finetune.reports.card import Kind
 
 
 def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
-    """Shell commands for the folder of an export, to be run in it; none for what writes no text."""
+    """Shell commands to run in the folder of an export; none for a model that generates no text."""
     if kind == "gguf":
         (weights,) = folder.glob("*.gguf")
         made = ["ollama create tuned -f Modelfile"] if (folder / "Modelfile").is_file() else []

@@ -1,4 +1,4 @@
-"""Hand over a trained run: a folder that plain transformers and PEFT load, whole or not at all."""
+"""Export a trained run to a folder for other libraries; the folder is written atomically."""
 
 import contextlib
 import dataclasses
@@ -24,20 +24,20 @@ from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json
 
 Exporter = Callable[[Source, Path], Kind]
-"""Writes a checkpoint into an empty folder, and returns what the folder then holds.
+"""Writes a checkpoint into an empty folder, and returns the kind of its contents.
 
-Tokenizer, card and file modes are written after it.
+Tokenizer, card and file modes are written afterwards.
 """
 
 Gate = Callable[[int], None]
-"""Called with the step of a checkpoint before it is exported; raises where it must not be."""
+"""Called with the step of a checkpoint before it is exported; raises to prevent the export."""
 
 MergeInto = Literal["nf4"]
 
 GENERATING = ("vllm", "nf4", "gguf", "ollama")
-"""Formats of models that write text."""
+"""Formats for models that generate text."""
 MARKER = "export.json"
-"""Lists the files of an export, so that only a folder of nothing else is ever replaced."""
+"""Lists the files of an export: a folder with any other file is never replaced."""
 
 
 def export(
@@ -56,29 +56,29 @@ def export(
     base: str | None = None,
     gate: Gate | None = None,
 ) -> Path:
-    """Write the result of a run in a format that others load, with its tokenizer and card.
+    """Export a run in a format that other libraries load, with its tokenizer and card.
 
     Args:
-        to: a new or empty folder, or one that an earlier export wrote.
-        merge: the same as `format="merged"` for a run with an adapter.
-        step: of the checkpoint; by default the best one, else the last.
-        dtype: of merged or whole weights; by default that of the base model's own files.
-        shard_size: of a weight file at most.
-        format: a name of `finetune.exporters.EXPORTERS`, or `module:function` of an `Exporter`;
-            by default `adapter`, and `model` where all weights were trained.
-        check_rows: rows of the run on which the result is compared with the trained model.
-        merge_into: `nf4` merges into the base as it was quantised for training.
-        llama_cpp: a checkout of llama.cpp, for `gguf` and `ollama`.
-        gguf_type: how the numbers of a GGUF file are stored, such as q8_0 or q4_k_m.
-        base: name by which others find the base of an adapter; by default as the run has it.
-        gate: called with the step when nothing else stands against the export, before anything
-            is written; what it raises stops the export.
+        to: New or empty folder, or the folder of an earlier export, which is replaced.
+        merge: Same as `format="merged"` for a run with an adapter.
+        step: Step of the checkpoint; by default the best one, else the last.
+        dtype: Data type of merged or full weights; by default that of the base model's files.
+        shard_size: Maximum size of a weight file.
+        format: Name in `finetune.exporters.EXPORTERS`, or `module:function` of an `Exporter`;
+            by default `adapter`, or `model` if all weights were trained.
+        check_rows: Number of the run's rows on which the export is compared with the trained model.
+        merge_into: `nf4` merges into the base as it was quantized for training.
+        llama_cpp: Checkout of llama.cpp, for `gguf` and `ollama`.
+        gguf_type: Data type of a GGUF file, such as q8_0 or q4_k_m.
+        base: Name of the adapter's base in the exported files; by default as in the run.
+        gate: Called with the step after all other checks, before anything is written; an exception
+            stops the export.
 
     Raises:
-        FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, what the
-            format cannot hold, or a folder that is not an earlier export.
-        TrainingFailure: writing failed, or the result answers otherwise than the trained model;
-            nothing is left behind.
+        FinetuneError: a damaged checkpoint, an incomplete adapter, an unknown format, a model that
+            the format does not support, or a folder that is not an earlier export.
+        TrainingFailure: writing failed, or the export differs from the trained model; no files are
+            left.
     """
     run = run if isinstance(run, Run) else open_run(run)
     to = Path(to)
@@ -138,7 +138,7 @@ def _usual(source: Source, merge: bool) -> str:
 
 
 def _refuse_foreign(to: Path) -> None:
-    """Nothing but an empty folder or an earlier export, untouched since, may be in the way."""
+    """Reject a target that is neither an empty folder nor an earlier export without other files."""
     if not to.exists() and not to.is_symlink():
         return
     if not to.is_dir() or to.is_symlink():
@@ -155,7 +155,7 @@ def _refuse_foreign(to: Path) -> None:
 
 
 def _listed(marker: Path) -> set[str]:
-    """Names of the files that an export wrote; none where that is not what the marker lists."""
+    """Names of the files that an export wrote; none if the marker is missing or invalid."""
     try:
         return set(map(str, json.loads(marker.read_text(encoding="utf-8"))["files"]))
     except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
@@ -164,7 +164,7 @@ def _listed(marker: Path) -> set[str]:
 
 @contextlib.contextmanager
 def _replacing(to: Path) -> Iterator[Path]:
-    """A scratch folder beside `to` that becomes `to` when everything in it is on the disk."""
+    """A temporary folder next to `to`, renamed to `to` after all files are synced to disk."""
     scratch = to.with_name(f".{to.name}.{os.getpid()}")
     old = to.with_name(f".{to.name}.{os.getpid()}.old")
     try:

@@ -1,4 +1,4 @@
-"""Export a GGUF file for llama.cpp, with the converter of a checkout that the user names."""
+"""Export a GGUF file with the converter of a llama.cpp checkout."""
 
 import importlib.util
 import os
@@ -24,17 +24,17 @@ from finetune.version import install
 CONVERTER = "convert_hf_to_gguf.py"
 CHECKOUT = "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
 TYPES = ("f32", "f16", "bf16", "q8_0")
-"""What the converter writes by itself; other types are made of f16 by llama.cpp's quantiser."""
+"""Types that the converter writes; `llama-quantize` makes other types from f16."""
 READ_ROWS = 20
-"""Rows of the run whose prompts are read as llama.cpp reads them."""
+"""Number of the run's rows whose prompts are tokenized as in llama.cpp."""
 
 
 def check(source: Source) -> None:
-    """Refuse what llama.cpp cannot convert, before anything is merged.
+    """Reject models that llama.cpp cannot convert, before anything is merged.
 
     Raises:
-        FinetuneError: no checkout is named, it does not know the tokenizer or the architecture,
-            it lacks a quantiser, there is no such type of numbers, or the model cannot be merged.
+        FinetuneError: no checkout is given, it does not support the tokenizer or the architecture,
+            it lacks `llama-quantize`, the type is unknown, or the model cannot be merged.
     """
     checkout = find_checkout(source.llama_cpp)
     _quantiser(source, checkout)
@@ -44,10 +44,12 @@ def check(source: Source) -> None:
 
 
 def write(source: Source, folder: Path) -> Kind:
-    """Write `model-TYPE.gguf`, whose tokenizer gives the ids of training, after `check`.
+    """Write `model-TYPE.gguf`, with a tokenizer that gives the token ids of training.
+
+    Call `check` first.
 
     Raises:
-        TrainingFailure: a tool of the checkout failed.
+        TrainingFailure: a program of the checkout failed.
     """
     checkout = find_checkout(source.llama_cpp)
     kind = source.gguf_type
@@ -68,10 +70,11 @@ def write(source: Source, folder: Path) -> Kind:
 
 
 def find_checkout(named: Path | None) -> Path:
-    """The folder of llama.cpp's sources.
+    """The folder of a llama.cpp checkout.
 
     Raises:
-        FinetuneError: none is named, or the folder is not one.
+        FinetuneError: no folder is given, it is not a checkout, or Python packages of the converter
+            are missing.
     """
     advice = f"get one with `{CHECKOUT}`"
     if named is None:
@@ -88,7 +91,7 @@ def find_checkout(named: Path | None) -> Path:
 
 
 def _quantiser(source: Source, checkout: Path) -> Path | None:
-    """The program for types that the converter does not write."""
+    """`llama-quantize` for types that the converter does not write; None for the others."""
     from gguf import LlamaFileType
 
     kind = source.gguf_type
@@ -107,7 +110,7 @@ def find_quantiser(checkout: Path) -> Path:
     """`llama-quantize` of the checkout, or on PATH.
 
     Raises:
-        FinetuneError: it is not there.
+        FinetuneError: the program is not found.
     """
     built = checkout / "build" / "bin" / "llama-quantize"
     found = built if built.is_file() else shutil.which("llama-quantize")
@@ -121,7 +124,7 @@ def find_quantiser(checkout: Path) -> Path:
 
 
 def _check_tokenizer(source: Source, checkout: Path, folder: Path) -> None:
-    """Let the converter read tokenizer and configuration before anything is merged."""
+    """Convert only tokenizer and configuration, before anything is merged."""
     base_config(source.recipe).save_pretrained(folder)
     _save_tokenizer(source, folder)
     target = folder / "vocabulary.gguf"
@@ -135,7 +138,7 @@ def _check_tokenizer(source: Source, checkout: Path, folder: Path) -> None:
 
 
 def _save_tokenizer(source: Source, folder: Path) -> None:
-    """The tokenizer as the converter takes it, without anything left to its defaults."""
+    """Save the tokenizer for the converter, with explicit values instead of its defaults."""
     saved_tokenizer(source.tokenizer, turn_end(source.tokenizer)).save_pretrained(folder)
     chat = load_chat(source.tokenizer, None)
     asked = Completion("a", "b") if chat.template is None else Conversation((QUESTION,))
@@ -144,13 +147,13 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
 
 
 def check_ids(source: Source, vocabulary: Path) -> None:
-    """Refuse a tokenizer that llama.cpp would read prompts of the run otherwise with.
+    """Check that llama.cpp gives prompts of the run the token ids of training.
 
     Raises:
-        FinetuneError: with the first ids that differ.
+        FinetuneError: ids differ; the message has the first of them.
     """
     reader = gguf_tokens.open_reader(vocabulary)
-    if reader is None:  # known to the converter by the ids of its own test text
+    if reader is None:  # the converter identifies this tokenizer by the ids of its own test text
         return
     chat = load_chat(source.tokenizer, None)
     for prompt in prompts(source.recipe, READ_ROWS):
@@ -186,5 +189,5 @@ def _run(command: list[str], told: str, env: dict[str, str] | None = None) -> No
 
 
 def context_of(source: Source) -> int | None:
-    """Tokens that a server should keep room for: the model's context."""
+    """Context length of the model in tokens."""
     return context_length(base_config(source.recipe))

@@ -1,9 +1,9 @@
-"""Let llama.cpp read the ids of training from a GGUF file with a SentencePiece-like tokenizer.
+"""Fix SentencePiece-like tokenizers in GGUF files, so that token ids are those of training.
 
-transformers 5 saves no `tokenizer.model`. Without one, llama.cpp's converter gives every token of
-such a tokenizer (Llama 2, Mistral) the same score, takes special tokens such as `[INST]` for plain
-text, and leaves the space before a text and the BOS to defaults. llama.cpp then reads other ids
-than training did, without a word.
+transformers 5 does not save `tokenizer.model`. Without it, llama.cpp's converter gives every token
+of such a tokenizer (Llama 2, Mistral) the same score, treats special tokens such as `[INST]` as
+plain text, and leaves the space prefix and the BOS at their defaults. llama.cpp then produces other
+token ids than training, without a warning.
 """
 
 import heapq
@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import Any
 
 SPACE = "\u2581"
-"""Stands for a space in the tokens."""
+"""Symbol for a space in tokens."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""llama.cpp's types of tokens that are cut out of a text before the rest is merged."""
+"""Token types of llama.cpp that are split from the text before the rest is merged."""
 
 
 def is_sentence_piece(tokenizer: dict[str, Any]) -> bool:
-    """Whether llama.cpp reads the tokenizer of a `tokenizer.json` as its type `llama`."""
+    """Whether the tokenizer of a `tokenizer.json` has type `llama` in llama.cpp."""
     model = tokenizer["model"]
     return model["type"] == "BPE" and bool(model.get("byte_fallback"))
 
 
 def merge_scores(tokenizer: dict[str, Any]) -> dict[int, float]:
-    """Scores with which llama.cpp's SentencePiece merges in the order of a `tokenizer.json`.
+    """Scores by token id with which llama.cpp merges in the order of a `tokenizer.json`.
 
-    llama.cpp merges the pair whose token has the highest score; BPE the one of the lowest rank.
+    llama.cpp merges the pair whose token has the highest score; BPE merges the pair with the lowest
+    rank.
 
     Args:
-        tokenizer: content of a `tokenizer.json` with a BPE model.
+        tokenizer: Contents of a `tokenizer.json` with a BPE model.
     """
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
     scores: dict[int, float] = {}
@@ -41,7 +42,7 @@ def merge_scores(tokenizer: dict[str, Any]) -> dict[int, float]:
 
 
 def added_types(tokenizer: dict[str, Any]) -> dict[int, int]:
-    """Type of every added token of a `tokenizer.json`: both libraries cut them out of a text."""
+    """Types of the added tokens of a `tokenizer.json`, by id; both libraries split at them."""
     return {
         each["id"]: CONTROL if each["special"] else USER_DEFINED
         for each in tokenizer["added_tokens"]
@@ -49,7 +50,7 @@ def added_types(tokenizer: dict[str, Any]) -> dict[int, int]:
 
 
 def has_space_prefix(tokenizer: dict[str, Any]) -> bool:
-    """Whether a space is put before every text between special tokens, not the first one alone."""
+    """Whether a space is added before every text between special tokens, not only the first."""
     return any(
         step["type"] == "Prepend" or step.get("prepend_scheme") == "always"
         for step in _steps(tokenizer)
@@ -64,10 +65,11 @@ def _steps(tokenizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def state_defaults(folder: Path, opens: bool) -> None:
-    """Write what the converter would leave to defaults into a folder's `tokenizer_config.json`.
+    """Write explicit values for the converter's defaults into `tokenizer_config.json`.
 
     Args:
-        opens: whether the prompts of training begin with the BOS.
+        folder: Folder of the tokenizer.
+        opens: Whether the prompts of training begin with the BOS.
     """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -79,11 +81,11 @@ def state_defaults(folder: Path, opens: bool) -> None:
 
 
 def repair(path: Path, folder: Path) -> None:
-    """Give a GGUF file the scores, types and BOS that its converter did not take from a tokenizer.
+    """Write scores, token types and BOS into a GGUF file, which the converter leaves wrong.
 
     Args:
-        path: of the GGUF file, which is changed in place.
-        folder: of the tokenizer, after `state_defaults`.
+        path: GGUF file, which is changed in place.
+        folder: Folder of the tokenizer, after `state_defaults`.
     """
     from gguf import GGUFReader
 
@@ -91,7 +93,7 @@ def repair(path: Path, folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     fields = GGUFReader(path, "r+")
     adds_bos = _field(fields, "add_bos_token")
-    if adds_bos is not None:  # a post-processor's comes before that of the configuration
+    if adds_bos is not None:  # the converter prefers the post-processor to the configuration
         adds_bos.parts[adds_bos.data[0]][:] = config["add_bos_token"]
     if _field(fields, "model").contents() == "llama" and is_sentence_piece(tokenizer):
         _set(_field(fields, "scores"), merge_scores(tokenizer))
@@ -109,10 +111,10 @@ def _field(reader: Any, key: str) -> Any:
 
 
 class Reader:
-    """Reads texts as llama.cpp does with the tokenizer of a GGUF file of type `llama`."""
+    """Tokenizes text as llama.cpp does, with the tokenizer of a GGUF file of type `llama`."""
 
     def __init__(self, fields: Any) -> None:
-        """Take the tokenizer of an opened file; `open_reader` opens one."""
+        """Read the tokenizer of an open GGUF file; see `open_reader`."""
         tokens: list[str] = _field(fields, "tokens").contents()
         types: list[int] = _field(fields, "token_type").contents()
         self._ids = {token: id for id, token in enumerate(tokens)}
@@ -131,7 +133,7 @@ class Reader:
         self._bos = int(bos.contents()) if opens else None
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a rendered prompt: its BOS is written by the template or added, never twice."""
+        """Token ids of a rendered prompt; a BOS is added unless the template writes it."""
         found = list(self._pieces(text))
         if self._bos is not None and found[:1] != [self._bos]:
             return [self._bos, *found]
@@ -153,7 +155,7 @@ class Reader:
                 after_special = False
 
     def _merged(self, text: str) -> Iterator[int]:
-        """Merge the pair whose token has the highest score, the first of equals, to the end."""
+        """Merge the pair with the highest score, the first among equals, until none is left."""
         parts: list[str] = list(text)
         left, right = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
         queue: list[tuple[float, int, str]] = []
@@ -188,7 +190,7 @@ class Reader:
 
 
 def open_reader(path: Path) -> Reader | None:
-    """A reader for a GGUF file; None where its tokenizer is of another type."""
+    """A reader for a GGUF file; None if its tokenizer has another type than `llama`."""
     from gguf import GGUFReader
 
     fields = GGUFReader(path)

@@ -1,8 +1,8 @@
-"""Add the product of a plain LoRA to a weight in pieces that stay in a CPU's cache.
+"""Merge a plain LoRA into a weight in blocks of rows that fit into the CPU cache.
 
-PEFT (0.21) makes the product, the scaled product and the sum as whole matrices in fp32: each is new
-memory, which costs more than the arithmetic. Here two buffers of a few rows are used again, with
-the same operations in the same order.
+PEFT (0.21) allocates fp32 matrices for the product, the scaled product and the sum, which costs
+more than the arithmetic. Here two buffers of a few rows are reused, with the same operations in the
+same order.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 PIECE = 2**20
-"""Numbers of a piece, or one block of rows where that is more."""
+"""Elements of a piece; at least one block of rows."""
 
 BLOCK = 64
-"""Rows of a piece are a multiple of this, so that a matrix product takes the same path in it."""
+"""Divisor of the rows of a piece, so that its matrix product takes the same code path."""
 
 
 def is_plain(layer: object, adapter: str) -> bool:
-    """Whether PEFT merges a layer by adding a scaled product to a linear weight, and no more."""
+    """Whether PEFT merges a layer only by adding a scaled product to a linear weight."""
     if type(layer) is not Linear or type(layer.get_base_layer()) is not nn.Linear:
         return False
     inner: Any = layer
     weight: torch.Tensor = layer.get_base_layer().weight
-    if any(size % BLOCK for size in weight.shape):  # the last piece would be computed otherwise
+    if any(size % BLOCK for size in weight.shape):  # the last piece could take another code path
         return False
     special = inner.fan_in_fan_out or inner.lora_bias[adapter] or adapter in inner.lora_variant
     return not special and adapter in inner.lora_A
@@ -38,8 +38,9 @@ def add_product(
 
     Args:
         weight: (out, in), in any precision.
-        layer: whose factors are in fp32.
-        dtype: of the result.
+        layer: LoRA layer with factors in fp32.
+        adapter: Name of the adapter.
+        dtype: Data type of the result.
     """
     first: Any = layer.lora_A[adapter].weight.detach()  # (r, in)
     second: Any = layer.lora_B[adapter].weight.detach()  # (out, r)

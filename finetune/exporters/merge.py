@@ -1,8 +1,8 @@
-"""Merge an adapter into its base, a module at a time: the size of the model does not matter.
+"""Merge an adapter into its base one module at a time, without loading the complete model.
 
-Base and adapter are put together on the meta device. Then each module in turn gets its weights, in
-fp32 where the adapter changes them; PEFT's own layers merge them, or `low_rank` where the adapter
-is a plain LoRA; they are rounded once, written and forgotten.
+The base and the adapter are built on the meta device. Then each module in turn loads its weights,
+in fp32 if the adapter changes them. PEFT's layers merge them, or `low_rank` for a plain LoRA. The
+result is rounded once, written and freed.
 """
 
 import copy
@@ -36,7 +36,7 @@ from finetune.inference.load import (
 from finetune.models.load_checks import first_line, reading, token_rows
 
 PREFIX = "base_model.model."
-"""Of every name in an adapter's file."""
+"""Prefix of every name in an adapter file."""
 
 ADAPTER = "default"
 """PEFT's name for the only adapter of a model."""
@@ -45,15 +45,17 @@ Wrapper = BaseTunerLayer | AuxiliaryTrainingWrapper
 
 
 class Merge:
-    """A base and an adapter that become one model."""
+    """Merges a base and an adapter into one model."""
 
     def __init__(self, base: Base, adapter: Path, initial: Path | None, dtype: torch.dtype) -> None:
-        """Put base and adapter together without the numbers of the base.
+        """Build the model with its adapter without reading the weights of the base.
 
         Args:
-            initial: the adapter before its first step, where it changed the base; without it
-                PEFT's initialisation is computed again.
-            dtype: of the merged weights.
+            base: Base model.
+            adapter: Folder of the adapter in PEFT's format.
+            initial: Folder of the adapter before its first step, if its initialization changed the
+                base; if None, PEFT's initialization is recomputed.
+            dtype: Data type of the merged weights.
 
         Raises:
             FinetuneError: the adapter does not fit its base, or cannot be merged.
@@ -81,14 +83,14 @@ class Merge:
         self.untied = [names for names in self.aliases.values() if not self._stay_tied(names)]
 
     def skeleton(self) -> Tensors:
-        """Names, shapes and dtypes of the files' tensors, on the meta device."""
+        """All tensors of the files on the meta device."""
         found: Tensors = {}
         for unit in self.base.units:
             found |= self._stored({name: self._like(name) for name in self._written(unit)})
         return found
 
     def tensors(self) -> Iterator[Tensors]:
-        """The merged weights as the files have them, a part of the model at a time.
+        """The merged weights in the format of the files, one unit of the model at a time.
 
         Raises:
             TrainingFailure: a merged weight is not finite.
@@ -103,7 +105,7 @@ class Merge:
             yield merged
 
     def network(self) -> PreTrainedModel:
-        """The merged model without its numbers: its class and its configuration."""
+        """The merged model without weights: its class and its configuration."""
         network = self.base.network
         network.config = copy.deepcopy(self.model.get_base_model().config)
         if self.untied:
@@ -143,14 +145,14 @@ class Merge:
         return {name: merged[name] for name in written}
 
     def _added(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of a linear layer with a plain LoRA: the weight is changed, its bias is not."""
+        """A merged tensor of a linear layer with a plain LoRA; the bias does not change."""
         if not name.endswith(".weight"):
             return value
         dtype = result_dtype(self.base.network, name, self.dtype)
         return add_product(value, self.plain[path], ADAPTER, dtype)
 
     def _unload(self, path: str, wrapper: Wrapper) -> nn.Module:
-        """The module that PEFT leaves in place of one with an adapter (`merge_and_unload`)."""
+        """The merged module that replaces one with an adapter, as in PEFT's `merge_and_unload`."""
         any_wrapper: Any = wrapper
         if isinstance(wrapper, LoraLayer):
             self._restore_start(path, wrapper)
@@ -160,7 +162,7 @@ class Merge:
         return any_wrapper.get_base_layer()
 
     def _restore_start(self, path: str, layer: LoraLayer) -> None:
-        """Change a base weight as the adapter's initialisation changed it before training."""
+        """Change a base weight as the initialization of the adapter did before training."""
         if not changes_base(self.config):
             return
         if self.initial is not None:
@@ -193,11 +195,11 @@ class Merge:
         return next((one for one, names in self.aliases.items() if name in names), name)
 
     def _named(self, unit: tuple[str, ...]) -> list[str]:
-        """All names of a unit's tensors, tied ones included."""
+        """All names of a unit's tensors, including tied ones."""
         return [each for name in unit for each in self.aliases.get(name, (name,))]
 
     def _written(self, unit: tuple[str, ...]) -> list[str]:
-        """Names under which a unit's tensors are stored: tied ones only where they now differ."""
+        """Stored names of a unit's tensors; tied tensors have all names only if they now differ."""
         return [
             each
             for name in unit
@@ -206,7 +208,7 @@ class Merge:
         ]
 
     def _wrapper(self, module: str) -> str | None:
-        """Path of the wrapper that PEFT has put round a module, or round one that contains it."""
+        """Path of the PEFT wrapper around a module or around a parent of it; None without one."""
         while module:
             if module in self.wrappers:
                 return module
@@ -228,7 +230,7 @@ class Merge:
         return False
 
     def _saved(self, name: str) -> torch.Tensor:
-        """A tensor of a module that was trained completely."""
+        """A tensor of a module in `modules_to_save`."""
         module, _, last = name.rpartition(".")
         path = self._wrapper(module)
         assert path is not None
@@ -239,7 +241,7 @@ class Merge:
     # --- tensors ---------------------------------------------------------------------------------
 
     def _grown(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A table with rows for the tokens that training added: the mean of the others."""
+        """An embedding table extended for tokens added in training, by the mean of its rows."""
         wanted = self.shapes[name]
         if value.shape == wanted or value.shape[0] != self.rows:
             return value
@@ -258,12 +260,12 @@ class Merge:
 def _with_adapter(
     network: PreTrainedModel, adapter: Path, config: LoraConfig
 ) -> tuple[PeftModel, Tensors]:
-    """A base on the meta device with the numbers of its adapter, in fp32.
+    """A base on the meta device with the loaded weights of its adapter, in fp32.
 
-    PEFT's own loading (0.21) moves an adapter to the device of its base.
+    PEFT (0.21) would move the adapter to the device of its base when loading.
 
     Returns:
-        The model, and tables of the base that are stored with the adapter, by their names.
+        The model, and tensors of the base that are stored with the adapter, by name.
     """
     known = set(network.state_dict())
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
@@ -292,7 +294,7 @@ def _with_adapter(
 
 
 def put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a module a tensor in place of one of another device, dtype or shape."""
+    """Replace a tensor of a module by one that may have another device, dtype or shape."""
     if name in owner._parameters:
         owner._parameters[name] = nn.Parameter(value, requires_grad=False)
     else:
@@ -300,13 +302,13 @@ def put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _is_finite(value: torch.Tensor) -> bool:
-    """Whether no number is infinite or NaN, without a copy of the tensor."""
+    """Whether all elements are finite, computed without a copy of the tensor."""
     ends = value.aminmax()
     return bool(ends.min.isfinite() & ends.max.isfinite()) if value.is_floating_point() else True
 
 
 def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of tensors that share their numbers, by the first of them."""
+    """All names of each tied tensor, by the first name."""
     found: dict[int, list[str]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), []).append(name)
@@ -314,7 +316,7 @@ def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _wrappers(network: nn.Module) -> Iterator[tuple[str, Wrapper]]:
-    """The outermost wrappers that PEFT has put round modules, by path."""
+    """The outermost PEFT wrappers, with their paths."""
     inside: list[str] = []
     for path, module in network.named_modules():
         if isinstance(module, Wrapper) and not path.startswith(tuple(inside)):
@@ -331,7 +333,7 @@ def _initial(adapter: Path, config: LoraConfig, initial: Path | None) -> Tensors
 
 
 def _refuse_unmergeable(adapter: Path, network: PreTrainedModel, config: LoraConfig) -> None:
-    """Let PEFT merge without numbers, where a form of adapter that it cannot merge fails."""
+    """Merge with PEFT on the meta device, to reject adapters that PEFT cannot merge."""
     with torch.device("meta"):
         twin: Any = get_peft_model(copy.deepcopy(network), copy.deepcopy(config))
     try:

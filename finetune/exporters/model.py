@@ -1,4 +1,4 @@
-"""Export a whole model: all weights that were trained, or an adapter merged into its base."""
+"""Export a full model: the trained weights, or an adapter merged into its base."""
 
 import contextlib
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from finetune.reports.card import Kind
 
 
 def check(source: Source) -> None:
-    """Refuse what is not a whole model.
+    """Reject a run that did not train all weights.
 
     Raises:
         FinetuneError: the run trained an adapter.
@@ -29,17 +29,17 @@ def check(source: Source) -> None:
 
 
 def check_merged(source: Source) -> None:
-    """Refuse what cannot be merged, without reading the base's numbers.
+    """Reject a run that cannot be merged, without reading the weights of the base.
 
     Raises:
-        FinetuneError: the run has no adapter, or the base is not the one that it was trained on,
-            or the adapter does not fit it.
+        FinetuneError: the run has no adapter, the base is not the one of the training, or the
+            adapter does not fit it.
     """
     _ = source.merge
 
 
 def check_whole(source: Source) -> None:
-    """Refuse what `write_whole` cannot write.
+    """Reject a run that `write_whole` cannot write.
 
     Raises:
         FinetuneError: as `check_merged`.
@@ -49,11 +49,11 @@ def check_whole(source: Source) -> None:
 
 
 def write(source: Source, folder: Path) -> Kind:
-    """Write the whole model that was trained.
+    """Write a model whose weights were all trained.
 
     Raises:
         FinetuneError: the run trained an adapter.
-        TrainingFailure: what was written lacks tensors.
+        TrainingFailure: tensors are missing from the files.
     """
     check(source)
     base = open_trained(source.recipe, source.checkpoint / "model")
@@ -71,7 +71,7 @@ def write_merged(source: Source, folder: Path) -> Kind:
 
     Raises:
         FinetuneError: as `check_merged`.
-        TrainingFailure: a merged weight is not finite, or what was written lacks tensors.
+        TrainingFailure: a merged weight is not finite, or tensors are missing from the files.
     """
     merge = source.merge
     _write_weights(source, folder, merge.skeleton(), merge.tensors())
@@ -80,7 +80,7 @@ def write_merged(source: Source, folder: Path) -> Kind:
 
 
 def write_whole(source: Source, folder: Path) -> Kind:
-    """Write the whole model, whatever was trained of it."""
+    """Write the full model, after merging the adapter if there is one."""
     return write(source, folder) if source.adapter is None else write_merged(source, folder)
 
 
@@ -103,7 +103,7 @@ def _write_rest(source: Source, folder: Path, network: PreTrainedModel) -> None:
 
 
 def _refuse_lost(folder: Path, skeleton: Tensors) -> None:
-    """Read the headers back: they name every tensor with its shape, and none is empty."""
+    """Check in the file headers that every tensor is stored with its shape, and none is empty."""
     written = {
         name: shape
         for path in folder.glob("model*.safetensors")

@@ -1,4 +1,4 @@
-"""Export the whole model quantised to NF4, as transformers and vLLM load it."""
+"""Export the full model quantized to NF4, for transformers and vLLM."""
 
 import tempfile
 from pathlib import Path
@@ -12,10 +12,10 @@ from finetune.reports.card import Kind
 
 
 def write(source: Source, folder: Path) -> Kind:
-    """Merge an adapter where there is one, and quantise with bitsandbytes.
+    """Merge the adapter if there is one, and quantize with bitsandbytes.
 
     Raises:
-        FinetuneError: the model cannot be merged, or quantised.
+        FinetuneError: the model cannot be merged or quantized.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
         whole = Path(name)

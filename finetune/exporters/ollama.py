@@ -18,7 +18,7 @@ from finetune.reports.card import Kind
 Messages = Sequence[dict[str, str]]
 
 USER, ANSWER, AGAIN, SYSTEM = (f"\u2042{word}\u2042" for word in ("ask", "say", "more", "rule"))
-"""Contents that no template holds."""
+"""Message contents that no template contains."""
 
 PROBES: tuple[Messages, ...] = (
     [{"role": "user", "content": "a b"}],
@@ -37,27 +37,27 @@ PROBES: tuple[Messages, ...] = (
         {"role": "user", "content": "e"},
     ],
 )
-"""Conversations that must be rendered as in training."""
+"""Conversations that Ollama's template must render as in training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A chat template that only puts texts round each message."""
+    """A chat template that only adds fixed text around each message."""
 
     opening: str
     system: tuple[str, str]
     user: tuple[str, str]
     assistant: tuple[str, str]
     header: str
-    """What stands before the words of an answer."""
+    """Text before the content of an answer."""
 
 
 def check(source: Source) -> None:
-    """Refuse what Ollama cannot run.
+    """Reject models that Ollama cannot run.
 
     Raises:
-        FinetuneError: as the format `gguf`; or the chat template is no concatenation of messages,
-            which Ollama's templates cannot say.
+        FinetuneError: as `gguf.check`, or the chat template is not a concatenation of messages,
+            and cannot be written as an Ollama template.
     """
     go_template(source.tokenizer)
     gguf.check(source)
@@ -89,15 +89,15 @@ def modelfile(weights: str, template: str | None, stops: Sequence[str], context:
 
 
 def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The tokenizer's chat template in Ollama's language, checked by rendering both.
+    """The tokenizer's chat template as an Ollama (Go) template, checked by rendering both.
 
-    llama.cpp puts the BOS in front of each prompt where the tokenizer does.
+    The template has no BOS if the tokenizer adds it: llama.cpp then adds it too.
 
     Returns:
         None without a chat template.
 
     Raises:
-        FinetuneError: the template does more than to put texts round each message.
+        FinetuneError: the template does more than add text around each message.
     """
     if tokenizer.chat_template is None:
         return None
@@ -143,7 +143,7 @@ def _around(text: str, word: str) -> tuple[str, str]:
 
 
 def _written(parts: Parts) -> str | None:
-    """Parts as a Go template; None where their texts would be read as one."""
+    """Parts as a Go template; None if a text contains template syntax."""
     pieces = [parts.opening, *parts.system, *parts.user, *parts.assistant, parts.header]
     if any("{{" in piece or '"""' in piece for piece in pieces):
         return None
@@ -157,7 +157,7 @@ def _written(parts: Parts) -> str | None:
 
 
 def render(template: str, messages: Messages) -> str:
-    """What Ollama makes of a template of `go_template`."""
+    """Render a template of `go_template` as Ollama does."""
     found = re.fullmatch(
         r"(.*)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}(.*)", template, re.DOTALL
     )
@@ -175,7 +175,7 @@ def _same(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: Me
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, messages: Messages, header: bool) -> str:
-    """Rendered messages, without a BOS that llama.cpp adds by itself."""
+    """Rendered messages, without the BOS if llama.cpp adds it."""
     text = str(
         tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=header)
     )

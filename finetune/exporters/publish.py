@@ -1,4 +1,4 @@
-"""The result of a run: its best or last checkpoint as something that loads everywhere."""
+"""Write the result of a run: its best or last checkpoint, loadable by other libraries."""
 
 import importlib.util
 import shutil
@@ -14,10 +14,10 @@ from finetune.version import install
 
 
 def publish(run: Run) -> None:
-    """Put the result into `final/`: adapter or model of the best checkpoint, else the last one.
+    """Write `final/`: the adapter or model of the best checkpoint, or of the last one.
 
     Raises:
-        FinetuneError: the checkpoint, or the copy of its model, is not what was saved.
+        FinetuneError: the checkpoint or the copy of its model differs from what was saved.
     """
     step = run.best_step() or run.newest()
     if step is None:
@@ -25,10 +25,10 @@ def publish(run: Run) -> None:
     source = run.checkpoint(step)
     if (source / "adapter").exists():
         export(run, run.final, step=step, check_rows=0)
-        card(run).unlink()  # `describe` writes it with the end of the record
+        card(run).unlink()  # `describe` writes it when the record is complete
         return
     open_checkpoint(run, step)
-    # A whole model is copied: `export` would hold all of it in fp32.
+    # A full model is copied: `export` may load all of it in fp32.
     scratch = run.final.with_name(".final.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(source / "model", scratch)
@@ -46,7 +46,7 @@ def publish(run: Run) -> None:
 
 
 def describe(run: Run, plot: bool) -> None:
-    """Draw the losses of a run that has ended, and write the card of its result last."""
+    """Plot the losses of a completed run, then write the card of its result."""
     if plot and importlib.util.find_spec("matplotlib") is None:
         print(f"no loss.png: it needs matplotlib: {install('plots')}", flush=True)
     elif plot:

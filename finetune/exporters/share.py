@@ -1,4 +1,4 @@
-"""Share a result: an export on a hub, or the record of a run as one file."""
+"""Share a result: upload an export to the hub, or bundle the record of a run into one file."""
 
 import re
 import zipfile
@@ -11,17 +11,17 @@ RECORD = (
     "recipe.json", "environment.json", "data.json", "realised.json", "metrics.jsonl",
     "loss.png", "final/README.md",
 )  # fmt: skip
-"""Files of a run that hold neither weights nor rows."""
+"""Files of a run without weights and without data."""
 
 TEXTS = (".json", ".md", ".jinja", ".txt", "Modelfile")
 LOCAL_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]+")
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that the hub would refuse, before anything is written.
+    """Reject a name that the hub would reject, before anything is written.
 
     Raises:
-        FinetuneError: it is not a repository's name.
+        FinetuneError: the name is not valid for a repository.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -33,13 +33,15 @@ def check_name(name: str) -> None:
 
 
 def push(folder: Path, name: str, private: bool = True) -> str:
-    """Upload the folder of an export to a repository of the hub; returns its address.
+    """Upload the folder of an export to a hub repository; returns its URL.
 
     Args:
-        name: `owner/name`; the repository is made where it is not there.
+        folder: Folder of an export.
+        name: Repository `owner/name`, which is created if it does not exist.
+        private: Whether a new repository is private.
 
     Raises:
-        FinetuneError: a file names a path of this machine, or the hub refuses.
+        FinetuneError: a file contains a local path, or the hub rejects the upload.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -57,7 +59,7 @@ def push(folder: Path, name: str, private: bool = True) -> str:
 
 
 def local_paths(folder: Path) -> list[str]:
-    """Files of an export that name an existing path of this machine."""
+    """Messages about files of an export that contain an existing local path."""
     found: list[str] = []
     for path in sorted(folder.rglob("*")):
         if path.name.endswith(TEXTS) and path.name != "tokenizer.json":
@@ -68,7 +70,7 @@ def local_paths(folder: Path) -> list[str]:
 
 
 def bundle(run: Run, to: Path) -> Path:
-    """Write the record of a run as one zip: no weights, no rows, no answers.
+    """Write the record of a run as one zip file, without weights, data and answers.
 
     Raises:
         FinetuneError: the file exists.

@@ -29,36 +29,36 @@ from finetune.runs.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A verified checkpoint, opened."""
+    """A verified checkpoint and the settings of its export."""
 
     run: Run
     recipe: Recipe
     checkpoint: Path
     step: int
     adapter: Path | None
-    """Folder of the adapter in PEFT's format; None where all weights were trained."""
+    """Folder of the adapter in PEFT's format; None if all weights were trained."""
     initial: Path | None
-    """The adapter before its first step, where it took its product out of the base."""
+    """Folder of the adapter before its first step, if its initialization changed the base."""
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig | None
-    """Settings for generation, with the stop tokens of the training; None for a score head."""
+    """Generation settings with the stop tokens of training; None for a score head."""
     dtype: torch.dtype | None
-    """Of whole weights; by default that of the base model's own files."""
+    """Data type of full weights; by default that of the base model's files."""
     shard_size: str
-    """Of a weight file at most, such as 5GB."""
+    """Maximum size of a weight file, such as 5GB."""
     llama_cpp: Path | None = None
-    """A checkout of llama.cpp, for GGUF."""
+    """Checkout of llama.cpp, for GGUF."""
     gguf_type: str = "q8_0"
-    """How the numbers of a GGUF file are stored."""
+    """Data type of a GGUF file."""
     merge_into: str | None = None
-    """`nf4`: merge an adapter into the base as it was quantised for training."""
+    """`nf4`: merge an adapter into the base as it was quantized for training."""
 
     base: str | None = None
-    """Name by which others find the base of an adapter; None for that of the run."""
+    """Name of the adapter's base in the exported files; None for the name in the run."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the base's files; fp32 for a new model that names none."""
+        """Data type of the base's files; fp32 for a new model without one."""
         dtype = base_config(self.recipe).dtype
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
 
@@ -69,11 +69,11 @@ class Source:
 
     @functools.cached_property
     def merge(self) -> Merge:
-        """The adapter put together with its base, without the base's numbers.
+        """The adapter with its base, before the weights of the base are read.
 
         Raises:
-            FinetuneError: the run has no adapter, the base is not the one that it was trained on,
-                or the adapter does not fit it.
+            FinetuneError: the run has no adapter, the base is not the one of the training, or the
+                adapter does not fit it.
         """
         recipe = self.recipe
         if self.adapter is None:
@@ -90,12 +90,12 @@ class Source:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of whole weights: as asked, else of the base's files."""
+        """Data type of full weights: the requested one, else that of the base's files."""
         return self.dtype or self.stored_dtype
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Token that ends a turn of the tokenizer's chat template; None without one."""
+    """Token that ends a turn of the tokenizer's chat template; None without a template."""
     return turn(tokenizer).end if tokenizer.chat_template is not None else None
 
 
@@ -103,7 +103,7 @@ def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_si
     """Open a checkpoint of a run; by default the best one, else the last.
 
     Raises:
-        FinetuneError: there is none, or it is damaged.
+        FinetuneError: there is no checkpoint, or it is damaged.
     """
     recipe = catalog.load(run.recipe)
     checkpoint = open_checkpoint(run, step)
@@ -127,14 +127,14 @@ def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_si
 def _generation(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, saved: Path
 ) -> GenerationConfig | None:
-    """The settings that the checkpoint was saved with, else the base's with the stop tokens."""
+    """Generation settings of the checkpoint, else of the base, with the stop tokens of training."""
     if recipe.scores is not None:
         return None
     own = GenerationConfig.from_model_config(base_config(recipe))
     if (saved / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(saved)
     elif recipe.model.name is not None:
-        with contextlib.suppress(OSError):  # it ships none
+        with contextlib.suppress(OSError):  # the base has no such file
             own = GenerationConfig.from_pretrained(
                 recipe.model.name, revision=recipe.model.revision or "main"
             )
@@ -142,5 +142,5 @@ def _generation(
 
 
 def is_loadable(folder: Path) -> bool:
-    """Whether transformers or PEFT loads a folder; an exporter of one's own may write others."""
+    """Whether transformers or PEFT loads a folder; a user's own exporter may write other files."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -1,4 +1,4 @@
-"""Write safetensors files one tensor after another, so that only one is ever in memory."""
+"""Write safetensors files tensor by tensor, with only one of them in memory."""
 
 import dataclasses
 import json
@@ -26,35 +26,36 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of safetensors' format for dtypes that weights and buffers of models have."""
+"""Names of data types in the safetensors format."""
 
 SPARE = 64 * 2**20
-"""Bytes that must be free on the disk beside the weights, for the other files of a result."""
+"""Bytes of free disk space required in addition to the weights, for other files of an export."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A weight file, whose header is known before its tensors are."""
+    """A weight file, whose header is known before its tensors."""
 
     name: str
     header: bytes
     places: dict[str, int]
-    """Offset of each tensor in bytes from the beginning of the file."""
+    """Offset of each tensor in bytes from the start of the file."""
     size: int
 
 
 class Weights:
-    """The weight files of a model, as `save_pretrained` names them, filled tensor by tensor."""
+    """The weight files of a model, named as by `save_pretrained` and written tensor by tensor."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], shard_size: str) -> None:
-        """Reserve a place for each tensor.
+        """Assign an offset in a file to each tensor.
 
         Args:
-            tensors: their names, shapes and dtypes; on the meta device.
-            shard_size: of a file at most, such as 5GB; a larger tensor has a file of its own.
+            folder: Folder of the files.
+            tensors: All tensors, on the meta device.
+            shard_size: Maximum size of a file, such as 5GB; a larger tensor has its own file.
 
         Raises:
-            FinetuneError: the disk has less room than the files need.
+            FinetuneError: the disk has too little free space.
         """
         self.folder = folder
         self.shards = list(_shards(tensors, int(convert_file_size_to_int(shard_size))))
@@ -87,7 +88,7 @@ class Weights:
         self._files.clear()
 
     def finish(self) -> None:
-        """Write the index of several files, after every tensor was written."""
+        """Write the index if there are several files; call it after all tensors are written."""
         assert not self.left, f"not written: {sorted(self.left)[:3]}"
         if len(self.shards) > 1:
             index = {name: shard.name for shard in self.shards for name in shard.places}
@@ -118,7 +119,7 @@ def _shards(tensors: Mapping[str, torch.Tensor], most: int) -> Iterator[Shard]:
 
 
 def _shard(name: str, tensors: Mapping[str, torch.Tensor]) -> Shard:
-    """Place tensors as safetensors does: the widest numbers first, so that each is aligned."""
+    """Order tensors as safetensors does, the widest data types first, so that each is aligned."""
     order = sorted(tensors, key=lambda each: (-tensors[each].element_size(), each))
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}

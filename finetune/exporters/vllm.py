@@ -1,4 +1,4 @@
-"""Export an adapter that vLLM serves beside its base, after checking that vLLM accepts it."""
+"""Export an adapter for vLLM, after checking that vLLM supports it."""
 
 import json
 from collections.abc import Iterable
@@ -15,18 +15,19 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank` (vLLM 0.32)."""
 
 SERVED_WHOLE = {"score", "classifier"}
-"""Modules that vLLM (0.32) takes from `modules_to_save`."""
+"""Modules that vLLM (0.32) loads from `modules_to_save`."""
 
 REFUSED = ("use_dora", "lora_bias", "layer_replication", "alora_invocation_tokens", "use_qalora",
            "use_bdlora", "trainable_token_indices")  # fmt: skip
-"""Fields of an adapter's configuration with which vLLM (0.32) refuses it, or ignores a part."""
+"""Fields of an adapter's configuration that vLLM (0.32) rejects or partly ignores."""
 
 
 def check(source: Source) -> None:
-    """Refuse an adapter that vLLM would refuse.
+    """Reject an adapter that vLLM does not support.
 
     Raises:
-        FinetuneError: the run has no adapter, or there are reasons: with every one.
+        FinetuneError: the run has no adapter, or vLLM does not support it; the message lists all
+            reasons.
     """
     config = adapter.check(source).to_dict()
     assert source.adapter is not None, "checked"
@@ -47,7 +48,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def problems(config: dict[str, Any], tensors: Iterable[str]) -> list[str]:
-    """Why vLLM (0.32) would refuse an adapter, or serve another one than was trained."""
+    """Reasons why vLLM (0.32) would reject an adapter, or serve it incorrectly."""
     found = [f"vLLM takes no adapter with {name}" for name in REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         found.append(f"vLLM takes no adapter with bias={config['bias']}")
@@ -68,14 +69,14 @@ def largest_rank(config: dict[str, Any]) -> int:
 
 
 def served_rank(config: dict[str, Any]) -> int:
-    """The value of `--max-lora-rank` that is enough for an adapter that has no `problems`."""
+    """The smallest sufficient value of `--max-lora-rank`, for an adapter without `problems`."""
     return next(each for each in RANKS if each >= largest_rank(config))
 
 
 def command(folder: Path, base: str, config: dict[str, Any]) -> str:
-    """What starts vLLM in the folder of an adapter.
+    """The command that starts vLLM, to run in the folder of an adapter.
 
-    The template is named because vLLM otherwise uses that of the base.
+    It passes the chat template because vLLM otherwise uses the template of the base.
     """
     template = folder / "chat_template.jinja"
     chosen = " --chat-template chat_template.jinja" if template.is_file() else ""
