@@ -1,1 +1,1 @@
-"""Measure a result on held-out rows."""
+"""Evaluate a trained model on held-out rows."""

@@ -1,4 +1,4 @@
-"""Ask a loaded model or a server, with the very tokens that training puts before an answer."""
+"""Generate answers with a loaded model or a server, from the prompt tokens of training."""
 
 import dataclasses
 import time
@@ -18,7 +18,7 @@ __all__ = ["Answer", "Answers", "Asking", "ask", "prompt_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """How a model is asked."""
+    """Generation settings."""
 
     max_new_tokens: int = 256
     batch_rows: int = 8
@@ -27,15 +27,14 @@ class Asking:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model answered."""
+    """An answer of a model."""
 
     text: str
     cut: bool
-    """Whether it was still going on after the most tokens that it may have."""
+    """Whether it reached the maximum number of tokens."""
     tokens: int
     calls: tuple[dict[str, Any], ...] | None = None
-    """Tool calls that a server took out of the text, or that the text holds in the form of its
-    template; None where there are none of these."""
+    """Tool calls that a server returned, or that were parsed from the text; None without calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Answers:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens a second, over all rows."""
+        """New tokens per second, over all rows."""
         tokens = sum(each.tokens for each in self.given)
         return tokens / self.seconds if self.seconds else 0.0
 
@@ -55,11 +54,11 @@ class Answers:
 def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking) -> Answers:
     """Answers to questions; greedy at temperature 0.
 
-    Text that the template itself puts before an answer (an empty block of thought) is left out.
+    Text that the template adds before an answer, such as an empty thinking block, is removed.
 
     Raises:
-        FinetuneError: a question has no room in the context, there is no template to ask a
-            conversation with, or the server does not answer.
+        FinetuneError: a question does not fit into the context, a conversation needs a chat
+            template, or the server does not answer.
     """
     begun = time.perf_counter()
     if isinstance(model, Endpoint):
@@ -91,7 +90,7 @@ def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) ->
 def _calls(
     chat: Chat, questions: Sequence[Question], texts: Sequence[str]
 ) -> list[tuple[dict[str, Any], ...] | None]:
-    """Tool calls of answers, in the form that the template writes; None where there are none."""
+    """Tool calls of each answer, parsed in the format of the template; None without calls."""
     asked = [question.tools if isinstance(question, Conversation) else () for question in questions]
     form = call_form(chat) if any(asked) else None
     if form is None:

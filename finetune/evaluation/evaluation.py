@@ -1,4 +1,4 @@
-"""Evaluate a model, and compare it with another one on the same rows."""
+"""Evaluate a model, and compare it with another model on the same rows."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,15 @@ from finetune.rewards import Reward
 from finetune.runs.run import Run, open_run
 
 ANSWERED = 200
-"""Rows that are answered unless `limit` says otherwise; the loss is then that of all rows."""
+"""Default number of rows that are answered; without `limit`, the loss is measured on all rows."""
 SAMPLING = 0.8
-"""Temperature of the answers that are drawn for pass@k (Chen et al. 2021, section 3.3)."""
+"""Temperature of sampled answers for pass@k (Chen et al. 2021, section 3.3)."""
 NO_COMPARISON = "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be evaluated, and how."""
+    """Arguments of an evaluation."""
 
     subject: str
     against: str | None = None
@@ -60,44 +60,44 @@ class Request:
     settings: Settings = dataclasses.field(default_factory=Settings)
     asking: Asking = dataclasses.field(default_factory=Asking)
     code_samples: int = 1
-    """Answers for each row of code: above 1, they are drawn."""
+    """Number of answers per row of code; above 1, answers are sampled."""
     served: str | None = None
-    """Of a URL: the name of the model there."""
+    """Name of the model on a server."""
     against_served: str | None = None
-    """The same for `against`; None for the name of the subject."""
+    """Name of the `against` model on its server; None for the same name as `served`."""
     key: str | None = None
     general_text: Path | None = None
     judge: Judge | None = None
     rewards: tuple[Reward, ...] = ()
-    """Functions and reward models that score the answers."""
+    """Reward functions and reward models that score the answers."""
     tasks: Tasks | None = None
-    """Tasks of lm-evaluation-harness; then there need be no rows."""
+    """Tasks of lm-evaluation-harness; with tasks, rows are optional."""
     require: tuple[gate.Bound, ...] = ()
 
     @property
     def measures_forgetting(self) -> bool:
-        """Whether general text is read: where it is named, or forgetting has a bound."""
+        """Whether to read general text: if it is given, or forgetting has a bound."""
         return self.general_text is not None or any(b.name == "forgetting" for b in self.require)
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What one model did with the rows."""
+    """The results of one model."""
 
     subject: Subject
     answers: tuple[Answer, ...]
-    """The greedy answer of each row that is answered."""
+    """The first answer to each row, greedy by default."""
     drawn: tuple[tuple[Answer, ...], ...]
-    """What was drawn besides, for each of them."""
+    """Additional sampled answers to each row, for pass@k."""
     tokens_per_second: float
     losses: RowLosses | None
-    """None behind a URL."""
+    """None for a model at a URL."""
     general: RowLosses | None
     of_tasks: tuple[Measure, ...] = ()
     notes: tuple[str, ...] = ()
 
     def rows(self, asked: Sequence[Asked]) -> list[Row]:
-        """Rows with their answers, as metrics take them."""
+        """Rows with their answers, in the format of metrics."""
         return [
             (each, (answer, *more))
             for each, answer, more in zip(asked, self.answers, self.drawn, strict=True)
@@ -106,20 +106,20 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Two models, or one, on the same rows."""
+    """Results of one model, or of two on the same rows."""
 
     request: Request
     asked: list[Asked]
     """Rows that were answered; empty for texts."""
     total: int
-    """Rows that there are."""
+    """Number of all rows."""
     after: Side
     before: Side | None
     measures: dict[str, Measure]
-    """Of the subject; and what compares both, which `before` lacks."""
+    """Measures of the subject, and measures that compare both models."""
     before_measures: dict[str, Measure]
     primary: str | None
-    """The measure that says which answers are better."""
+    """Name of the measure that decides which answers are better."""
     overlap: Overlap | None
     verdicts: list[gate.Verdict]
     notes: list[str]
@@ -127,7 +127,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What every model is measured on."""
+    """The rows on which every model is measured."""
 
     request: Request
     scored: list[Asked]
@@ -135,7 +135,7 @@ class _Job:
     asked: list[Asked]
     general: list[Asked]
     bounded: bool
-    """Whether rows are cut as in training, because they are those that training evaluated."""
+    """Whether rows are truncated as in training, because training evaluated the same rows."""
 
     def side(self, subject: Subject, model: Loaded | Endpoint) -> Side:
         """Measure one model."""
@@ -182,11 +182,11 @@ class _Job:
 
 
 def evaluate(request: Request) -> Evaluation:
-    """Measure a model, and compare it with another one.
+    """Evaluate a model, and compare it with another model.
 
     Raises:
-        FinetuneError: there is no such model, nothing to ask it, a metric that does not fit the
-            rows, a server that does not answer, or a row that cannot be asked.
+        FinetuneError: a model does not exist, there are no rows, a metric does not fit the rows, a
+            server does not answer, or a row cannot be used as a question.
     """
     rows_of = open_run(request.rows_of) if request.rows_of is not None else None
     subject = find_subject(request.subject, rows_of, request.step, request.served, request.key)
@@ -276,7 +276,7 @@ def _check_gate(
     texts: bool,
     pairs: bool,
 ) -> None:
-    """Refuse bounds on what will not be measured, before anything is loaded."""
+    """Reject bounds on measures that will not be measured, before anything is loaded."""
     known = ["loss", "perplexity"]
     known += [each.name for each in request.require if request.tasks and "/" in each.name]
     known += [] if texts else ["stopped", "length"]
@@ -296,7 +296,7 @@ def _check_gate(
 
 
 def _sides(job: _Job, subject: Subject, against: Subject | None) -> tuple[Side, Side | None]:
-    """Both models, in one load where the other one is this one without its adapter."""
+    """Results of both models, loaded once if the other is the same model without its adapter."""
     model = open_subject(subject)
     after = job.side(subject, model)
     if against is None:
@@ -339,7 +339,7 @@ def _perplexity(sums: np.ndarray) -> np.ndarray:
 
 
 def _of_both(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure]:
-    """What the loss of two models says together."""
+    """Measures computed from the losses of both models."""
     found = dict[str, Measure]()
     if before is None or after.losses is None or before.losses is None:
         return found
@@ -354,7 +354,7 @@ def _of_both(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure
 
 
 def _forgetting(after: RowLosses, before: RowLosses) -> Measure:
-    """Loss of general text, less that of the other model, for each token."""
+    """Increase in loss per token on general text over the other model."""
     if not np.array_equal(after.tokens, before.tokens):
         raise FinetuneError(
             "forgetting: the tokenizers of both models cut general text into other tokens, so "
@@ -371,7 +371,7 @@ def _primary(metrics: Mapping[str, Metric], pairs: bool) -> str | None:
 
 
 def comparable(after: Measure, before: Measure) -> bool:
-    """Whether both are of the same rows, and of the same tokens."""
+    """Whether both are measured on the same rows and, if per token, on the same tokens."""
     if after.sums.shape != before.sums.shape:
         return False
     by_token = after.unit == "nats" or after.name == "perplexity"

@@ -1,4 +1,4 @@
-"""Measure the share of greedy answers that equal the reference."""
+"""Exact match: the share of greedy answers that equal the reference."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ class Example:
     expected: str
     matched: bool
     cut: bool = False
-    """Whether the answer was still going on after the most tokens that it may have."""
+    """Whether the answer reached the maximum number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Exact match over some questions."""
+    """Exact match over a list of questions."""
 
     rows: int
     matched: int
     examples: tuple[Example, ...]
-    """Every row, in order."""
+    """All rows in order."""
 
     @property
     def share(self) -> float:
@@ -46,7 +46,7 @@ class Score:
 
     @property
     def cut(self) -> int:
-        """Answers that the limit of tokens cut."""
+        """Number of answers truncated by the token limit."""
         return sum(example.cut for example in self.examples)
 
 
@@ -56,9 +56,9 @@ def answers(
     max_new_tokens: int = 256,
     batch_rows: int = 8,
 ) -> list[str]:
-    """Greedy answers to questions, asked with the very tokens that training puts before an answer.
+    """Greedy answers to questions, generated from the prompt tokens of training.
 
-    Text that the template itself puts before an answer (an empty block of thought) is left out.
+    Text that the template adds before an answer, such as an empty thinking block, is removed.
     """
     return [each.text for each in _answered(loaded, questions, max_new_tokens, batch_rows)]
 
@@ -85,7 +85,7 @@ def exact_match(
 def samples(
     questions: Sequence[Question], before: Sequence[str], after: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows of `samples.json`: what was asked, both answers, and the reference."""
+    """Rows of `samples.json`: the prompt, both answers, and the reference."""
     return [
         {"prompt": asked_text(each), "before": old, "after": new, "expected": expected_text(each)}
         for each, old, new in zip(questions, before, after, strict=True)

@@ -1,4 +1,4 @@
-"""How much worse a tuned model predicts general text than what it was trained from."""
+"""General text for measuring forgetting: the increase in loss over the base model."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from finetune.evaluation.questions import Asked, of_source
 from finetune.recipe import Data
 
 BUILT_IN = Path(__file__).with_name("general.txt")
-"""Paragraphs on everyday matters, written for this purpose."""
+"""Paragraphs on everyday topics, written for this measure."""
 
 
 def general_text(file: Path | None) -> list[Asked]:
-    """Documents of general text: of a file (paragraphs, or rows with `text`), or the built-in ones.
+    """Documents of general text from a file (paragraphs, or rows with `text`), or built-in ones.
 
     Raises:
-        FinetuneError: the file cannot be read, or holds no text.
+        FinetuneError: the file cannot be read, or contains no text.
     """
     path = file or BUILT_IN
     if path.suffix in ("", ".txt", ".md"):

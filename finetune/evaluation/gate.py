@@ -1,4 +1,4 @@
-"""Bounds on measures, which a script or CI asks for: `exact>=0.8,json>=0.99,forgetting<=0.02`."""
+"""Required bounds on measures, for scripts and CI: `exact>=0.8,json>=0.99,forgetting<=0.02`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ BOUND = re.compile(r"\s*([\w@/.-]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\
 
 @dataclass(frozen=True)
 class Bound:
-    """One requirement."""
+    """A required bound on a measure."""
 
     name: str
     sign: str
@@ -24,7 +24,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a requirement."""
+    """The result of checking a bound."""
 
     bound: Bound
     passed: bool
@@ -32,10 +32,10 @@ class Verdict:
 
 
 def bounds(text: str) -> list[Bound]:
-    """The requirements of a text, separated by commas.
+    """Parse bounds separated by commas.
 
     Raises:
-        FinetuneError: one of them is not a name, `>=` or `<=`, and a number.
+        FinetuneError: a bound is not a name, `>=` or `<=`, and a number.
     """
     found, problems = list[Bound](), list[str]()
     for part in text.split(","):
@@ -57,7 +57,7 @@ def bounds(text: str) -> list[Bound]:
 
 
 def judge(required: Sequence[Bound], measures: Mapping[str, Measure]) -> list[Verdict]:
-    """Whether the interval of each measure, not its mean alone, is within its bound."""
+    """Check that the complete interval of each measure is within its bound, not only its mean."""
     check(required, list(measures))
     return [_judge(each, measures[each.name]) for each in required]
 
@@ -82,10 +82,10 @@ def _advice(bound: Bound, measure: Measure) -> str:
 
 
 def check(required: Sequence[Bound], known: Sequence[str]) -> None:
-    """Refuse bounds on what will not be measured.
+    """Reject bounds on measures that will not be measured.
 
     Raises:
-        FinetuneError: with every one of them.
+        FinetuneError: there are such bounds; the message lists all of them.
     """
     problems = [
         f"--require {each}: '{each.name}' is not measured here{did_you_mean(each.name, known)}; "

@@ -1,4 +1,4 @@
-"""A judge at a URL: which of two answers is better, asked in both orders."""
+"""Pairwise comparison by a judge model at a URL, which sees both orders of the answers."""
 
 import re
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ Reply with one line: "Verdict: A", "Verdict: B" or "Verdict: tie"."""
 VERDICT = re.compile(r"verdict\W*\b(A|B|tie)\b", re.IGNORECASE)
 BARE = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
 MOST_UNREAD = 0.1
-"""Share of the rows whose verdict may be unreadable; above it the judge is refused."""
+"""Maximum share of rows with an unreadable verdict; above it the judge is rejected."""
 AT_ONCE = 8
-"""Questions that the judge is asked side by side."""
+"""Number of concurrent requests to the judge."""
 
 Compared = tuple[str, str, str]
-"""A question, the answer of the subject, and that of the other model."""
+"""A question, the answer of the subject, and the answer of the other model."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Judge:
     max_tokens: int = 512
 
     def check(self, compares: bool, answers: bool) -> None:
-        """Refuse a judge that has nothing to compare.
+        """Reject a judge that has nothing to compare.
 
         Raises:
-            FinetuneError: there is one model only, or the rows are texts.
+            FinetuneError: there is only one model, or the rows are texts.
         """
         if not compares:
             raise FinetuneError("--judge: compares two models; name the other one with --against")
@@ -52,7 +52,7 @@ class Judge:
             raise FinetuneError("--judge: compares answers, and the rows are texts")
 
     def verdict(self, question: str, first: str, second: str) -> str | None:
-        """`a`, `b` or `tie`; None for a reply that is none of them."""
+        """`a`, `b` or `tie`; None if the reply has no verdict."""
         text = PROMPT.format(question=question, first=first, second=second)
         reply = self.endpoint.chat(
             [{"role": "user", "content": text}], max_tokens=self.max_tokens, temperature=0.0
@@ -62,10 +62,10 @@ class Judge:
 
 
 def win_rate(judge: Judge, compared: Sequence[Compared]) -> Measure:
-    """Mean over rows: 1 where the subject wins in both orders, 0 where it loses both, else 0.5.
+    """Mean over rows: 1 if the subject wins in both orders, 0 if it loses in both, else 0.5.
 
     Raises:
-        FinetuneError: the judge does not answer, or more than a tenth of its verdicts is none.
+        FinetuneError: the judge does not answer, or more than a tenth of the rows have no verdict.
     """
     with ThreadPoolExecutor(AT_ONCE) as threads:
         orders = list(threads.map(lambda row: _both_orders(judge, row), compared))
@@ -105,5 +105,5 @@ def _score(first: str | None, second: str | None) -> float | None:
 
 
 def _order_decided(first: str | None, second: str | None) -> bool:
-    """Whether the judge preferred the same place in both orders."""
+    """Whether the judge preferred the same position in both orders."""
     return first == second and first in ("a", "b")

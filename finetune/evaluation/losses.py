@@ -1,4 +1,4 @@
-"""Cross-entropy of rows with the masks of training, through the loss that training computes."""
+"""Cross-entropy of rows, computed with the loss masks and the loss code of training."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ UNBOUNDED = Batch(max_length=10**12)
 
 @dataclasses.dataclass(frozen=True)
 class RowLosses:
-    """What every row adds, in the order of the rows; nothing for a row that training drops."""
+    """Loss sums of each row, in order; 0 for rows that training drops."""
 
     nll: np.ndarray  # (rows, documents) fp64: summed over trained tokens, in nats
     tokens: np.ndarray  # (rows, documents) int64: trained tokens
 
     def sums(self, document: int = 0) -> np.ndarray:
-        """Of one document of every row, its sum and its tokens.  # (rows, 2)"""
+        """Loss and trained tokens of one document of every row.  # (rows, 2)"""
         return np.stack([self.nll[:, document], self.tokens[:, document]], axis=1)
 
 
@@ -47,10 +47,10 @@ def row_losses(
     batch_rows: int,
     bounded: bool = False,
 ) -> RowLosses:
-    """The loss of each row, as `recipe` masks it.
+    """The loss of each row with the loss mask of `recipe`.
 
     Args:
-        bounded: cut or drop rows as the recipe does; otherwise every row is taken complete.
+        bounded: Truncate or drop rows as the recipe does; otherwise use complete rows.
 
     Raises:
         FinetuneError: a row cannot be rendered, or is longer than the model's context.
@@ -68,7 +68,7 @@ def row_losses(
 def _encoded(
     recipe: Recipe, chat: Chat, samples: Sequence[Sample], batch: Batch
 ) -> tuple[list[Columns], list[int]]:
-    """Documents of all rows, and the row that each group of `documents_per_row` comes from."""
+    """Documents of all rows, and the row index of each group of `documents_per_row`."""
     columns, owners, problems = list[Columns](), list[int](), list[str]()
     for number, sample in enumerate(samples):
         try:
@@ -94,9 +94,9 @@ def _refuse_overlong(loaded: Loaded, columns: Sequence[Columns]) -> None:
 
 
 def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -> np.ndarray:
-    """Of each document the cross-entropy over its trained tokens, and their number.
+    """Summed cross-entropy and number of trained tokens of each document.  # (documents, 2) fp64
 
-    (documents, 2) fp64. Logits are never all in memory where the head is a plain linear layer.
+    Logits are computed in chunks if the head is a plain linear layer.
     """
     if not columns:
         return np.zeros((0, 2))
@@ -127,7 +127,7 @@ def _one_each(columns: Sequence[Columns]) -> Rows:
 
 
 def _give_loss(loaded: Loaded) -> None:
-    """Let a loaded model compute its loss, in chunks where its head allows it."""
+    """Make a loaded model compute its loss, in chunks if its head supports it."""
     network: Any = loaded.model
     if isinstance(network, PeftModel):
         network = network.get_base_model()

@@ -1,4 +1,4 @@
-"""A measured number as sums over rows, with its 95 % interval, alone and as a paired difference."""
+"""Measures as sums over rows, with 95 % intervals of values and of paired differences."""
 
 import dataclasses
 import math
@@ -8,56 +8,56 @@ from typing import Any, Literal
 import numpy as np
 
 Z = 1.959964
-"""Standard deviations of a normal distribution that hold 95 % of it."""
+"""Standard deviations around the mean of a normal distribution that contain 95 % of it."""
 RESAMPLES = 1_000
 AT_ONCE = 4_000_000
-"""Weights of resampled rows that are in memory at a time."""
+"""Maximum number of weights of resampled rows in memory."""
 
 Value = Callable[[np.ndarray], np.ndarray]
-"""(..., sums) -> (...): the number that summed statistics make."""
+"""(..., sums) -> (...): the value computed from summed statistics."""
 Interval = tuple[float, float]
 
 
 def mean(sums: np.ndarray) -> np.ndarray:
-    """The first sum over the second."""
+    """The first sum divided by the second."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums[..., 0] / sums[..., 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One number over some rows."""
+    """A value over a set of rows."""
 
     name: str
-    sums: np.ndarray  # (rows, k) fp64: what each row adds
+    sums: np.ndarray  # (rows, k) fp64: statistics of each row
     value: Value = mean
     better: Literal["higher", "lower", ""] = "higher"
     unit: Literal["share", "points", "nats", "", "tokens"] = "share"
-    """`share`: from 0 to 1, shown in per cent; `points`: from 0 to 100; `nats` for each token."""
+    """`share`: from 0 to 1, shown in percent; `points`: from 0 to 100; `nats`: nats per token."""
     binary: bool = False
-    """Whether every row is right or wrong."""
+    """Whether every row is either right or wrong."""
     detail: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """What else is known, as JSON: a confusion table, a signature."""
+    """Further results as JSON, such as a confusion matrix or a signature."""
     scores: np.ndarray | None = None  # (rows,)
-    """How good each row is, where that is not the number of the row alone."""
+    """Score of each row, if it differs from the value computed on that row."""
 
     @property
     def rows(self) -> int:
-        """Rows that it is measured on."""
+        """Number of rows."""
         return len(self.sums)
 
     @property
     def total(self) -> float:
-        """The number over all rows."""
+        """The value over all rows."""
         return float(self.value(self.sums.sum(0)))
 
     @property
     def of_rows(self) -> np.ndarray:
-        """The number of each row.  # (rows,)"""
+        """The score of each row.  # (rows,)"""
         return self.value(self.sums) if self.scores is None else self.scores
 
     def interval(self) -> Interval | None:
-        """95 %: Wilson's for rows that are right or wrong (Wilson 1927), else a bootstrap's.
+        """The 95 % interval: Wilson (1927) for binary rows, bootstrap percentiles for others.
 
         None for fewer than two rows.
         """
@@ -69,16 +69,16 @@ class Measure:
 
 
 def of_scores(name: str, scores: Any, **fields: Any) -> Measure:
-    """The mean of one number a row."""
+    """The mean of one score per row."""
     column = np.asarray(scores, dtype=np.float64)
     return Measure(name, np.stack([column, np.ones_like(column)], axis=1), **fields)
 
 
 def difference(after: Measure, before: Measure) -> tuple[float, Interval | None]:
-    """After less before on the same rows, and the paired 95 % interval.
+    """`after` minus `before` on the same rows, with the paired 95 % interval.
 
-    Of rows that are right or wrong: Bonett and Price (2012), which does not become a point where
-    every row that changed went the same way. Of others: a bootstrap that draws rows in pairs.
+    Binary rows use the interval of Bonett and Price (2012), which does not collapse to a point if
+    all changes have the same direction. Other rows use a bootstrap over pairs.
     """
     value = after.total - before.total
     if after.rows < 2:
@@ -92,7 +92,7 @@ def difference(after: Measure, before: Measure) -> tuple[float, Interval | None]
 
 
 def wilson(right: float, rows: float) -> Interval:
-    """The score interval of a share."""
+    """Wilson's score interval of a proportion."""
     share, spread = right / rows, Z * Z / rows
     middle = (share + spread / 2) / (1 + spread)
     reach = Z / (1 + spread) * math.sqrt(share * (1 - share) / rows + spread / (4 * rows))
@@ -100,7 +100,7 @@ def wilson(right: float, rows: float) -> Interval:
 
 
 def paired(after: np.ndarray, before: np.ndarray) -> Interval:
-    """The interval of a difference of shares, from rows that changed with one added to each way."""
+    """The interval of a difference of proportions, with one change added in each direction."""
     rows = len(after) + 2
     gained = (float((after > before).sum()) + 1) / rows
     lost = (float((after < before).sum()) + 1) / rows
@@ -110,12 +110,12 @@ def paired(after: np.ndarray, before: np.ndarray) -> Interval:
 
 
 def rows_needed(bound: float) -> int:
-    """Rows that must all be right before Wilson's interval is above a bound."""
+    """Number of rows, all of them right, for which Wilson's interval is above a bound."""
     return math.ceil(Z * Z * bound / (1 - bound))
 
 
 def resampled(sums: np.ndarray, value: Value) -> np.ndarray:
-    """The number of `RESAMPLES` draws of as many rows, with replacement; the same every time."""
+    """Values of `RESAMPLES` bootstrap samples of the rows, from a fixed seed.  # (RESAMPLES,)"""
     rows, rng = len(sums), np.random.default_rng(0)
     found: list[np.ndarray] = []
     at_once = max(1, AT_ONCE // rows)

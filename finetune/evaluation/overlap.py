@@ -1,4 +1,4 @@
-"""Count evaluation rows that also stand in the training data."""
+"""Count evaluation rows that are also in the training data."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ from finetune.runs.run import Run
 
 @dataclass(frozen=True)
 class Overlap:
-    """Rows that are in the training data of a run."""
+    """Evaluation rows that are in the training data of a run."""
 
     rows: int
-    """Equal to a row that was trained, reference included."""
+    """Number of rows equal to a trained row, including the reference."""
     prompts: int
-    """Whose question was trained, with whichever answer."""
+    """Number of rows whose question was trained, with any answer."""
     first: str = ""
-    """The place of the first of them."""
+    """Location of the first such question."""
 
 
 def digest(value: object) -> str:
@@ -34,7 +34,7 @@ def digest(value: object) -> str:
 
 
 def keys_of(sample: Sample) -> tuple[str, str]:
-    """Hashes of the question, and of all of a sample."""
+    """Hashes of the question and of the complete sample."""
     match sample:
         case Preference():
             question, _ = keys_of(sample.chosen)
@@ -56,7 +56,7 @@ def named(place: str) -> str:
 
 
 def overlap(run: Run, asked: Sequence[Asked]) -> Overlap | None:
-    """How many rows the run trained; None where its training data cannot be read again.
+    """Count the rows that the run trained on; None if its training data is streamed.
 
     Rows of `data` that were held out do not count as trained.
     """

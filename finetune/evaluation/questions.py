@@ -1,4 +1,4 @@
-"""Questions with reference answers: of data sources, or of the rows that a run held out."""
+"""Read questions with reference answers from data sources, or from the held-out rows of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,24 +26,24 @@ Question = Conversation | Completion
 
 @dataclass(frozen=True)
 class Asked:
-    """A row to evaluate on, and where it is from."""
+    """A row to evaluate on, and its location."""
 
     sample: Sample
     source: str = ""
     place: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Its columns, under the names of its format: tests of code, a schema, a database."""
+    """Columns of the row, by their names in its format, such as tests, a schema or a database."""
 
     @property
     def question(self) -> Question:
-        """What is asked, with its reference: of a pair, with the wanted answer."""
+        """The question with its reference, which is the chosen answer of a pair."""
         sample = self.sample.chosen if isinstance(self.sample, Preference) else self.sample
         assert not isinstance(sample, Text), "a text is not asked"
         return sample
 
     @property
     def is_text(self) -> bool:
-        """Whether there is nothing to ask: of a text the perplexity is measured alone."""
+        """Whether the row is plain text, for which only loss and perplexity are measured."""
         return isinstance(self.sample, Text)
 
     @property
@@ -53,12 +53,12 @@ class Asked:
 
     @property
     def expected(self) -> str:
-        """The reference in words, without outer whitespace."""
+        """The text of the reference, stripped of whitespace."""
         return expected_text(self.question)
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Tool calls of the reference: objects with a name and arguments."""
+        """Tool calls of the reference, objects with a name and arguments."""
         if isinstance(self.question, Completion):
             return []
         return [call["function"] for call in self.question.messages[-1].get("tool_calls", ())]
@@ -72,17 +72,17 @@ def asked_text(question: Question) -> str:
 
 
 def expected_text(question: Question) -> str:
-    """The reference in words, without outer whitespace."""
+    """The text of the reference, stripped of whitespace."""
     if isinstance(question, Completion):
         return question.completion.strip()
     return str(question.messages[-1].get("content") or "").strip()
 
 
 def references(data: Data) -> list[Question]:
-    """Questions of a data source, each with an answer in words to compare with.
+    """Questions of a data source, each with a text answer as the reference.
 
     Raises:
-        FinetuneError: the source cannot be read, or a row has no such answer.
+        FinetuneError: the source cannot be read, or a row has no text answer.
     """
     found = of_source(data)
     for each in found:
@@ -115,10 +115,10 @@ def of_source(data: Data) -> list[Asked]:
 
 
 def of_run(run: Run | str | Path) -> list[Asked]:
-    """What a run was evaluated on: every source of `eval_data`, else the rows that it held out.
+    """Evaluation rows of a run: all sources of `eval_data`, else the held-out rows.
 
     Raises:
-        FinetuneError: there is nothing, it is not what it was, or a row has no answer.
+        FinetuneError: there are no such rows, the data has changed, or a row has no answer.
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = catalog.load(run.recipe)
@@ -130,7 +130,11 @@ def of_run(run: Run | str | Path) -> list[Asked]:
 
 
 def of_recipe(recipe: Recipe, left_out: dict[str, set[int]]) -> list[Asked]:
-    """What a recipe is evaluated on: every source of `eval_data`, else the rows left out of `data`.
+    """Evaluation rows of a recipe: all sources of `eval_data`, else the rows held out of `data`.
+
+    Args:
+        recipe: Recipe of the data.
+        left_out: Row numbers of the held-out rows, by file.
 
     Raises:
         FinetuneError: a row cannot be read, or has no answer.
@@ -153,10 +157,10 @@ def _left_out(recipe: Recipe, numbers: dict[str, set[int]]) -> Iterator[Asked]:
 
 
 def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
-    """Numbers of the rows that training left out, by file, found again as it chose them.
+    """Row numbers of the held-out rows, by file, chosen as in training.
 
     Raises:
-        FinetuneError: the data is not that of the run.
+        FinetuneError: the data is not the data of the run.
     """
     chosen = recipe.model
     chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
@@ -168,7 +172,7 @@ def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
 
 
 def left_out_of(prepared: Prepared) -> dict[str, set[int]]:
-    """Numbers of the rows that are evaluated, by file."""
+    """Row numbers of the evaluation rows, by file."""
     documents, files = prepared.eval.documents, prepared.counts["files"]
     wanted: dict[str, set[int]] = {}
     for number in prepared.eval.members:
@@ -178,7 +182,7 @@ def left_out_of(prepared: Prepared) -> dict[str, set[int]]:
 
 
 def _read(data: Data, row: SourceRow) -> Asked | None:
-    """A row to evaluate on; None where the format leaves it out."""
+    """A row to evaluate on; None if the row is skipped."""
     try:
         sample = read_row(data.format, row.value)
     except RowProblem as problem:
@@ -188,7 +192,7 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
     if sample is None:
         return None
     if not isinstance(sample, Preference):
-        sample = next(iter(as_kind(sample, "text")), None)  # of judged answers, those wanted
+        sample = next(iter(as_kind(sample, "text")), None)  # only desirable answers
         if sample is None:
             return None
     asked = Asked(sample, data.source, row.place, row.value)
@@ -199,7 +203,7 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
 
 
 def unasked(question: Question) -> str | None:
-    """Why a question has no reference; None where it has one."""
+    """Reason why a question has no reference; None if it has one."""
     if isinstance(question, Completion):
         return None
     if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
@@ -210,7 +214,7 @@ def unasked(question: Question) -> str | None:
 
 
 def unanswerable(question: Question) -> str | None:
-    """Why there is no reference in words to compare with; None where there is one."""
+    """Reason why a question has no text reference to compare with; None if it has one."""
     if (problem := unasked(question)) is not None:
         return problem
     if isinstance(question, Conversation) and not question.messages[-1].get("content"):
@@ -219,7 +223,7 @@ def unanswerable(question: Question) -> str | None:
 
 
 def spread(asked: Sequence[Asked], limit: int | None) -> list[Asked]:
-    """At most `limit` questions, evenly spaced, so that every source has its share."""
+    """At most `limit` evenly spaced questions, so that every source is represented."""
     if limit is None or limit >= len(asked):
         return list(asked)
     return [asked[index * len(asked) // limit] for index in range(limit)]

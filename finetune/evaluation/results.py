@@ -1,4 +1,4 @@
-"""Write an evaluation: `results.json`, `samples.jsonl` and a page."""
+"""Write an evaluation to `results.json`, `samples.jsonl` and an HTML page."""
 
 import json
 import re
@@ -17,11 +17,11 @@ from finetune.runs.run import write_json
 
 RESULTS, SAMPLES, PAGE = "results.json", "samples.jsonl", "index.html"
 SAME = 1e-9
-"""Scores that differ by less are equal."""
+"""Tolerance for equal scores."""
 
 
 def folder_of(evaluation: Evaluation, name: str | None) -> Path:
-    """Inside a run, and else here: never in a folder that is to be handed over."""
+    """Output folder in the run, or in the working directory, but never in a model folder."""
     request = evaluation.request
     run = evaluation.after.subject.run
     if name is None:
@@ -33,10 +33,10 @@ def folder_of(evaluation: Evaluation, name: str | None) -> Path:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Nothing but an empty folder or an earlier evaluation may be in the way.
+    """Reject a target that is neither an empty folder nor an earlier evaluation.
 
     Raises:
-        FinetuneError: something else is there.
+        FinetuneError: the target contains something else.
     """
     there = list(folder.iterdir()) if folder.is_dir() else []
     if (folder.exists() and not folder.is_dir()) or (there and not (folder / RESULTS).is_file()):
@@ -44,10 +44,10 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def write(evaluation: Evaluation, folder: Path) -> dict[str, Any]:
-    """Write an evaluation complete or not at all; returns what `results.json` holds.
+    """Write an evaluation atomically; returns the contents of `results.json`.
 
     Raises:
-        FinetuneError: the folder holds something else, or cannot be written.
+        FinetuneError: the folder contains something else, or cannot be written.
     """
     refuse_foreign(folder)
     found, samples = results(evaluation), rows_of(evaluation)
@@ -65,7 +65,7 @@ def write(evaluation: Evaluation, folder: Path) -> dict[str, Any]:
 
 
 def results(evaluation: Evaluation) -> dict[str, Any]:
-    """What was measured, as JSON."""
+    """Contents of `results.json`."""
     request, after, before = evaluation.request, evaluation.after, evaluation.before
     names = [
         *evaluation.measures,
@@ -135,7 +135,7 @@ def _listed(interval: Interval | None) -> list[float] | None:
 
 
 def rows_of(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Every answered row: what was asked and answered, its scores, and how it changed."""
+    """All answered rows with prompt, answers, scores and the change between both models."""
     rows = list[dict[str, Any]]()
     for number, asked in enumerate(evaluation.asked):
         row: dict[str, Any] = {
@@ -168,7 +168,7 @@ def _scores(name: str, evaluation: Evaluation, number: int) -> dict[str, float]:
 
 
 def _change(scores: dict[str, float] | None, compared: bool) -> str:
-    """What became of a row, by the first metric."""
+    """The change of a row by the primary measure."""
     if scores is None:
         return ""
     after = scores["after"]

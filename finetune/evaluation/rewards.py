@@ -1,4 +1,4 @@
-"""Score answers with rewards: functions, or a reward model, as online methods call them."""
+"""Score answers with reward functions or reward models, called as in online training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,22 +16,22 @@ from finetune.rewards.functions import arguments_of, function_of
 from finetune.rewards.process import RewardProcess
 
 TIMEOUT = 600.0
-"""Seconds that one reward may take for the answers of a model."""
+"""Maximum seconds of one reward for all answers of a model."""
 PROMPTS = ("prompt", "messages", "question", "completion")
-"""Columns that are the prompt and its reference."""
+"""Columns with the prompt and its reference."""
 
 
 def name_of(reward: Reward) -> str:
-    """The measure of a reward."""
+    """Name of the measure of a reward."""
     return f"reward/{reward.name}"
 
 
 def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
-    """Refuse rewards that cannot score these rows, before a model is loaded.
+    """Reject rewards that cannot score these rows, before a model is loaded.
 
     Raises:
-        FinetuneError: there are no answers, there is no such function or reward model, or it needs
-            a column that the rows lack; with every problem.
+        FinetuneError: the rows have no answers, a function or reward model does not exist, or a
+            required column is missing; the message lists all problems.
     """
     if rewards and not asked:
         raise FinetuneError("--rewards: scores answers, and the rows are texts")
@@ -49,10 +49,10 @@ def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
 def measure(
     rewards: Sequence[Reward], asked: Sequence[Asked], sides: Sequence[Sequence[Answer]]
 ) -> list[dict[str, Measure]]:
-    """The mean of each reward over the answers that it scores, of each model.
+    """The mean of each reward over the answers that it scores, for each model.
 
     Raises:
-        FinetuneError: a reward fails, or takes too long; it names the prompt and the answer.
+        FinetuneError: a reward fails or times out; the message has the prompt and the answer.
     """
     if not rewards:
         return [{} for _ in sides]
@@ -82,7 +82,7 @@ def _of_side(
 
 
 def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
-    """What a reward is given of the rows: other columns than the prompt, and the reference."""
+    """Columns passed to a reward: the reference, and all columns that are not the prompt."""
     named = {name: None for each in asked for name in each.row}
     kept = [name for name in named if name not in (*PROMPTS, *CONVERSATION, *RESERVED)]
     found = {name: [each.row.get(name) for each in asked] for name in kept}
@@ -91,7 +91,7 @@ def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
 
 
 def _of(name: str, scores: Sequence[float | None]) -> Measure:
-    """A row without a score counts as none."""
+    """The mean of the scores; rows without a score are not counted."""
     sums = np.array([[each or 0.0, each is not None] for each in scores], dtype=np.float64)
     binary = all(each in (0, 1) for each in scores)
     return Measure(name, sums, unit="", binary=binary)

@@ -1,4 +1,4 @@
-"""What is evaluated: a run, an exported adapter, a folder, a hub name or a server."""
+"""Find and load the model to evaluate: a run, an adapter, a model folder, a hub name or a URL."""
 
 import contextlib
 import dataclasses
@@ -31,26 +31,26 @@ BASE = "base"
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model by name, which is not loaded yet."""
+    """A model by name that is not loaded yet."""
 
     name: str
-    """As the user wrote it."""
+    """Name as given by the user."""
     run: Run | None = None
-    """The run that it is."""
+    """The run, if the model is a run."""
     words: Run | None = None
-    """The run whose tokenizer and template ask it: of a base, the run that was trained from it."""
+    """For a base model, the run trained from it, whose tokenizer and template are used."""
     adapter: Path | None = None
-    """The folder of an exported adapter."""
+    """Folder of an exported adapter."""
     step: Step | None = None
     served: str | None = None
-    """Of a URL: the name of the model there."""
+    """Name of the model on a server."""
     key: str | None = None
     is_base: bool = False
-    """Whether it is what the run, or the adapter, was trained from."""
+    """Whether it is the base model of the run or of the adapter."""
 
     @property
     def kind(self) -> str:
-        """One word for the record."""
+        """Kind of the model in `results.json`."""
         if is_url(self.name):
             return "url"
         if self.is_base:
@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the run that it is, or whose words it is asked in."""
+        """The recipe of `run`, or of `words`."""
         run = self.run or self.words
         return None if run is None else catalog.load(run.recipe)
 
@@ -74,7 +74,7 @@ def find_subject(
     """A subject by name; nothing is loaded.
 
     Raises:
-        FinetuneError: it is neither a run, nor a folder with a model, nor a name or URL.
+        FinetuneError: the name is not a run, a folder with a model, a hub name or a URL.
     """
     if is_url(name):
         return Subject(name, served=served, key=key)
@@ -97,10 +97,10 @@ def find_subject(
 
 
 def base_of(subject: Subject) -> Subject:
-    """What a run or an adapter was trained from.
+    """The base model of a run or an adapter.
 
     Raises:
-        FinetuneError: a folder or URL does not tell.
+        FinetuneError: the subject is a model or a URL, whose base is unknown.
     """
     if subject.run is not None:
         name = subject.recipe.model.name if subject.recipe is not None else None
@@ -116,10 +116,10 @@ def base_of(subject: Subject) -> Subject:
 
 
 def open_subject(subject: Subject) -> Loaded | Endpoint:
-    """Load it, or ask its server for its models.
+    """Load the model, or connect to its server.
 
     Raises:
-        FinetuneError: it cannot be loaded, or does not answer.
+        FinetuneError: the model cannot be loaded, or the server does not answer.
     """
     if is_url(subject.name):
         return open_endpoint(subject.name, subject.served, subject.key)
@@ -141,7 +141,7 @@ def open_subject(subject: Subject) -> Loaded | Endpoint:
 
 
 def can_switch_off(loaded: Loaded | Endpoint) -> bool:
-    """Whether the model without its adapter is the base: some initialisations change the base."""
+    """Whether disabling the adapter gives the base model; some initializations change the base."""
     if isinstance(loaded, Endpoint) or not isinstance(loaded.model, PeftModel):
         return False
     return not changes_base(loaded.model.peft_config["default"])  # type: ignore[arg-type]
@@ -149,21 +149,21 @@ def can_switch_off(loaded: Loaded | Endpoint) -> bool:
 
 @contextlib.contextmanager
 def switched_off(loaded: Loaded) -> Iterator[Loaded]:
-    """Inside, the loaded model answers without its adapter: the base, in the same load."""
+    """Context manager that disables the adapter of a loaded model, which then is the base."""
     assert isinstance(loaded.model, PeftModel)
     with loaded.model.disable_adapter():
         yield loaded
 
 
 def release() -> None:
-    """Give back the memory of a model that is no longer used."""
+    """Free the memory of a model that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def is_base_of(run: Run, name: str) -> bool:
-    """Whether a folder or name is what a run was trained from."""
+    """Whether a folder or name is the base model of a run."""
     base = catalog.load(run.recipe).model.name
     if base is None:
         return False

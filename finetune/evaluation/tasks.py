@@ -1,4 +1,4 @@
-"""Run tasks of lm-evaluation-harness on a loaded model, asked with the tokens of its training."""
+"""Run tasks of lm-evaluation-harness on a loaded model, with the prompt tokens of its training."""
 
 import dataclasses
 import importlib.util
@@ -17,34 +17,34 @@ from finetune.inference.generate import Loaded
 from finetune.version import install
 
 OF_TEXT = ("loglikelihood", "loglikelihood_rolling")
-"""Kinds of output whose numbers are wrong for chats: the harness moves white space at the end of
-the rendered prompt into the answer, and training never saw that token there."""
+"""Output types with wrong results for chats: the harness moves whitespace at the end of the
+rendered prompt into the answer, where training never had it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """Tasks by name, and the folders of those that are files."""
+    """Tasks by name, with the folders of task files."""
 
     names: tuple[str, ...]
     folders: tuple[str, ...]
     published: bool
-    """Whether a name is not that of a file."""
+    """Whether any task is not from a file."""
     limit: int | None
     max_new_tokens: int
     batch_rows: int
 
     def manager(self) -> Any:
-        """The harness's index of tasks: its own, only where a name is not that of a file."""
+        """The harness's task index, with its built-in tasks only if one of them is used."""
         from lm_eval.tasks import TaskManager
 
         return TaskManager(include_path=list(self.folders), include_defaults=self.published)
 
 
 def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, rows: int) -> Tasks:
-    """Published tasks by name, or YAML files of one's own.
+    """Find published tasks by name, or tasks in the user's YAML files.
 
     Raises:
-        FinetuneError: the harness is not installed, a file is not a task, or there is no such name.
+        FinetuneError: the harness is not installed, a file is not a task, or a name is unknown.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise FinetuneError(f"--tasks: needs lm-evaluation-harness: {install('lm-eval')}")
@@ -80,10 +80,11 @@ _Permissive.add_constructor("!function", lambda loader, node: str(node.value))
 
 
 def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str]]:
-    """Every number of every task as `TASK/METRIC`, and notes of what is left out.
+    """All metrics of all tasks as `TASK/METRIC`, and notes about omitted ones.
 
     Raises:
-        FinetuneError: the harness cannot load or run a task, or would ask it with other tokens.
+        FinetuneError: the harness cannot load or run a task, or would use other prompt tokens than
+            training.
     """
     from lm_eval import simple_evaluate
 
@@ -115,7 +116,7 @@ def _network(loaded: Loaded) -> Any:
 
 
 def _harness(loaded: Loaded, tasks: Tasks) -> tuple[Any, bool]:
-    """The harness's model, and whether it is asked through its chat template."""
+    """The harness's model, and whether prompts use its chat template."""
     from lm_eval.models.huggingface import HFLM
 
     chat = load_chat(loaded.tokenizer, None)

@@ -1,4 +1,4 @@
-"""Metrics of answers by name: each says which rows it fits, and what it measures."""
+"""Metrics of answers by name; each defines which rows it supports and what it measures."""
 
 METRICS: dict[str, str] = {
     "exact": "finetune.evaluation.metrics.words:EXACT",
@@ -13,5 +13,5 @@ METRICS: dict[str, str] = {
     "code": "finetune.evaluation.metrics.code:CODE",
     "sql": "finetune.evaluation.metrics.sql:SQL",
 }
-"""`module:attribute` of each `metric.Metric`, imported when it is used. By itself a metric is
-chosen in this order, and the first one says which answers got better or worse."""
+"""`module:attribute` of each `metric.Metric`, imported when it is used. Metrics are selected
+automatically in this order, and the first one decides which answers got better or worse."""

@@ -1,4 +1,4 @@
-"""Code that passes its tests: pass@k, in a process with limits."""
+"""pass@k of code with tests, run in a process with limits."""
 
 import re
 from collections import Counter
@@ -14,14 +14,14 @@ from finetune.evaluation.metrics.metric import Metric, Row, Settings
 from finetune.evaluation.questions import Asked
 
 TESTS = ("tests", "test_list", "test")
-"""Columns that hold tests: a text, or a list of statements."""
+"""Columns with tests, as a text or a list of statements."""
 BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 AT_ONCE = 4
-"""Programs that run side by side."""
+"""Number of programs that run in parallel."""
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """The chance that one of k samples is right, from more of them: 1 - C(n - c, k) / C(n, k).
+    """Estimate of the probability that any of k samples is right: 1 - C(n - c, k) / C(n, k).
 
     Chen et al. 2021, arXiv:2107.03374, equation 1.
     """
@@ -29,7 +29,7 @@ def pass_at(k: int, samples: int, right: int) -> float:
 
 
 def tests_of(row: Mapping[str, Any]) -> str | None:
-    """The tests of a row as a program; None where it has none."""
+    """The tests of a row as a program; None if it has no tests."""
     column = next((name for name in TESTS if row.get(name)), None)
     if column is None:
         return None
@@ -41,11 +41,14 @@ def tests_of(row: Mapping[str, Any]) -> str | None:
 
 
 def program_of(asked: Asked, answer: str) -> str:
-    """An answer's code with the row's tests: its blocks of Markdown, or all of it."""
+    """The code of an answer, followed by the tests of the row.
+
+    The code is that of the answer's Markdown code blocks, or the complete answer without blocks.
+    """
     blocks = BLOCK.findall(answer)
     code = "\n".join(blocks) if blocks else answer
     if isinstance(asked.question, Completion) and "entry_point" in asked.row and not blocks:
-        code = asked.question.prompt + code  # a function whose head is the prompt
+        code = asked.question.prompt + code  # the prompt is the head of a function
     return f"{code}\n{tests_of(asked.row)}"
 
 

@@ -1,4 +1,4 @@
-"""What a metric is, and which metrics fit some rows."""
+"""The interface of a metric, and the selection of metrics for a set of rows."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from finetune.evaluation.questions import Asked
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What metrics are given beside rows and answers."""
+    """Settings of metrics."""
 
     run_code: bool = False
     """Whether code that a model wrote may be executed."""
     database: Path | None = None
-    """SQLite file of queries, where rows name none."""
+    """SQLite file for queries of rows that do not name one."""
     schema: Path | None = None
-    """JSON schema of answers, where rows have none."""
+    """JSON schema of answers to rows without one."""
 
 
 Row = tuple[Asked, Sequence[Answer]]
-"""A row with its greedy answer, and behind it the answers that were drawn for pass@k."""
+"""A row with its greedy answer, followed by the answers that were sampled for pass@k."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Metric:
 
     about: str
     measures: tuple[str, ...]
-    """Names of its numbers; the first one says which answers got better or worse."""
+    """Names of its measures; the first one decides which answers got better or worse."""
     refuse: Callable[[Asked, Settings], str | None]
-    """Why a row does not fit; None where it does."""
+    """Returns the reason why a row is not supported; None if it is."""
     suits: Callable[[Sequence[Asked], Settings], bool]
-    """Whether it is measured by itself, on rows that all fit."""
+    """Whether to select the metric automatically, for rows that are all supported."""
     measure: Callable[[Sequence[Row], Settings], list[Measure]]
-    """The numbers; only the first answer of a row counts, except for code."""
+    """Computes the measures; only `code` uses more than the first answer of a row."""
 
 
 def find(name: str) -> Metric:
-    """A metric by its name, or by `module:attribute` of one outside the package.
+    """A metric by name, or by `module:attribute` for one outside the package.
 
     Raises:
-        FinetuneError: there is none.
+        FinetuneError: the metric does not exist.
     """
     found = extensions.find("--metrics", name, METRICS)
     if not isinstance(found, Metric):
@@ -58,10 +58,11 @@ def find(name: str) -> Metric:
 
 
 def choose(names: Sequence[str], asked: Sequence[Asked], settings: Settings) -> dict[str, Metric]:
-    """The named metrics, or without names those that suit the rows.
+    """The metrics with the given names; without names, all metrics that suit the rows.
 
     Raises:
-        FinetuneError: no such metric, or one that does not fit a row; with every problem.
+        FinetuneError: a metric does not exist or does not support a row; the message lists all
+            problems.
     """
     chosen, problems = dict[str, Metric](), list[str]()
     for name in names or METRICS:
@@ -81,7 +82,7 @@ def choose(names: Sequence[str], asked: Sequence[Asked], settings: Settings) -> 
 
 
 def _misfit(metric: Metric, asked: Sequence[Asked], settings: Settings) -> str | None:
-    """The first row that does not fit, and why."""
+    """The first row that the metric does not support, with the reason."""
     for each in asked:
         problem = metric.refuse(each, settings)
         if problem is not None:
@@ -90,7 +91,7 @@ def _misfit(metric: Metric, asked: Sequence[Asked], settings: Settings) -> str |
 
 
 def needs_words(asked: Asked, settings: Settings) -> str | None:
-    """Why a row has no reference in words."""
+    """Reason why a row has no text reference; None if it has one."""
     if asked.expected:
         return None
     return "its answer calls a tool and says nothing" if asked.calls else "its answer is empty"

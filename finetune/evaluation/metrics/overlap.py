@@ -1,4 +1,4 @@
-"""Longer answers: ROUGE, BLEU and chrF, computed by `rouge-score` and `sacrebleu`."""
+"""ROUGE, BLEU and chrF for longer answers, computed by `rouge-score` and `sacrebleu`."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from finetune.version import install
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 LONG = 12
-"""Words of a mean reference from which answers are compared by what they share."""
+"""Minimum mean number of words of the references for automatic selection."""
 
 
 def _rouge(rows: Sequence[Row], settings: Settings) -> list[Measure]:
@@ -42,10 +42,10 @@ def _chrf(rows: Sequence[Row], settings: Settings) -> list[Measure]:
 
 
 def _of_corpus(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Measure:
-    """The score of a corpus from the statistics of its rows, which a bootstrap draws again.
+    """The score of a corpus from the statistics of its rows, which the bootstrap resamples.
 
-    sacrebleu 2.6 has no public way to them: both methods are those that its own `Metric` leaves to
-    its subclasses, and that its bootstrap calls.
+    sacrebleu 2.6 has no public API for them: both methods are the ones that subclasses of its
+    `Metric` implement and that its bootstrap calls.
     """
     said = [first(given) for _, given in rows]
     wanted = [asked.expected for asked, _ in rows]
@@ -62,7 +62,7 @@ def _of_corpus(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Mea
 
 
 def _signature(metric: Any, said: list[str], wanted: list[str]) -> str:
-    metric.corpus_score(said[:1], [wanted[:1]])  # which tells it the number of references
+    metric.corpus_score(said[:1], [wanted[:1]])  # sets the number of references
     return str(metric.get_signature())
 
 
@@ -78,7 +78,7 @@ def _is_long(asked: Sequence[Asked], settings: Settings) -> bool:
 
 
 def _long_here(module: str) -> Any:
-    """Whether answers are long, and the library is installed."""
+    """A function that tests whether references are long and the library is installed."""
 
     def suits(asked: Sequence[Asked], settings: Settings) -> bool:
         return _is_long(asked, settings) and importlib.util.find_spec(module) is not None

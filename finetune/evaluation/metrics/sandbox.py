@@ -1,8 +1,8 @@
-"""Run code that a model wrote in a process with limits, and say what became of it.
+"""Run model-generated code in a process with limits, and report the outcome.
 
-The process has no environment, an empty folder of its own, no standard input, and limits on time,
-memory, files and processes; where the system allows a namespace it has no network either. It is a
-fence against accidents, not a boundary against attackers.
+The process has no environment variables, an empty working directory, and limits on time, memory,
+files and processes. It has no network if the system allows namespaces. This protects against
+accidents; it is not a security boundary against attackers.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ PASSED = "passed"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
     cpu: int = 5
-    """Seconds of computing."""
+    """Seconds of CPU time."""
     wall: float = 10.0
-    """Seconds until it must have ended."""
+    """Seconds of wall-clock time."""
     memory: int = 2**30
     """Bytes of address space."""
 
@@ -75,22 +75,22 @@ else:
     tell("passed")
 os._exit(0)
 """
-"""The program that runs an answer, read from its standard input; the outcome goes to a pipe."""
+"""The program that runs an answer, which it reads from standard input; it reports to a pipe."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program."""
+    """The outcome of a program."""
 
     passed: bool
     said: str
-    """`passed`, the error that it raised, or the limit that it ran into."""
+    """`passed`, the raised error, or the limit that was reached."""
 
 
 def run(program: str, limits: Limits = DEFAULT) -> Outcome:
-    """Run a program to its end or to a limit.
+    """Run a program until it ends or reaches a limit.
 
-    Whatever it started is stopped with it.
+    Processes that it started are killed with it.
     """
     with tempfile.TemporaryDirectory(prefix="answer-") as folder, _pipe() as (read, write):
         numbers = (write, limits.cpu, limits.memory, FILE_BYTES, FILES)
@@ -139,7 +139,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def _without_network() -> tuple[str, ...]:
-    """The words that start a process without a network; none where the system has no namespaces."""
+    """Command prefix that starts a process without a network; empty without namespaces."""
     found = shutil.which("unshare")
     words = (found, "-rn") if found else ()
     true = shutil.which("true")
@@ -150,6 +150,6 @@ def _without_network() -> tuple[str, ...]:
 
 
 def isolation(limits: Limits = DEFAULT) -> str:
-    """How programs are kept apart here, for the record."""
+    """Description of the isolation of programs on this machine, for `results.json`."""
     network = "no network" if _without_network() else "network calls refused in Python only"
     return f"{limits.cpu} s, {limits.memory // 2**30} GiB, {network}"

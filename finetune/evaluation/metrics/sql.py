@@ -1,4 +1,4 @@
-"""Queries with the same result on a SQLite file."""
+"""SQL queries that give the same result as the reference on a SQLite file."""
 
 import sqlite3
 import threading
@@ -16,7 +16,7 @@ from finetune.evaluation.questions import Asked
 SECONDS = 5.0
 MOST_ROWS = 100_000
 COLUMNS = ("database", "db_path")
-"""Columns that name a row's SQLite file."""
+"""Columns with the path of a row's SQLite file."""
 
 
 def database_of(asked: Asked, settings: Settings) -> Path | None:
@@ -26,7 +26,7 @@ def database_of(asked: Asked, settings: Settings) -> Path | None:
 
 
 def result(database: Path, query: str) -> list[tuple[Any, ...]] | str:
-    """Rows of a query, or what is wrong with it; the file is opened for reading only."""
+    """Result rows of a query, or its error message; the file is opened read-only."""
     connection = sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True)
     timer = threading.Timer(SECONDS, connection.interrupt)
     try:
@@ -44,17 +44,17 @@ def result(database: Path, query: str) -> list[tuple[Any, ...]] | str:
 
 READS = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION)
 RECURSION = 33
-"""SQLITE_RECURSIVE, which Python 3.11 does not name."""
+"""SQLITE_RECURSIVE, which Python 3.11 does not define."""
 
 
 def _reading_only(action: int, name: str | None, *_: object) -> int:
-    """Refuse whatever is not a query, and the function that loads libraries."""
+    """Deny everything except queries, and the function that loads libraries."""
     reads = action in (*READS, RECURSION) and name != "load_extension"
     return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
 
 
 def same_result(said: Any, wanted: Any, query: str) -> bool:
-    """Equal rows; in any order where the reference asks for none."""
+    """Whether the rows are equal, in any order unless the reference has ORDER BY."""
     if isinstance(said, str) or isinstance(wanted, str):
         return False
     ordered = "order by" in " ".join(query.lower().split())

@@ -1,4 +1,4 @@
-"""Answers that programs read: JSON, and tool calls."""
+"""Metrics for structured answers: JSON and tool calls."""
 
 import importlib.util
 import json
@@ -17,11 +17,11 @@ from finetune.version import install
 
 FENCED = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 NOTHING = object()
-"""What a text holds that is not JSON."""
+"""Value of a text that is not JSON."""
 
 
 def parsed(text: str) -> Any:
-    """The JSON value of a text, or of the block of Markdown that it is; else `NOTHING`."""
+    """The JSON value of a text or of a Markdown code block; `NOTHING` if it is not JSON."""
     fenced = FENCED.match(text.strip())
     try:
         return json.loads(fenced[1] if fenced else text)
@@ -30,7 +30,7 @@ def parsed(text: str) -> Any:
 
 
 def fields_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside a JSON value that holds no other, with its path."""
+    """All leaves of a JSON value with their paths; empty objects and lists are leaves."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from fields_of(inner, f"{path}.{name}")
@@ -42,7 +42,7 @@ def fields_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _json(rows: Sequence[Row], settings: Settings) -> list[Measure]:
-    """Objects that parse and follow the schema, and the share of the reference's fields."""
+    """The share of answers that parse and follow the schema, and of correct reference fields."""
     valid, shares, right = list[bool](), list[float](), dict[str, list[bool]]()
     for asked, given in rows:
         said, wanted = parsed(first(given)), parsed(asked.expected)
@@ -61,12 +61,12 @@ def _json(rows: Sequence[Row], settings: Settings) -> list[Measure]:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Equality in JSON, where true is not 1."""
+    """Equality of JSON values; true does not equal 1."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
 def schema_of(asked: Asked, settings: Settings) -> Any:
-    """The JSON schema of a row's column `schema`, or of `--schema`; None without one."""
+    """The JSON schema in column `schema` of a row, or of `--schema`; None without a schema."""
     found = asked.row.get("schema") if isinstance(asked.row, Mapping) else None
     if found is None and settings.schema is not None:
         found = settings.schema.read_text(encoding="utf-8")
@@ -105,9 +105,10 @@ def _objects(asked: Sequence[Asked], settings: Settings) -> bool:
 
 
 def calls_in(answer: Answer) -> list[tuple[str, Any]]:
-    """Names and arguments of an answer's tool calls: those of a server, or objects in the text.
+    """Names and arguments of the tool calls of an answer.
 
-    Every JSON object with a name and arguments counts, whatever a template writes around it.
+    Calls are those that a server returned, otherwise every JSON object in the text with a name and
+    arguments, regardless of the text that a template writes around it.
     """
     if answer.calls is not None:
         found = [call.get("function", call) for call in answer.calls]
@@ -153,9 +154,9 @@ def _reference(asked: Asked) -> list[tuple[str, Any]]:
 
 
 def _tools(rows: Sequence[Row], settings: Settings) -> list[Measure]:
-    """Whether the functions are those of the reference, and whether their arguments are equal.
+    """Compare function names and arguments with the reference.
 
-    A row without calls is right where nothing is called.
+    A row whose reference has no calls is right if the answer has none.
     """
     names, arguments = list[bool](), list[bool]()
     for asked, given in rows:

@@ -1,4 +1,4 @@
-"""Answers of few words: exact match, the last number, labels, shared words."""
+"""Metrics for short answers: exact match, the last number, labels, shared words."""
 
 import re
 import string
@@ -16,12 +16,12 @@ from finetune.evaluation.questions import Asked
 NUMERAL = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 MOST_LABELS, LABEL_WORDS = 50, 4
 OTHER = "(other)"
-"""The column of a confusion table for answers that are not a label."""
+"""Column of the confusion matrix for answers that are not a label."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation, English articles and repeated space, as SQuAD compares.
+    """Text in lower case without punctuation, English articles and repeated spaces, as in SQuAD.
 
     Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1.
     """
@@ -30,7 +30,7 @@ def normalised(text: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, without the commas of thousands; None where it has none."""
+    """The last number of a text, without thousands separators; None if there is no number."""
     found = NUMERAL.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -61,7 +61,7 @@ def _no_number(asked: Asked, settings: Settings) -> str | None:
 
 
 def _solutions(asked: Sequence[Asked], settings: Settings) -> bool:
-    """Whether every answer ends with its number, and says more than that."""
+    """Whether every reference ends with a number and has more than one word."""
     return all(
         re.search(r"\d[\W_]*$", each.expected) and len(each.expected.split()) > 1 for each in asked
     )
@@ -73,7 +73,7 @@ def _labels(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     said = [normalised(first(given)) for _, given in rows]
     labels = sorted(set(wanted))
     places = {label: number for number, label in enumerate(labels)}
-    sums = np.zeros((len(rows), len(labels), 3))  # of each label: TP, FP, FN
+    sums = np.zeros((len(rows), len(labels), 3))  # TP, FP, FN of each label
     confusion = np.zeros((len(labels), len(labels) + 1), dtype=int)
     for row, (right, got) in enumerate(zip(wanted, said, strict=True)):
         confusion[places[right], places.get(got, len(labels))] += 1
@@ -94,7 +94,7 @@ def _macro_f1(sums: np.ndarray, labels: int) -> np.ndarray:
     each = sums.reshape(*sums.shape[:-1], labels, 3)
     right, wrong, missed = each[..., 0], each[..., 1], each[..., 2]
     with np.errstate(invalid="ignore"):
-        scores = 2 * right / (2 * right + wrong + missed)  # nan where a label was not drawn
+        scores = 2 * right / (2 * right + wrong + missed)  # nan if a label was not drawn
     return np.nanmean(scores, axis=-1)
 
 
@@ -105,7 +105,7 @@ def _few_labels(asked: Sequence[Asked], settings: Settings) -> bool:
 
 
 def token_f1(answer: str, expected: str) -> float:
-    """Harmonic mean of precision and recall of words, as SQuAD counts them."""
+    """Harmonic mean of word precision and recall, as in SQuAD."""
     said, wanted = normalised(answer).split(), normalised(expected).split()
     if not said or not wanted:
         return float(said == wanted)
