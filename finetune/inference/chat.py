@@ -27,11 +27,11 @@ def _write(text: str) -> None:
 
 
 class TextStream(BaseStreamer):
-    """Writes an answer while it grows, without its stop token and without half a character.
+    """Streams the text of an answer, without its stop token and without incomplete characters.
 
-    A decoder that may still change the end of a text, as one that joins words does, has what a
-    token adds written with the token after it. Tokens that are single bytes are written when they
-    have all come: one that makes no character spoils those before it.
+    If the decoder may still change the end of the text, for example because it joins words, the
+    text of a token is written with the next token. Single-byte tokens are written when all of them
+    have arrived, because an invalid byte changes how the bytes before it are decoded.
     """
 
     def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
@@ -39,7 +39,7 @@ class TextStream(BaseStreamer):
         self.text = ""
         self._appends = only_appends(loaded.tokenizer)
         self._before = _tail(loaded.tokenizer, prompt) if self._appends else prompt
-        """Tokens with some text, that those of `_open` follow."""
+        """Tokens with text that precede the tokens in `_open`."""
         self._unsettled = unsettled_ids(loaded.tokenizer) if self._appends else frozenset[int]()
         self._open: list[int] = []
         self._settled = self._decoded = ""
@@ -52,7 +52,7 @@ class TextStream(BaseStreamer):
         self._begun = True
 
     def append(self, ids: list[int]) -> None:
-        """Take tokens, none of which is a stop token."""
+        """Append tokens, without stop tokens."""
         self._open += ids
         text = new_text(self.loaded.tokenizer, self._before, self._open)
         if not self._appends:
@@ -78,13 +78,13 @@ class TextStream(BaseStreamer):
 
 
 APPENDING = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse"}
-"""Decoders of `tokenizers` that leave the text of earlier tokens as it is, but for broken bytes."""
+"""Decoders of `tokenizers` that do not change the text of earlier tokens, except invalid bytes."""
 
 
 def only_appends(tokenizer: Any) -> bool:
-    """Whether a further token leaves the decoded text before it as it is, up to half a character.
+    """Whether a new token never changes the decoded text before it, except incomplete characters.
 
-    False where that is not known: a decoder in Python, one that joins words or removes spaces.
+    False if unknown: for a decoder in Python, or one that joins words or removes spaces.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None or tokenizer.clean_up_tokenization_spaces:
@@ -106,9 +106,9 @@ def _only_appends(step: dict[str, Any]) -> bool:
 
 
 def unsettled_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens after which the text before them may still change, where a decoder joins bytes.
+    """Tokens after which the preceding text may still change, for a decoder that joins bytes.
 
-    They are the single bytes, and special tokens, which are left out between two bytes.
+    These are single-byte tokens, and special tokens, which are skipped between two bytes.
     """
     if all(step["type"] != "ByteFallback" for step in _decoders(tokenizer.backend_tokenizer)):
         return frozenset()
@@ -119,7 +119,7 @@ def unsettled_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _tail(tokenizer: Any, prompt: list[int]) -> list[int]:
-    """The last tokens of a prompt, as many as have a text that is not blank."""
+    """The last tokens of a prompt, enough to contain text that is not blank."""
     length = 8
     while length < len(prompt):
         tail = prompt[-length:]
@@ -147,7 +147,7 @@ def stream(
 
 
 def answer(loaded: Loaded, prompt: str, max_new_tokens: int = 512) -> str:
-    """Answer one message of a user, writing the text while it grows; returns it.
+    """Answer one user message, streaming the text; returns the complete text.
 
     A model without a chat template continues the prompt.
     """
@@ -166,10 +166,10 @@ def chat(
     temperature: float = 0.0,
     typed: bool = True,
 ) -> None:
-    """Talk until /exit, Ctrl-D or Ctrl-C; /reset forgets what was said.
+    """Chat until /exit, Ctrl-D or Ctrl-C; /reset clears the conversation.
 
-    A model without a chat template continues each line by itself. Lines that are not `typed` but
-    come from a file or a pipe get answers alone: no introduction, no prompt.
+    A model without a chat template continues each line separately. If lines are not `typed` but
+    come from a file or a pipe, only the answers are written, without introduction and prompt.
     """
     history: list[Message] = []
     if typed:
@@ -196,7 +196,7 @@ def _exchange(
     max_new_tokens: int,
     temperature: float,
 ) -> list[Message]:
-    """One question and its answer: the history that follows from it."""
+    """Answer one question; returns the new history."""
     templated = loaded.tokenizer.chat_template is not None
     asked = [*history, {"role": "user", "content": line}]
     try:

@@ -1,4 +1,4 @@
-"""Ask an OpenAI-compatible server: vLLM, llama.cpp, Ollama, `finetune serve`, or a hosted model."""
+"""Client for OpenAI-compatible servers, such as vLLM, llama.cpp, Ollama or `finetune serve`."""
 
 import dataclasses
 import http.client
@@ -17,22 +17,22 @@ LONGEST = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """One choice of a server."""
+    """A completion returned by a server."""
 
     text: str
     cut: bool
-    """Whether it ended at the limit of tokens (`finish_reason` is `length`)."""
+    """Whether it ended at the token limit (`finish_reason` is `length`)."""
     tokens: int
-    """As `usage` counts them; 0 where the server does not."""
+    """Completion tokens from `usage`; 0 if the server does not report them."""
     calls: tuple[dict[str, Any], ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A model behind a URL."""
+    """A model at a URL."""
 
     url: str
-    """Without `/chat/completions`, such as http://localhost:8000/v1."""
+    """Base URL without `/chat/completions`, such as http://localhost:8000/v1."""
     model: str
     key: str | None = None
     timeout: float = 600.0
@@ -42,7 +42,7 @@ class Endpoint:
         """The next message of a conversation.
 
         Raises:
-            FinetuneError: no answer, or one that is not a chat completion.
+            FinetuneError: the server does not answer, or the answer is not a chat completion.
         """
         body = {"model": self.model, "messages": list(map(_sendable, messages)), **fields}
         return self._reply("/chat/completions", body)
@@ -51,7 +51,7 @@ class Endpoint:
         """The completion of a text.
 
         Raises:
-            FinetuneError: no answer, or one that is not a completion.
+            FinetuneError: the server does not answer, or the answer is not a completion.
         """
         return self._reply("/completions", {"model": self.model, "prompt": prompt, **fields})
 
@@ -75,10 +75,10 @@ class Endpoint:
 
 
 def open_endpoint(url: str, model: str | None = None, key: str | None = None) -> Endpoint:
-    """A server that answers, and the model that it is asked for: by default its first.
+    """An endpoint for a model of a server, by default the first model that it lists.
 
     Raises:
-        FinetuneError: nothing answers there, or it has no such model.
+        FinetuneError: without `model`: the server does not answer, or lists no model.
     """
     root = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
     root = root if root.rsplit("/", 1)[-1].startswith("v") else f"{root}/v1"
@@ -98,7 +98,7 @@ def is_url(name: str) -> bool:
 
 
 def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the API takes it: arguments of tool calls are JSON text, and calls have ids."""
+    """A message in the format of the API: tool calls have ids, and arguments as JSON text."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = [
@@ -119,7 +119,7 @@ def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
 def _exchange(
     url: str, key: str | None, timeout: float, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Send JSON, or ask without a body; the JSON object of the answer."""
+    """Send a POST request with JSON, or a GET request without a body; returns the JSON object."""
     shown = hide(url)
     headers = {"Content-Type": "application/json"}
     if key is not None:

@@ -1,7 +1,7 @@
 """Load a trained model and generate with it.
 
-A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template; a
-prompt is a plain text that the model continues.
+A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template. A
+prompt is plain text that the model continues.
 """
 
 import dataclasses
@@ -71,12 +71,12 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a chat template writes around the assistant's words."""
+    """The text that a chat template adds around the content of an assistant message."""
 
     scaffold: str
-    """Text between the generation prompt and the words, such as an empty block of thought."""
+    """Text between the generation prompt and the content, such as an empty thinking block."""
     end: int | None
-    """Token that follows the words; None where no single special token does."""
+    """Token after the content; None if it is not a single special token."""
 
 
 # --- loading -----------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class Turn:
 def load(
     run: Run | str | Path, step: Step | None = None, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """The model of a run as it was trained: by default its best checkpoint, else the last.
+    """The trained model of a run; by default its best checkpoint, else the last.
 
-    A quantised base is quantised again, from the precision that training had.
+    A quantized base is quantized again, from the same precision as in training.
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = catalog.load(run.recipe)
@@ -99,7 +99,7 @@ def load(
 def model_of(
     run: Run, recipe: Recipe, step: Step | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase, Path | None]:
-    """The model of a run, with its score head where it has one; its tokenizer, and its adapter."""
+    """The model of a run (with its score head, if any), its tokenizer, and its adapter folder."""
     checkpoint = open_checkpoint(run, step)
     tokenizer = load_tokenizer(checkpoint / "tokenizer")
     if not (checkpoint / "adapter").is_dir():
@@ -124,7 +124,7 @@ def load_base(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """The model before training. Give it the tokenizer of a run to ask it in the same words."""
+    """The model before training; pass the tokenizer of a run to use the same prompt tokens."""
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
     return _loaded(base_model(recipe, dtype), tokenizer)
@@ -140,7 +140,7 @@ def open_model(path: str | Path) -> Loaded:
 
 
 def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
-    """An exported folder: a complete model, or an adapter with the base that it names."""
+    """The model in an exported folder: a full model, or an adapter with its base."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         config = adapter_config(folder)
@@ -162,12 +162,12 @@ def _loaded(
     tokenizer: PreTrainedTokenizerBase,
     settings: Path | None = None,
 ) -> Loaded:
-    """A model with every stop token: of its own, of a folder's settings, and of the tokenizer."""
+    """A model with all stop tokens: its own, those of a folder's settings, and the tokenizer's."""
     network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     stops = stop_ids(network.generation_config, tokenizer)
     if settings is not None:
         stops = folder_stops(stops, settings, tokenizer)
-    # Greedy means greedy: a penalty that the model ships would fill what a call leaves open.
+    # Unset fields of a call would be filled with defaults of the model, such as a penalty.
     network.generation_config = GenerationConfig()
     return Loaded(model, tokenizer, stops, context_length(network.config))
 
@@ -175,7 +175,7 @@ def _loaded(
 def folder_stops(
     stops: tuple[int, ...], folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Stop tokens of a model, with those that the folder of an adapter names."""
+    """Stop tokens of a model and of the folder of an adapter."""
     own = None
     if (folder / "generation_config.json").is_file():
         with reading(f"{folder / 'generation_config.json'}: cannot be read"):
@@ -183,11 +183,11 @@ def folder_stops(
     return tuple(sorted({*stops, *stop_ids(own, tokenizer)}))
 
 
-# --- the words around an answer ----------------------------------------------------------------
+# --- text around an answer ---------------------------------------------------------------------
 
 
 def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
-    """How the tokenizer's chat template wraps an answer, found by rendering one."""
+    """The text that the tokenizer's chat template adds around an answer, found by rendering one."""
     words = "\u2042answer\u2042"
     asked = [{"role": "user", "content": "question"}]
     prompt = _render(tokenizer, asked, header=True)
@@ -203,14 +203,14 @@ def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
 def stop_ids(
     generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Every token that ends an answer: eos of the model and the tokenizer, and the turn's end."""
+    """All tokens that end an answer: eos of the model and the tokenizer, and the end of a turn."""
     eos = generation.eos_token_id if generation is not None else None
     end = turn(tokenizer).end if tokenizer.chat_template is not None else None
     return tuple(all_ends(eos, tokenizer.eos_token_id, end))
 
 
 def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
-    """Token ids of a prompt, or of a conversation up to where the assistant speaks."""
+    """Token ids of a prompt, or of a conversation with the generation prompt."""
     if isinstance(asked, str):
         return _opening(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
     if loaded.tokenizer.chat_template is None:
@@ -239,13 +239,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS, for a tokenizer that begins every text with it."""
+    """The BOS if the tokenizer adds it to every text, else an empty list."""
     first = list(tokenizer("")["input_ids"])[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
-    """Text of `new` where it follows `prompt`: some tokenizers drop a leading space otherwise."""
+    """Text of `new` after `prompt`; decoded alone, some tokenizers drop a leading space."""
     before, whole, alone = (
         str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
     )
@@ -265,9 +265,11 @@ def generate(
 ) -> list[str]:
     """The new text for each prompt, in order; greedy at temperature 0.
 
-    An answer ends at a stop token, after `max_new_tokens`, or where the model's context is full,
-    and does not depend on what else is in its batch. Raises FinetuneError for prompts that leave
-    no room to answer.
+    An answer ends at a stop token, after `max_new_tokens`, or when the model's context is full. It
+    does not depend on other rows in its batch.
+
+    Raises:
+        FinetuneError: a prompt leaves no room for an answer in the context.
     """
     rows = [prompt_ids(loaded, asked) for asked in prompts]
     return generate_from_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
@@ -304,7 +306,7 @@ def continue_ids(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> list[Continued]:
-    """The new text for each prompt of token ids."""
+    """Generated text for each prompt of token ids, in order."""
     rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
     problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
     problems += [
@@ -332,7 +334,7 @@ def room_for(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
 def _batches(
     rows: Sequence[list[int]], rooms: list[int], batch_rows: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Indices of rows with the same room, of similar length so that little is padded."""
+    """Batches of row indices with the same room and similar lengths, to minimize padding."""
     order = sorted(range(len(rows)), key=lambda i: (rooms[i], len(rows[i])))
     for room, same in itertools.groupby(order, key=lambda i: rooms[i]):
         indices = list(same)
@@ -351,11 +353,11 @@ def continue_rows(
     stopping: Sequence[StoppingCriteria] = (),
     processors: Sequence[LogitsProcessor] = (),
 ) -> list[list[int]]:
-    """New token ids of each row, cut before its first stop token.
+    """New token ids of each row, without its first stop token and what follows.
 
     Args:
-        stopping: further reasons to end.
-        processors: get the logits of the model before temperature and top_p.
+        stopping: Additional stopping criteria.
+        processors: Logits processors that run before temperature and top_p.
     """
     pad = _pad_id(loaded)
     longest = max(map(len, rows))
@@ -370,7 +372,7 @@ def continue_rows(
         use_cache=True,
         **sampling,
     )
-    model: Any = loaded.model  # PEFT's wrapper has no type for what it forwards
+    model: Any = loaded.model  # PEFT's wrapper does not type the methods that it forwards
     with torch.inference_mode():
         out = model.generate(
             input_ids=ids.to(model.device),
@@ -386,9 +388,9 @@ def continue_rows(
 
 
 def _pad_id(loaded: Loaded) -> int:
-    """Fills rows on the left, where the attention mask hides it, and after their stop token.
+    """Token id of the padding on the left, which is masked, and after the stop token.
 
-    Answers are cut at their first stop token, so any id does, even one that is also an eos.
+    Answers are truncated at their first stop token, so it may also be an eos.
     """
     network: Any = loaded.model
     return pad_id(loaded.tokenizer, token_rows(network))

@@ -42,16 +42,17 @@ Step = int | Literal["best", "last"]
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 RECOMPUTED = ("pissa", "olora")
-"""Initialisations that change the base weights, and that follow from the base alone."""
+"""Initializations that change the base weights and can be recomputed from the base."""
 
 
 # --- checkpoints -------------------------------------------------------------------------------
 
 
 def find_checkpoint(run: Run, step: Step | None = None) -> Path:
-    """Folder of a complete checkpoint: by its step, the best, the last, or (None) the best if any.
+    """Folder of a complete checkpoint: of a step, the best, the last, or (None) the best if any.
 
-    Raises FinetuneError where there is none; the steps that there are stand in it.
+    Raises:
+        FinetuneError: there is no such checkpoint; the message lists the existing steps.
     """
     steps = run.steps()
     if not steps:
@@ -80,9 +81,11 @@ def damage(checkpoint: Path, folders: Sequence[str]) -> list[str]:
 
 
 def open_checkpoint(run: Run, step: Step | None = None) -> Path:
-    """A checkpoint whose weights and tokenizer are, byte for byte, what was saved.
+    """A checkpoint whose weights and tokenizer match its manifest.
 
-    Raises FinetuneError that names each damaged file and the next older intact checkpoint.
+    Raises:
+        FinetuneError: files are damaged; the message has each file and the next older intact
+            checkpoint.
     """
     checkpoint = find_checkpoint(run, step)
     weights = "adapter" if (checkpoint / "adapter").is_dir() else "model"
@@ -106,7 +109,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
-    """The architecture that a recipe names or spells out."""
+    """The model configuration of a recipe, from its model's name or from its `config`."""
     model, scores = recipe.model, recipe.scores
     if model.name is None:
         fields = dict(model.config or {})
@@ -120,7 +123,7 @@ def base_config(recipe: Recipe) -> PreTrainedConfig:
 def _config(
     name: str | Path, revision: str | None, trust_remote_code: bool, scores: Scores | None
 ) -> PreTrainedConfig:
-    """A configuration from which a model can be built: its pad token has a row, or is left out."""
+    """A configuration whose pad token is removed if the embedding has no row for it."""
     config = AutoConfig.from_pretrained(
         str(name), revision=revision or "main", trust_remote_code=trust_remote_code
     )
@@ -137,8 +140,8 @@ def base_model(
 ) -> PreTrainedModel:
     """The base model of training.
 
-    `quantized=False` leaves the weights as they are stored, whatever the recipe says. A model from
-    scratch has the weights that its seed gives.
+    With `quantized=False` weights are loaded without quantization, regardless of the recipe. A
+    model from scratch is initialized from its seed.
     """
     model = recipe.model
     if model.name is None:
@@ -164,7 +167,7 @@ def base_model(
 
 
 def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
-    """Plain weights of a model whose files are quantised by bitsandbytes."""
+    """The dequantized model, if its files are quantized by bitsandbytes."""
     if getattr(model, "hf_quantizer", None) is None:
         return model
     quantised: Any = model
@@ -187,12 +190,12 @@ def load_weights(
     scores: Scores | None = None,
     seed: int | None = None,
 ) -> PreTrainedModel:
-    """A causal language model for answering: bf16 on a GPU and fp32 on a CPU unless given.
+    """A causal language model for inference; by default in bf16 on GPUs and fp32 on CPUs.
 
-    With `scores` a model with that score head, drawn from `seed` where the files have none.
+    With `scores`, the model has a score head, initialized from `seed` if the files have none.
 
-    `attention` is that of the recipe. Without one, and where it needs a GPU that is not used, the
-    model has what transformers chooses for it: SDPA, or eager for a model without it.
+    `attention` is the recipe's setting. If it is None, or needs a GPU that is not used,
+    transformers chooses the implementation: SDPA, or eager for a model without SDPA.
     """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
@@ -231,9 +234,9 @@ def load_weights(
 
 
 def _attention(asked: str | None, device: str) -> str | None:
-    """What transformers is asked for; None leaves the choice to it.
+    """The attention implementation to request; None leaves the choice to transformers.
 
-    `sdpa` is what a recipe has by default, also for packed rows of models that have none.
+    `sdpa` is not requested: it is the default of recipes, also for models without support for it.
     """
     on_gpu = device not in ("cpu", "meta")
     return asked if asked == "eager" or (asked != "sdpa" and on_gpu) else None
@@ -244,7 +247,7 @@ def _unloadable(name: str | Path) -> str:
 
 
 def trained_dtype(run: Run) -> torch.dtype | None:
-    """What the run computed with, and so what its base was quantised from; None before it ran."""
+    """Compute dtype of a run, from which its base was quantized; None before the run started."""
     if not run.realised.is_file():
         return None
     with of_record(run.realised):
@@ -257,17 +260,20 @@ def initial_adapter(run: Run) -> Path | None:
 
 
 def changes_base(config: LoraConfig) -> bool:
-    """Whether the adapter's initialisation takes its product out of the base weights."""
+    """Whether the adapter's initialization subtracts its product from the base weights."""
     name = str(config.init_lora_weights).lower()
     return name.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 
 def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -> PeftModel:
-    """Put an adapter on its base, which is changed as the adapter's initialisation changed it.
+    """Attach an adapter to its base, with the change that the adapter's initialization made to it.
 
-    With `initial` (the adapter before its first step) the base loses exactly what it lost when
-    training began; without it PEFT computes the initialisation again, where that is possible.
-    Raises FinetuneError where a layer that should have an adapter finds none, or an empty one.
+    With `initial` (the adapter before its first step), the base is changed exactly as when training
+    began; otherwise PEFT recomputes the initialization, if that is possible.
+
+    Raises:
+        FinetuneError: adapter tensors are missing or empty, or the initialization cannot be
+            recomputed.
     """
     config = check_adapter(adapter, model)
     recompute = not changes_base(config)
@@ -288,7 +294,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
 
 
 def needs_initial(adapter: Path, config: LoraConfig) -> FinetuneError:
-    """Of an initialisation that changed the base in a way that only its stored tensors tell."""
+    """The error for an initialization that changed the base and cannot be recomputed."""
     return FinetuneError(
         f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
         f"and cannot be computed again; the run lacks initial_adapter/"
@@ -296,22 +302,25 @@ def needs_initial(adapter: Path, config: LoraConfig) -> FinetuneError:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor of a safetensors file."""
+    """Shapes of all tensors in a safetensors file."""
     with reading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
-    """The configuration of an adapter that has every tensor that it asks for, none of them empty.
+    """Check the tensors of an adapter against its configuration; returns the configuration.
 
-    PEFT (0.21) itself loads an adapter without tensors, and answers as the base does. Gives `base`
-    the vocabulary of an adapter that was trained with added tokens.
+    PEFT (0.21) loads an adapter without tensors, which then has no effect. Resizes the vocabulary
+    of `base` for an adapter that was trained with added tokens.
+
+    Raises:
+        FinetuneError: tensors are missing, empty, or have other shapes than the base needs.
     """
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
     grow(base, rows_of_adapter(base, config, stored))
     does_not_fit = f"{adapter}: PEFT cannot put it on its base"
-    with reading(does_not_fit), torch.device("meta"):  # names and shapes, no numbers
+    with reading(does_not_fit), torch.device("meta"):  # names and shapes without values
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -347,10 +356,12 @@ def plain_lora(config: LoraConfig) -> LoraConfig:
 
 
 def take_out(layer: LoraLayer, name: str, initial: dict[str, torch.Tensor]) -> None:
-    """W <- W - scale B0 A0 for a layer with an adapter, in fp32, rounded once as PEFT does.
+    """W <- W - scale B0 A0 for a layer with an adapter, in fp32, rounded once as in PEFT.
 
     Args:
-        name: of the layer in `initial`, the tensors of the adapter before its first step.
+        layer: LoRA layer, whose base weight is changed in place.
+        name: Name of the layer in `initial`.
+        initial: Tensors of the adapter before its first step.
     """
     if f"{name}.lora_A.weight" not in initial:
         return

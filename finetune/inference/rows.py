@@ -1,8 +1,8 @@
 """Continuous batching: rows join the batch after their prompt, and leave it at their end.
 
-Rows are aligned at their last token. A row's answer is that of the row alone: padding is masked,
-positions count from the row's own first token, and each row draws with noise of its own. Logits
-differ by rounding only, since a product of several rows adds in another order.
+Rows are aligned at their last token. The answer of a row does not depend on other rows: padding is
+masked, positions start at the first token of each row, and each row has its own noise. Logits
+differ only by rounding, because matrix products of several rows add in another order.
 """
 
 import inspect
@@ -19,16 +19,16 @@ from finetune.planner.estimate.sampling import ROOM
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest row of a batch (transformers 5.23)."""
 SHAREABLE = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose whole state is keys and values, masked by place."""
+"""Types of layers whose only state is keys and values, masked by position."""
 
 TINY = torch.finfo(torch.float64).tiny
 
 
 def can_share(model: Any) -> bool:
-    """Whether rows of different lengths can share a cache of this model, and none changes another.
+    """Whether rows of different lengths can share a cache of this model without side effects.
 
-    Not those with recurrent states, whose padding cannot be masked away, and not those that turn
-    positions by the length of the longest row.
+    False for models with recurrent state, where padding cannot be masked, and for models whose
+    rotary embeddings depend on the longest row.
     """
     network = model.get_base_model() if isinstance(model, PeftModel) else model
     config = network.config.get_text_config(decoder=True)
@@ -48,25 +48,27 @@ def can_share(model: Any) -> bool:
 
 
 class Rows:
-    """Rows of one model between two tokens.
+    """A batch of rows of one model, between two tokens.
 
     Attributes:
-        logits: (rows, vocabulary), of the next token of each row.
+        logits: (rows, vocabulary) for the next token of each row.
+        lengths: (rows,) tokens of each row.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int) -> None:
-        """Read prompts of at least one token, together.
+        """Run the model on prompts in a single forward pass.
 
         Args:
-            model: one that `can_share`.
-            pad: any token id; it fills rows on the left, where it is masked.
+            model: Model for which `can_share` is true.
+            prompts: Token ids of each prompt, at least one.
+            pad: Any token id, for the masked padding on the left.
         """
         network = model.get_base_model() if isinstance(model, PeftModel) else model
         taken = inspect.signature(network.forward).parameters
         self.model = model
         self._positioned = "position_ids" in taken
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-        self._cache: Any = DynamicCache()  # without a config every layer keeps all of its tokens
+        self._cache: Any = DynamicCache()  # without a config every layer keeps all tokens
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(self.lengths.max())
         ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
@@ -91,7 +93,7 @@ class Rows:
         self.logits = torch.cat([self.logits, *(each.logits for each in others)])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Some of the rows by number, at least one, without padding that none of them needs."""
+        """Keep only the rows with these indices, at least one, and trim their common padding."""
         chosen = torch.tensor(rows)
         self.lengths = self.lengths[chosen]
         width = int(self.lengths.max())
@@ -108,7 +110,7 @@ class Rows:
         self.logits = self._forward(torch.tensor(tokens)[:, None], self.lengths)
 
     def _forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token of each row, which has `lengths` tokens with those of `ids`."""
+        """Logits of the next token of each row; `lengths` includes the tokens of `ids`."""
         device, width = self.model.device, int(lengths.max())
         given: dict[str, Any] = dict(self._last_only)
         if bool((lengths != width).any()):
@@ -124,11 +126,11 @@ class Rows:
 
 
 def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of each part in turn, aligned at the end: (rows, heads, tokens, head size)."""
+    """Concatenated rows of all parts, aligned at the end: (rows, heads, tokens, head size)."""
     width = max(each.shape[2] for each in parts)
     first = parts[0]
     shape = (sum(map(len, parts)), first.shape[1], width + ROOM, first.shape[3])
-    whole = first.new_zeros(shape)  # what is masked counts 0 times, which needs a number
+    whole = first.new_zeros(shape)  # masked values are multiplied by 0, so they must be finite
     row = 0
     for each in parts:
         whole[row : row + len(each), :, width - each.shape[2] : width] = each
@@ -137,26 +139,27 @@ def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_rows(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
-    """The last `width` tokens of some rows: (rows, heads, width, head size)."""
+    """The last `width` tokens of the given rows: (rows, heads, width, head size)."""
     whole = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
     whole[:, :, :width] = held[rows, :, held.shape[2] - width :]
     return whole[:, :, :width]
 
 
 class Draw:
-    """Chooses the tokens of one row, with noise that is a function of its seed alone."""
+    """Samples the tokens of one row, with noise that depends only on its seed."""
 
     def __init__(self, temperature: float, top_p: float, seed: int) -> None:
-        """`temperature` 0 takes the likeliest token."""
+        """With `temperature` 0 the most likely token is selected."""
         self.temperature, self.top_p = temperature, top_p
-        self._noise = torch.Generator()  # of the CPU: the same numbers for every device
+        self._noise = torch.Generator()  # on the CPU: the same noise for every device
         self._noise.manual_seed(seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
         """The next token, from logits (vocabulary,).
 
-        The token with the largest probability / noise, the noise exponential, is a draw from the
-        probabilities. Below `top_p` 1 only the likeliest tokens remain, until they have that share.
+        The token with the largest probability / exponential noise is a sample from the
+        probabilities. With `top_p` below 1, only the most likely tokens up to that total
+        probability are considered.
         """
         if not self.temperature:
             return int(logits.argmax())

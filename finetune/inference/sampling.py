@@ -1,9 +1,9 @@
 """Sample completions in batches with a KV cache and separate noise for each completion.
 
-A token is the one with the largest probability / noise, the noise exponential: the same as the
-largest of logits plus Gumbel noise. The noise is a function of (seed, step, prompt, number, place)
-and of the token's id alone. So a completion is the same in any batch and on any number of
-processes, as far as logits are: in fp32 up to ties.
+Each token maximizes probability / exponential noise, which is equivalent to adding Gumbel noise to
+the logits. The noise depends only on (seed, step, prompt, number, place) and the token id.
+Therefore a completion does not depend on its batch or on the number of processes, except for
+rounding of logits: in fp32 only ties can differ.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 """Constants of Philox4x32-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3)."""
 COMPACT = 0.75
-"""Share of a batch's rows that still go on, below which the others leave its cache."""
+"""Share of unfinished rows at or below which finished rows are removed from the cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Completion:
     ended: bool
     """Whether it ended with a stop token rather than at the limit."""
     entropy: float
-    """Summed over its tokens: nats of the distribution that each was drawn from."""
+    """Entropy of the sampling distribution in nats, summed over the tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Sampler:
 
     @torch.no_grad()
     def __call__(self, wanted: Sequence[Wanted], seed: int, step: int) -> list[Completion]:
-        """A completion of each, in order; prompts of like length share a batch."""
+        """One completion per request, in order; prompts of similar length share a batch."""
         order = sorted(range(len(wanted)), key=lambda i: (len(wanted[i].prompt), wanted[i].prompt))
         found: dict[int, Completion] = {}
         self.model.eval()
@@ -116,18 +116,18 @@ class Sampler:
 
 
 class _State:
-    """A batch in the middle of its completions: cache, mask, and logits of the next token."""
+    """The state of a batch between two tokens: cache, mask, and logits of the next token."""
 
     def __init__(self, model: torch.nn.Module, mask: torch.Tensor | None) -> None:
         self.model = model
-        self.mask = mask  # (rows, tokens); None where nothing is padded
+        self.mask = mask  # (rows, tokens); None without padding
         self.cache: Any = None
         self.positions = torch.empty(0)
         self.logits = torch.empty(0)
 
     @classmethod
     def of_prompts(cls, model: torch.nn.Module, wanted: list[Wanted], pad: int) -> "_State":
-        """After the prompts, each of which goes through the model once however often it occurs."""
+        """The state after the prompts; repeated prompts go through the model only once."""
         prompts = list(dict.fromkeys(each.prompt for each in wanted))
         device = next(model.parameters()).device
         longest = max(map(len, prompts))
@@ -183,7 +183,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` behind `held`, in place where the memory of `held` has room.
+    """`new` appended to `held`, in place if the memory of `held` has room.
 
     Both are (rows, heads, tokens, head size).
     """
@@ -197,9 +197,9 @@ def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _with_room(held: torch.Tensor) -> torch.Tensor:
-    """The tensor whose first tokens `held` is, or `held`: (rows, heads, tokens, head size).
+    """The tensor that `held` is a view of, else `held` itself: (rows, heads, tokens, head size).
 
-    It is found by its strides, since a view made in inference mode does not know its base.
+    It is reconstructed from strides, because a view made in inference mode does not know its base.
     """
     rows, heads, _, size = held.shape
     width = held.stride(1) // size
@@ -220,7 +220,7 @@ def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, tor
 
 @contextlib.contextmanager
 def _cached_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Attention of transformers in place of ours for documents, which has no cache."""
+    """Context manager that replaces the `documents` attention, which does not support a cache."""
     network: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     config = network.config.get_text_config()
     usual = config._attn_implementation
@@ -240,13 +240,13 @@ def _cached_attention(model: torch.nn.Module) -> Iterator[None]:
 def exponential(
     key: tuple[int, int], names: torch.Tensor, place: int, vocabulary: int
 ) -> torch.Tensor:
-    """Exponential noise of every token of a vocabulary, (rows, vocabulary) fp64.
+    """Exponential noise of every token of the vocabulary, (rows, vocabulary) fp64.
 
     Args:
-        key: seed and step.
-        names: (rows, 2) int64, the number of each row's prompt and of its completion.
-        place: of the token in its completion.
-        vocabulary: tokens.
+        key: Seed and step.
+        names: (rows, 2) int64, the indices of each row's prompt and completion.
+        place: Position of the token in its completion.
+        vocabulary: Number of tokens in the vocabulary.
     """
     blocks = torch.arange(-(-vocabulary // 4), device=names.device)
     places = torch.full((1, 1), place, device=names.device)
@@ -258,13 +258,13 @@ def exponential(
 def draw(
     shares: torch.Tensor, key: tuple[int, int], names: torch.Tensor, place: int
 ) -> torch.Tensor:
-    """The token of each row with the largest share / noise, (rows,) int64.
+    """The token of each row with the largest probability / noise, (rows,) int64.
 
     Args:
-        shares: probabilities, (rows, vocabulary) fp32.
-        key: seed and step.
-        names: (rows, 2) int64, as of `exponential`.
-        place: of the token in its completion.
+        shares: Probabilities, (rows, vocabulary) fp32.
+        key: Seed and step.
+        names: (rows, 2) int64, as in `exponential`.
+        place: Position of the token in its completion.
     """
     tokens = cpu.draw(shares, key, names, place)
     if tokens is not None:
@@ -273,14 +273,14 @@ def draw(
 
 
 def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
-    """Philox4x32-10: four words of 32 bits for each counter of four, as int64.
+    """Philox4x32-10: four 32-bit words per counter of four words, as int64 tensors.
 
     Args:
-        counters: four int64 tensors of values below 2**32 that broadcast to one shape.
-        key: two words.
+        counters: Four int64 tensors with values below 2**32 that broadcast to one shape.
+        key: Two 32-bit words.
     """
     a, b, c, d = torch.broadcast_tensors(*counters)
-    # In place, and two words at a time: on a CPU a small operation costs as much as its work.
+    # In place, and two words at a time: on CPUs the overhead of small operations dominates.
     factors, left = torch.stack([a, c]), torch.stack([d, b])
     products = torch.empty_like(factors)
     shape = (2, *[1] * a.dim())
@@ -289,7 +289,7 @@ def philox(counters: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch
     )
     words = torch.tensor([key[1] & WORD, key[0] & WORD], device=a.device).view(shape)
     for number in range(ROUNDS):
-        # Factors are (a, c) and (c, a) in turn, what is left (d, b) and (b, d).
+        # `factors` alternates between (a, c) and (c, a), and `left` between (d, b) and (b, d).
         turned = number % 2
         torch.mul(factors, usual.flip(0) if turned else usual, out=products)  # int64 wraps
         torch.bitwise_right_shift(products, 32, out=factors).bitwise_and_(WORD)

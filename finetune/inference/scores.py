@@ -1,6 +1,6 @@
-"""A reward model of ours as a reward: scores of completions, as the model was trained to give them.
+"""Score completions with a reward model trained by this toolkit.
 
-It is called in the process of the rewards, which loads torch and the model at the first call.
+It runs in the process of the rewards, which imports torch and loads the model in the first call.
 """
 
 import functools
@@ -24,9 +24,9 @@ def reward_model(
     """The score of each conversation, or text, at its last token.
 
     Args:
-        prompts: messages or texts.
-        completions: what follows each, whose end token is part of the sequence.
-        model: a run, or a folder with a whole model that gives one score.
+        prompts: Messages or texts.
+        completions: Completion of each prompt; its end token is part of the sequence.
+        model: Run, or folder with a full model that gives a single score.
     """
     scorer = _scorer(model)
     return scorer([_sequence(*each) for each in zip(prompts, completions, strict=True)])
@@ -46,7 +46,7 @@ def _sequence(prompt: Any, completion: Any) -> Conversation | Completion:
 
 @functools.cache
 def _scorer(name: str) -> "Scorer":
-    import torch  # which a recipe must load without
+    import torch  # not at module level: recipes load without torch
 
     from finetune import catalog
     from finetune.data.chat.render import load_chat
@@ -70,13 +70,13 @@ def _scorer(name: str) -> "Scorer":
 
 
 class Scorer:
-    """A model with a score head, and how sequences are written for it."""
+    """A model with a score head and its chat format."""
 
     def __init__(self, network: Any, chat: "Chat") -> None:
         self.network, self.chat = network, chat
 
     def __call__(self, sequences: Sequence[Conversation | Completion]) -> list[float]:
-        """The score of each."""
+        """The score of each sequence."""
         ids = [self.chat.scored(each).ids for each in sequences]
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         found = [0.0] * len(ids)
@@ -87,7 +87,7 @@ class Scorer:
         return found
 
     def _batch(self, rows: list[list[int]]) -> list[float]:
-        """Padded behind each row's end, where nothing looks at it."""
+        """Scores of a batch, with padding on the right, which no token attends to."""
         import torch
 
         longest = max(map(len, rows))

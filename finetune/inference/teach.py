@@ -1,4 +1,4 @@
-"""Store what a teacher thinks of each label: its likeliest tokens with their log-probabilities."""
+"""Store the top-k tokens and log-probabilities of a teacher for each label."""
 
 import json
 import math
@@ -30,15 +30,15 @@ from finetune.runs.manifest import sha256
 
 
 def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
-    """Write the log-probabilities of a recipe's teacher for its rows; returns the labels.
+    """Write the log-probabilities of a recipe's teacher for its rows; returns the number of labels.
 
     Args:
-        recipe: a distillation with a teacher, and the data.
-        folder: to write, which must not be there.
-        top_k: tokens that are stored of each label; all others are one class while training.
+        recipe: Distillation recipe with a teacher and data.
+        folder: Output folder, which must not exist.
+        top_k: Tokens stored per label; training treats all other tokens as one class.
 
     Raises:
-        FinetuneError: there is no teacher, it has another vocabulary, or the folder is there.
+        FinetuneError: there is no teacher, it has another vocabulary, or the folder exists.
     """
     if recipe.taught_by is None:
         raise FinetuneError(f"teacher: the recipe (method {recipe.method}) has none that could run")
@@ -91,13 +91,13 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
 def _logps(
     teacher: PreTrainedModel, data: Prepared, vocabulary: int, temperature: float
 ) -> Iterator[torch.Tensor]:
-    """Log-probabilities at the labels of all documents in their order, (some, vocabulary) fp32.
+    """Log-probabilities at the labels of all documents, in parts of (labels, vocabulary) fp32.
 
-    Logits of the labels of one document are whole in memory.
+    The logits of all labels of one document are in memory.
     """
     rows, few = single_rows(data.train.documents), max(1, TILE_ENTRIES // vocabulary)
     for number in range(len(rows)):
-        batch = collate(rows, np.array([number]), 0, teacher.device)  # alone: nothing is padded
+        batch = collate(rows, np.array([number]), 0, teacher.device)  # a single row has no padding
         places, _ = labelled(batch)
         logits = teacher(input_ids=batch.ids, logits_to_keep=places, use_cache=False).logits[0]
         for part in logits.split(few):
