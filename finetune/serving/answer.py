@@ -1,4 +1,4 @@
-"""Answer one request: tokens with their log-probabilities, and text that ends before a stop."""
+"""The answer to one request: tokens with log-probabilities, and text up to a stop sequence."""
 
 import dataclasses
 import threading
@@ -27,12 +27,12 @@ class Question:
     seed: int | None = None
     stops: Sequence[str] = ()
     likelihoods: int | None = None
-    """Tokens that are listed beside the chosen one, by falling probability; None for none."""
+    """Number of most likely tokens listed per position; None for no log-probabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token of an answer, with its log-probability and those of the likeliest at its place."""
+    """A token of an answer with its log-probability, and the most likely tokens at its position."""
 
     id: int
     logprob: float
@@ -57,10 +57,10 @@ WITHOUT_LIMIT = 512
 
 
 def room(served: Served, question: Question) -> int:
-    """Tokens that an answer may have.
+    """Maximum number of tokens of an answer.
 
     Raises:
-        FinetuneError: the prompt is empty, has ids that are no tokens, or fills the context.
+        FinetuneError: the prompt is empty, has invalid token ids, or fills the context.
     """
     loaded = served.loaded
     most = question.most or (loaded.context or WITHOUT_LIMIT)
@@ -81,7 +81,7 @@ class Growing:
     """An answer in progress: takes tokens, and passes on text as soon as it is final."""
 
     def __init__(self, served: Served, question: Question, write: Callable[[str], None]) -> None:
-        """Raises FinetuneError for a prompt that leaves no room to answer, as `room` does."""
+        """Raises FinetuneError for an invalid prompt, as `room` does."""
         self.served, self.question = served, question
         self.room = room(served, question)
         self._cut = UntilStop(question.stops, write)
@@ -92,11 +92,11 @@ class Growing:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes: a stop token or text, or the limit."""
+        """Whether the answer reached a stop token, a stop sequence or the limit."""
         return self._stopped or self._cut.found or self._count >= self.room
 
     def take(self, id: int, logits: torch.Tensor) -> None:
-        """Append a token, which was chosen by the model's logits, (vocabulary,)."""
+        """Append a token that was chosen from the logits (vocabulary,) of the model."""
         self._count += 1
         self._stopped = id in self.served.loaded.stops
         if self._stopped:
@@ -106,7 +106,7 @@ class Growing:
         self._stream.append([id])
 
     def finished(self) -> Answer:
-        """The answer, all of whose text has been passed on."""
+        """Pass on the remaining text, and return the answer."""
         self._stream.end()
         self._cut.flush()
         return Answer(
@@ -126,7 +126,7 @@ def _likely(id: int, logits: torch.Tensor, count: int) -> Token:
 
 
 def answer_alone(growing: Growing, cancelled: threading.Event) -> None:
-    """Fill an answer with `generate` of transformers, for a model whose rows share no cache."""
+    """Complete an answer with `generate` of transformers, for a model that cannot batch rows."""
     served, question = growing.served, growing.question
     scores = _Scores()
     continue_rows(
@@ -142,7 +142,7 @@ def answer_alone(growing: Growing, cancelled: threading.Event) -> None:
 
 
 class _Scores(LogitsProcessor):
-    """The model's own logits at the newest place, before temperature and top_p."""
+    """Stores the logits of the model for the newest token, before temperature and top_p."""
 
     newest = torch.empty(0)  # (vocabulary,)
 
@@ -152,7 +152,7 @@ class _Scores(LogitsProcessor):
 
 
 class _Feeder(BaseStreamer):
-    """Gives an answer the tokens of `generate`, whose first call brings the prompt."""
+    """Passes tokens from `generate` to an answer, except the first call with the prompt."""
 
     def __init__(self, growing: Growing, scores: _Scores) -> None:
         self.growing, self.scores = growing, scores
@@ -168,7 +168,7 @@ class _Feeder(BaseStreamer):
 
 
 class _Ended(StoppingCriteria):
-    """Whether a stop text was found, or the answer was cancelled."""
+    """Stops `generate` when the answer has ended or was cancelled."""
 
     def __init__(self, growing: Growing, cancelled: threading.Event) -> None:
         self.growing, self.cancelled = growing, cancelled
@@ -179,7 +179,7 @@ class _Ended(StoppingCriteria):
 
 
 class UntilStop:
-    """Passes text on up to the first of some stop texts, holding back what may begin one."""
+    """Passes on text up to the first stop sequence, and holds back what may be the start of one."""
 
     def __init__(self, stops: Sequence[str], write: Callable[[str], None]) -> None:
         self.stops, self.write = stops, write
@@ -198,12 +198,12 @@ class UntilStop:
             self._pass(len(self._held) - self._begun())
 
     def flush(self) -> None:
-        """Pass on what was held back, once nothing more comes."""
+        """Pass on the held-back text at the end of the answer."""
         if not self.found:
             self._pass(len(self._held))
 
     def _begun(self) -> int:
-        """Characters at the end that may be the beginning of a stop text."""
+        """Number of characters at the end that may be the start of a stop sequence."""
         return max(
             (
                 length

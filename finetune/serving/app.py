@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's routes and a chat page, behind a bounded queue."""
+"""The HTTP application: OpenAI's routes and a chat page, with a bounded queue."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ LARGEST_BODY = 8 * 2**20
 
 
 class Answers:
-    """The models by name, and the places for those who ask them."""
+    """The models by name, and the count of running and waiting requests."""
 
     def __init__(self, models: Mapping[str, Served], rows: int, queue: int) -> None:
         self.models, self.places = models, rows + queue
@@ -46,7 +46,11 @@ class Answers:
         return self.models[name or self.first]
 
     def begin(self, served: Served, question: Question, pieces: "asyncio.Queue[str]") -> Job:
-        """Take a place, and begin an answer, whose text is put into `pieces` while it grows."""
+        """Submit a question, whose text is put into `pieces` as it is generated.
+
+        Raises:
+            HTTPException: status 429 if the queue is full.
+        """
         if self.taken >= self.places:
             raise HTTPException(429, f"{self.taken} requests are waiting; ask again later")
         loop = asyncio.get_running_loop()
@@ -68,7 +72,7 @@ class Answers:
 
 
 class LimitBody:
-    """Refuses a body that is longer than `LARGEST_BODY` before all of it is in memory."""
+    """Rejects a body larger than `LARGEST_BODY` before it is read completely."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -107,15 +111,15 @@ def build_app(
     key: str | None = None,
     local: bool = True,
 ) -> FastAPI:
-    """The application.
+    """The ASGI application.
 
     Args:
-        models: by name, the first is the default.
+        models: Models by name; the first is the default.
         rows: Maximum number of requests that are answered at once.
         queue: Maximum number of waiting requests; further ones get status 429.
         key: Key that clients of /v1 must send as `Authorization: Bearer KEY`.
-        local: answer only requests that were sent to this machine by its own names, so that no
-            page of another site can ask.
+        local: Accept only local host names in requests, so that pages of other sites cannot use
+            the server (DNS rebinding).
     """
     answers = Answers(models, rows, queue)
 
@@ -220,14 +224,14 @@ async def _reply(
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has hung up")
         return JSONResponse(reply.whole(answer.result()))
-    except (RuntimeError, MemoryError) as error:  # torch raises them where memory does not suffice
+    except (RuntimeError, MemoryError) as error:  # torch raises them when out of memory
         return problem(500, f"{type(error).__name__}: {error}")
     finally:
         job.cancelled.set()
 
 
 async def _events(job: Job, pieces: "asyncio.Queue[str]", reply: Reply) -> AsyncIterator[str]:
-    """Server-sent events of an answer, which ends with them also where the client hangs up."""
+    """Server-sent events of an answer, which is cancelled if the client disconnects."""
     answer = asyncio.wrap_future(job.answer)
     try:
         for event in reply.opening():
@@ -242,7 +246,7 @@ async def _events(job: Job, pieces: "asyncio.Queue[str]", reply: Reply) -> Async
         try:
             for event in reply.closing(answer.result()):
                 yield _event(event)
-        except Exception as error:  # the status is sent already: only an event can tell
+        except Exception as error:  # the status is already sent: report in an event
             yield _event(json.loads(bytes(problem(500, f"{type(error).__name__}: {error}").body)))
         yield "data: [DONE]\n\n"
     finally:

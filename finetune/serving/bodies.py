@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API, complete or piece by piece."""
+"""Response bodies of OpenAI's API, complete or streamed."""
 
 import json
 import secrets
@@ -19,7 +19,7 @@ class Reply:
     prefix: str
     asked: ChatRequest | TextRequest
     at_once = False
-    """Whether the text comes in one piece: a call of a tool is known only at its end."""
+    """Whether the text is sent in one piece, because a tool call is only known at its end."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -99,7 +99,7 @@ class Chat(Reply):
         return {**self._head(chunk=True), "choices": [choice]}
 
     def _parts(self, answer: Answer) -> tuple[str | None, list[dict[str, Any]]]:
-        """Text and calls of an answer; what is no valid call stays in the text."""
+        """Text and tool calls of an answer; invalid calls stay in the text."""
         if not self.asked.tools:
             return answer.text, []
         found = self.served.call_form.read(answer.text, self.asked.tools)

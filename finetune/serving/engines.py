@@ -1,4 +1,4 @@
-"""Start another program as the server: vLLM or llama.cpp, with the flags of an export."""
+"""Start vLLM or llama.cpp as the server, with the options that an export needs."""
 
 import os
 import shutil
@@ -12,15 +12,18 @@ from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
 
 
 def start(engine: str, folder: Path, name: str, host: str, port: int, key: str | None) -> NoReturn:
-    """Become the server `vllm` or `llama.cpp`.
+    """Replace this process by a `vllm` or `llama.cpp` server.
 
     Args:
-        folder: of an export, or a run, whose `final/` is served.
-        name: of the model in requests.
-        key: that callers must send.
+        engine: Name in `ENGINES`.
+        folder: Folder of an export, or a run, whose `final/` is served.
+        name: Name of the model in requests.
+        host: Address to listen on.
+        port: Port to listen on.
+        key: API key that clients must send.
 
     Raises:
-        FinetuneError: the engine is not installed, or cannot serve what is in the folder.
+        FinetuneError: the engine is not installed, or does not support the model.
     """
     chosen = folder / "final" if (folder / "recipe.json").is_file() else folder
     words = ENGINES[engine](chosen, name, host, port)
@@ -34,7 +37,7 @@ def start(engine: str, folder: Path, name: str, host: str, port: int, key: str |
 
 
 def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
-    """The command of vLLM for an adapter with its base, or for a complete model."""
+    """The command of vLLM for an adapter with its base, or for a full model."""
     served = ["--host", host, "--port", str(port)]
     if not (folder / "adapter_config.json").is_file():
         if not (folder / "config.json").is_file():

@@ -22,22 +22,22 @@ BASE = "-base"
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model under its name."""
+    """A model with its name, chat format and adapter."""
 
     name: str
     loaded: Loaded
     chat: Chat
     adapter: str | None
-    """PEFT's name of the adapter that answers; None for a whole model, or the base alone."""
+    """PEFT's name of the active adapter; None for a full model, or for the base."""
 
     @functools.cached_property
     def call_form(self) -> CallForm:
-        """The form of tool calls: that of the template, or `HERMES` where it writes none."""
+        """The format of tool calls in the template, or `HERMES` if the template has none."""
         return call_form(self.chat) or HERMES
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """The adapter on or off; nobody else may use the model meanwhile."""
+        """Enable or disable the adapter within a context that has exclusive use of the model."""
         model: Any = self.loaded.model
         if not isinstance(model, PeftModel):
             yield
@@ -55,15 +55,16 @@ def open_models(
     """Load a run, a folder or a hub name, with more adapters on the same base.
 
     Args:
-        name: of the result; by default that of its folder.
-        adapters: folders of more adapters, by the name of each.
+        path: Run, folder or hub name.
+        name: Name of the model; by default that of its folder.
+        adapters: Folders of more adapters, by name.
 
     Returns:
-        The models by name, the result first. An adapter's base is there as `NAME-base`, where
-        switching the adapter off leaves the weights that training began with.
+        The models by name, the model of `path` first. The base of an adapter is included as
+        `NAME-base`, unless the adapter's initialization changed the base.
 
     Raises:
-        FinetuneError: one cannot be loaded, or an adapter is not one of this base.
+        FinetuneError: a model cannot be loaded, or an adapter has another base.
     """
     loaded = open_model(path)
     name = name or Path(path).resolve().name

@@ -1,4 +1,4 @@
-"""Turn requests into token ids, with the code that rendered the training data."""
+"""Convert requests to token ids, with the code that renders training data."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from finetune.serving.requests import ChatRequest, TextRequest
 
 
 def chat_question(served: Served, asked: ChatRequest) -> Question:
-    """The conversation of a request as token ids, up to where the assistant answers.
+    """The conversation of a request as token ids, with the generation prompt.
 
     Raises:
-        FinetuneError: a message cannot be read, or the template refuses the conversation.
+        FinetuneError: a message is invalid, or the template rejects the conversation.
     """
     if served.chat.template is None:
         raise FinetuneError("the model has no chat template; ask /v1/completions")

@@ -14,7 +14,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """What both kinds of requests share. Fields with one allowed value would change the answer."""
+    """Fields of both kinds of requests. Fields with one allowed value are not supported."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -24,7 +24,7 @@ class Request(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(0.0, ge=0, le=10)
-    """Greedy by default, where OpenAI's is 1."""
+    """Greedy by default; OpenAI's default is 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | Stops | None = None
@@ -64,7 +64,7 @@ class ChatRequest(Request):
 
     @property
     def likelihoods(self) -> int | None:
-        """How many tokens are listed at each place beside the chosen one; None for no logprobs."""
+        """Number of most likely tokens listed per position; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
 

@@ -1,7 +1,7 @@
-"""Answer several questions at once: each joins between two tokens of the others, and leaves alone.
+"""Schedule requests with continuous batching: each joins and leaves the batch between two tokens.
 
-One thread computes. Questions to one model share its forward passes; an adapter and its base are
-two models with the same weights, which take turns token by token.
+All computation runs on one thread. Requests to one model share its forward passes; an adapter and
+its base are two models with shared weights, which take turns after each token.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from finetune.serving.answer import Answer, Growing, Question, answer_alone
 from finetune.serving.models import Served
 
 READ_AT_ONCE = 2048
-"""Tokens of prompts, with their padding, between two tokens of the others; a longer prompt is read
-alone."""
+"""Maximum number of prompt tokens, including padding, that are read between two tokens of running
+answers; a longer prompt is read alone."""
 PASS = 16
-"""Tokens whose forward pass takes a CPU as long as it takes to read the weights, about."""
+"""Number of tokens whose forward pass on a CPU takes about as long as reading the weights."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,14 +44,14 @@ class Job:
         return self.growing.ended or self.cancelled.is_set()
 
     def take(self, token: int, logits: torch.Tensor) -> None:
-        """Append a token; an error of this answer ends it, and no other."""
+        """Append a token; an error ends this answer, but no other."""
         try:
             self.growing.take(token, logits)
         except Exception as error:
             self.fail(error)
 
     def finish(self) -> None:
-        """Hand over the answer, as far as it came."""
+        """Set the result to the answer generated so far."""
         try:
             answer = self.growing.finished()
         except Exception as error:
@@ -79,10 +79,10 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, served: Served, question: Question, write: Callable[[str], None]) -> Job:
-        """Begin to answer; `write` gets the text as it becomes certain, on another thread.
+        """Queue a question; `write` receives final text on the scheduler's thread.
 
         Raises:
-            FinetuneError: the prompt leaves no room to answer.
+            FinetuneError: the prompt leaves no room for an answer in the context.
         """
         seed = secrets.randbits(63) if question.seed is None else question.seed
         job = Job(
@@ -116,7 +116,7 @@ class Scheduler:
             job.finish()
 
     def _admit(self) -> None:
-        """Give jobs that have come a place, waiting for one where there is nothing to do."""
+        """Assign new jobs to their groups; blocks until one arrives if there is nothing to do."""
         busy = sum(len(group.jobs) for group in self._groups.values())
         with contextlib.suppress(queue.Empty):
             while True:
@@ -137,7 +137,7 @@ class Scheduler:
 
 
 class _Turns:
-    """Switches adapters only where the model that computes changes."""
+    """Switches adapters, only when the active model changes."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -155,7 +155,7 @@ class _Turns:
 
 
 class _Group:
-    """The jobs of one model: those of `rows`, in its order, then those that have not begun."""
+    """The jobs of one model: first the jobs in `rows`, in the same order, then the waiting ones."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -166,7 +166,7 @@ class _Group:
         self._pad = pad_id(served.loaded.tokenizer, token_rows(model))
 
     def step(self) -> None:
-        """A token for each job that has begun, and for those that begin now."""
+        """Start waiting jobs, and generate one token for each running job."""
         if not self._shared:
             job = self.jobs[0]
             answer_alone(job.growing, job.cancelled)
@@ -200,7 +200,7 @@ class _Group:
         ]
 
     def _leave(self) -> None:
-        """Finish what has ended, and free its rows."""
+        """Finish jobs that have ended, and remove their rows."""
         begun = 0 if self.rows is None else len(self.rows)
         ended = [job.ended for job in self.jobs]
         if not any(ended):
@@ -216,7 +216,7 @@ class _Group:
             self.rows.keep(kept)
 
     def _begin(self) -> None:
-        """Read the prompts of new jobs, up to `READ_AT_ONCE` before the others get a token."""
+        """Read the prompts of waiting jobs, up to `READ_AT_ONCE` tokens."""
         begun = 0 if self.rows is None else len(self.rows)
         prompts, longest = list[list[int]](), 0
         for job in self.jobs[begun:]:
@@ -238,13 +238,13 @@ class _Group:
 def in_passes(
     prompts: Sequence[list[int]], device: torch.device
 ) -> tuple[list[int], list[list[list[int]]]]:
-    """Which prompts go through the model together.
+    """Group prompts into forward passes.
 
-    A forward pass of a CPU takes time for each token, padding included, and for reading the
-    weights as much as for `PASS` tokens: a prompt joins shorter ones where that pads less.
+    On a CPU, a forward pass takes time for each token, including padding, and time for reading the
+    weights that equals `PASS` tokens. A prompt joins shorter ones if that needs less padding.
 
     Returns:
-        Numbers of the prompts in the order of the passes, and the prompts of each pass.
+        Indices of the prompts in the order of the passes, and the prompts of each pass.
     """
     if device.type != "cpu":
         return list(range(len(prompts))), [list(prompts)]

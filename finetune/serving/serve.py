@@ -25,11 +25,11 @@ def serve(
 
     Args:
         port: Port to listen on; 0 for any free port.
-        name: of the model in requests; by default that of its folder.
-        adapters: more adapters on the same base, by name.
-        rows: requests that are answered at once, each with its keys and values in memory.
-        queue: further requests, which wait; beyond them status 429.
-        key: that callers must send; needed where the host is not this machine.
+        name: Name of the model in requests; by default that of its folder.
+        adapters: Folders of more adapters on the same base, by name.
+        rows: Maximum number of requests that are answered at once; each needs a KV cache.
+        queue: Maximum number of waiting requests; further ones get status 429.
+        key: API key that clients must send; required if `host` is not local.
 
     Raises:
         FinetuneError: the port is in use, a key is missing, the extra `serve` is not installed, or
@@ -64,10 +64,10 @@ def check_host(host: str, key: str | None) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, taken before the model is loaded.
+    """Bind a socket before the model is loaded.
 
     Raises:
-        FinetuneError: the port is in use, or the host is not one of this machine.
+        FinetuneError: the port is in use, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family)
