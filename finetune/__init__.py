@@ -1,6 +1,6 @@
 """Fine-tune language models on any backend of Accelerate: `import finetune as ft`.
 
-Names load on first use, so that recipes and the command line need no torch to be read.
+Names are imported on first use, so that recipes and the command line load without torch.
 """
 
 import importlib
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and _HERE != sys.path[0] == os.getcwd():
-    # `python -m finetune`, as `accelerate launch` starts it: a module that a user keeps in the
-    # working folder must not be taken for one of the standard library or of a dependency.
+    # `accelerate launch` runs `python -m finetune`: modules in the working directory must not
+    # shadow modules of the standard library or of dependencies.
     del sys.path[0]
 
 HOMES = {
@@ -184,10 +184,10 @@ __all__ = [  # noqa: RUF022 - in the order of their use
 ]
 
 
-if not TYPE_CHECKING:  # which would else accept any name
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """The public name, imported from the module where it is defined."""
+        """A public name, imported from the module that defines it."""
         if name not in HOMES:
             raise AttributeError(f"module 'finetune' has no attribute '{name}'")
         return getattr(importlib.import_module(HOMES[name]), INNER_NAMES.get(name, name))

@@ -1,4 +1,4 @@
-"""What the tests share: a tiny real model, uneven data, and real runs through the command line."""
+"""Shared fixtures: a tiny real model, uneven data, and real runs through the command line."""
 
 import functools
 import json
@@ -17,22 +17,22 @@ import pytest
 from finetune.process.warm import TRAINING, Warm
 
 ROOT = Path(__file__).parent.parent
-# Two files are tested at a time: as many threads as cores in each would wait for one another.
+# Two files are tested in parallel: with one thread per core in each, they would compete.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As the command line sets it before torch is loaded: the profiler else writes into captured output.
+# The command line also sets it before importing torch: the profiler writes into captured output.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# There is no network: a name that is on no disk is asked for at once, not five times.
+# There is no network: without this, a name that is not on disk is requested five times.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 LAUNCH_SECONDS = 900
-"""A launch takes about ten seconds, one that compiles an operator first about six minutes."""
+"""Time limit in seconds: a launch takes about 10, or about 360 if it compiles an operator."""
 
 
 LONG = (
     "test_quickstart", "test_models", "test_prover", "test_notebook", "test_packaging",
     "test_documents", "test_damage", "test_backends", "test_division", "test_benchmarks",
 )  # fmt: skip
-"""Files that take longest. Begun first, none of them is left for one of two workers at the end."""
+"""Slowest files. They run first, so that neither of two workers is left with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """The folder of real models, tokenizers and data; tests that need it are skipped without."""
+    """The folder of real models, tokenizers and data; tests that need it are skipped without it."""
     folder = Path(os.environ.get("FINETUNE_ASSETS", ROOT.parent / "shared" / "assets"))
     if not folder.is_dir():
         pytest.skip("no test assets: set FINETUNE_ASSETS")
@@ -57,7 +57,7 @@ class Tiny:
     eval_data: Path
 
     def fields(self, **sections: Any) -> dict[str, Any]:
-        """A recipe as plain values; sections are merged into the defaults."""
+        """A recipe as a dictionary; sections are merged into the defaults."""
         base: dict[str, Any] = {
             "method": "sft",
             "model": {"name": str(self.model)},
@@ -104,7 +104,7 @@ def build_tiny(folder: Path) -> Tiny:
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Questions with answers of one to forty words, so that masks are uneven."""
+    """Questions with answers of 1 to 40 words, so that masks are uneven."""
     rng = random.Random(11)
     text = "the a cat dog sees red blue house tree runs sings over under quickly and then"
     words = text.split()
@@ -141,7 +141,7 @@ def build_tokenizer(texts: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended."""
+    """The exit status and output of a command."""
 
     status: int
     stdout: str
@@ -157,20 +157,20 @@ Finetune = Callable[..., Finished]
 
 @functools.cache
 def warm_python() -> str:
-    """An interpreter for which PyTorch and all around it is imported already."""
+    """An interpreter that has already imported PyTorch and related libraries."""
     return Warm(TRAINING, environment(ROOT)).python
 
 
 LIGHT = {"list", "show", "plan", "init", "import", "--version", "--help"}
-"""Words that import little by themselves."""
+"""Commands that import little."""
 
 
 @pytest.fixture(scope="session")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
-    """Run the command line in a process of its own: `finetune("train", "recipe.json", ...)`.
+    """Run the command line in a separate process: `finetune("train", "recipe.json", ...)`.
 
-    Its imports, and those of what it launches, are there already; not with `cold`.
-    Nobody looks at the pictures of these runs, each a second of processor time: `plot` draws one.
+    The process and the workers that it launches are forked with imports done, unless `cold`.
+    `plot` draws the loss curve, which takes a second of processor time.
     """
     cache = tmp_path_factory.mktemp("cache")
 
@@ -199,7 +199,7 @@ def run_command(
     env: dict[str, str] | None = None,
     seconds: float = LAUNCH_SECONDS,
 ) -> Finished:
-    """Run to the end or to the time limit, and leave no process of it behind."""
+    """Run a command until it ends or reaches the time limit, and end all of its processes."""
     process = subprocess.Popen(
         command,
         cwd=cwd or cache,
@@ -220,7 +220,7 @@ def run_command(
 
 
 def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":
-    """Start the command line and do not wait for it; `warm`, its imports are there already."""
+    """Start the command line without waiting for it; with `warm`, its imports are already done."""
     return subprocess.Popen(
         [warm_python() if warm else sys.executable, "-m", "finetune", *words],
         cwd=cache,
@@ -236,7 +236,7 @@ def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "sub
 def wait_for(
     happened: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 300
 ) -> None:
-    """Wait for something that a running process does."""
+    """Wait until a running process has caused a condition."""
     until = time.monotonic() + seconds
     while not happened():
         if process.poll() is not None:
@@ -248,19 +248,19 @@ def wait_for(
 
 
 def end_tree(pid: int) -> None:
-    """End a process with all that it started: torch gives each worker a session of its own."""
+    """End a process and all processes that it started; torch gives each worker its own session."""
     from finetune.verification.proofs.runs import end, family_of
 
     end(family_of(pid))
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """This process's variables, less what a launch would mistake for its own."""
+    """Environment variables of this process, without those that would affect a launch."""
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("ACCELERATE_", "FSDP_", "FINETUNE_", "RANK", "WORLD_SIZE"))
-        and key != "TORCHINDUCTOR_CACHE_DIR"  # a test that trained in this process has set it
+        and key != "TORCHINDUCTOR_CACHE_DIR"  # set by tests that train in this process
     }
     return kept | {"FINETUNE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
