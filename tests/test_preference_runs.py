@@ -97,8 +97,12 @@ def test_the_best_checkpoint_is_the_one_with_the_best_metric(broken: Run) -> Non
         (GRPO(eval_rows=2), "rewards/json_valid/mean", ""),
         (SFT(eval_rows=2).with_evaluation(metrics=("labels",)), "macro_f1", ""),
         (DPO(), "rewards/accuracies", "rewards/accuracies, but nothing is evaluated; give"),
-        (DPO(eval_rows=2), "accuracy", "accuracy is not measured by method dpo; there are: loss, "),
-        (SFT(eval_rows=2), "-kl", "-kl is not measured by method sft; there are: loss"),
+        (
+            DPO(eval_rows=2),
+            "accuracy",
+            "accuracy is not measured by method dpo; available are loss, ",
+        ),
+        (SFT(eval_rows=2), "-kl", "-kl is not measured by method sft; available are loss"),
     ],
 )
 def test_a_best_by_what_is_not_measured_is_refused(
