@@ -124,10 +124,12 @@ def assert_equal(reference: Run, run: Run, first: int = 1) -> None:
     assert here[-1] == pytest.approx(alone[-1], rel=FP32.loss)
 
 
-def assert_planned(run: Run) -> None:
+def assert_planned(run: Run, near: float = 0.05) -> None:
     """The peak of every stage's fullest process is within a twentieth of what the plan says of it.
 
-    Copies of the data have other rows, and the plan is of the fullest.
+    Copies of the data have other rows, and the plan is of the fullest. Processes that exchange
+    tokens of experts also hold buffers until the thread of the exchange lets go of them, so that
+    the peak differs by up to a tenth from run to run.
     """
     counted, settled = list(run.read_metrics("memory"))[-1], read(run.plan)
     assert len(counted["planned"]) == len(counted["peaks"]) == settled["processes"]
@@ -136,7 +138,7 @@ def assert_planned(run: Run) -> None:
     planned, peaks = (
         np.reshape(counted[name], (stages, -1)).max(axis=1) for name in ("planned", "peaks")
     )
-    assert planned == pytest.approx(peaks, rel=0.05)
+    assert planned == pytest.approx(peaks, rel=near)
     largest = max(counted["peaks"]), max(counted["planned"])
     assert (counted["peak"], counted["predicted"]) == largest
 
